@@ -1,0 +1,52 @@
+"""FLOPs, bytes and fusion kind of every primitive, by family; open to users' own.
+
+FLOPs follow the compiler's ``cost_analysis()`` (XLA's ``HloCostAnalysis``), so that a
+sum over a program can be held against what the compiler reports; ``tests/costs`` does.
+Where the compiler for CPU expands an operation into others, the rule says what it
+follows. Two things the compiler does not do: it counts the body of a loop once, where
+rules here multiply by the trip count, and it does not look into custom calls.
+"""
+
+from remat_opt.costs import (  # noqa: F401  (imported for the rules they register)
+    calls,
+    communication,
+    contraction,
+    control_flow,
+    convolution,
+    elementwise,
+    fourier,
+    indexing,
+    layout,
+    linear_algebra,
+    random,
+    reduction,
+    sorting,
+    window,
+)
+from remat_opt.costs.records import Cost, Fusion
+from remat_opt.costs.registry import (
+    MissingParameterError,
+    Rule,
+    combiner_cost,
+    cost,
+    parameter,
+    register,
+    registered,
+    unknown_cost,
+)
+from remat_opt.costs.roofline import Machine, seconds
+
+__all__ = [
+    "Cost",
+    "Fusion",
+    "Machine",
+    "MissingParameterError",
+    "Rule",
+    "combiner_cost",
+    "cost",
+    "parameter",
+    "register",
+    "registered",
+    "seconds",
+    "unknown_cost",
+]

@@ -1,0 +1,40 @@
+"""The cost of an inner program, for the rules of calls, loops and branches."""
+
+from __future__ import annotations
+
+from remat_opt.costs.records import Cost, Fusion
+from remat_opt.costs.registry import cost
+from remat_opt.operation import Body
+
+
+def body_cost(body: Body) -> Cost:
+    """One run of a body, ``repeats`` not applied.
+
+    FLOPs are the sum over its operations. Bytes are those of the operations that do not
+    fuse; where all of them fuse into one loop, it moves about as much as the operation
+    in it that moves most. The body is as fusible as its least fusible operation.
+    """
+    costs = [cost(operation) for operation in body.operations]
+    kinds = {each.fusion for each in costs}
+    fusion = next(
+        (kind for kind in (Fusion.OPAQUE, Fusion.REDUCTION) if kind in kinds), Fusion.FUSIBLE
+    )
+    unfused = [each for each in costs if each.fusion is not Fusion.FUSIBLE]
+    busiest = max(costs, key=lambda each: each.bytes_read + each.bytes_written, default=None)
+    movers = unfused or ([] if busiest is None else [busiest])
+    return Cost(
+        flops=sum(each.flops for each in costs),
+        transcendentals=sum(each.transcendentals for each in costs),
+        bytes_read=sum(each.bytes_read for each in movers),
+        bytes_written=sum(each.bytes_written for each in movers),
+        fusion=fusion,
+        estimated=any(each.estimated for each in costs),
+    )
+
+
+def costliest(bodies: tuple[Body, ...]) -> Cost:
+    """The run of the body with most FLOPs; among equals, the one with most traffic."""
+    return max(
+        (body_cost(body) for body in bodies),
+        key=lambda each: (each.flops, each.bytes_read + each.bytes_written),
+    )

@@ -1,0 +1,113 @@
+"""What the cost tests share: jaxpr equations as Operations, and the compiler's own count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from remat_opt.costs import cost
+from remat_opt.operation import ArrayType, Body, Operation
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """FLOPs and transcendentals of a function."""
+
+    flops: int
+    transcendentals: int
+
+
+def _array_type(variable: Any) -> ArrayType:
+    return ArrayType(shape=tuple(variable.aval.shape), dtype=str(variable.aval.dtype))
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            # Before JAX 0.12 a ClosedJaxpr wraps the Jaxpr; from then on they are one.
+            if hasattr(item, "eqns"):
+                yield getattr(item, "jaxpr", item)
+
+
+def _operation(equation: Any) -> Operation:
+    repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
+    return Operation(
+        primitive=equation.primitive.name,
+        inputs=tuple(map(_array_type, equation.invars)),
+        outputs=tuple(map(_array_type, equation.outvars)),
+        params=equation.params,
+        bodies=tuple(
+            Body(operations=tuple(map(_operation, inner.eqns)), repeats=repeats)
+            for inner in _inner_jaxprs(equation.params)
+        ),
+    )
+
+
+def _operations(fn: Callable[..., Any], *args: Any) -> list[Operation]:
+    return [_operation(equation) for equation in jax.make_jaxpr(fn)(*args).jaxpr.eqns]
+
+
+def _counts(analysis: Any) -> Counts:
+    # A count of zero is left out of the analysis.
+    return Counts(
+        flops=int(analysis.get("flops", 0)),
+        transcendentals=int(analysis.get("transcendentals", 0)),
+    )
+
+
+def _ours(fn: Callable[..., Any], *args: Any) -> Counts:
+    costs = [cost(operation) for operation in _operations(fn, *args)]
+    return Counts(
+        flops=sum(each.flops for each in costs),
+        transcendentals=sum(each.transcendentals for each in costs),
+    )
+
+
+def _compiled(fn: Callable[..., Any], *args: Any) -> Counts:
+    return _counts(jax.jit(fn).lower(*args).compile().cost_analysis())
+
+
+def _unexpanded(fn: Callable[..., Any], *args: Any) -> Counts:
+    return _counts(jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).cost_analysis())
+
+
+@pytest.fixture
+def operations() -> Callable[..., list[Operation]]:
+    """(fn, *args) -> the equations of fn as Operations."""
+    return _operations
+
+
+@pytest.fixture
+def only() -> Callable[..., Operation]:
+    """(fn, *args) -> the one equation that fn is."""
+
+    def only_operation(fn: Callable[..., Any], *args: Any) -> Operation:
+        (operation,) = _operations(fn, *args)
+        return operation
+
+    return only_operation
+
+
+@pytest.fixture
+def ours() -> Callable[..., Counts]:
+    """(fn, *args) -> what remat_opt.costs counts."""
+    return _ours
+
+
+@pytest.fixture
+def compiled() -> Callable[..., Counts]:
+    """(fn, *args) -> what the CPU compiler counts in the program it made."""
+    return _compiled
+
+
+@pytest.fixture
+def unexpanded() -> Callable[..., Counts]:
+    """(fn, *args) -> what the compiler counts before CPU expands what it has no kernel for.
+
+    Lowered for TPU, which keeps the most operations whole; nothing is compiled.
+    """
+    return _unexpanded
