@@ -1,0 +1,107 @@
+"""What can go wrong, one class for each thing a caller may want to handle differently.
+
+Every class derives from :class:`RematError`, so that one ``except`` catches all of them.
+Those that say "this value is not acceptable" are also :class:`ValueError`, which is what
+Python programmers expect to catch there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Which command installs the packages an extra stands for. ``GPU`` and ``TPU`` compilers
+#: are gigabytes, so that neither is a plain dependency.
+_INSTALL_COMMAND = "pip install 'remat_opt[{extra}]'"
+
+
+class RematError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class UnitError(RematError, ValueError):
+    """A text that should be an amount of bytes, but cannot be read as one."""
+
+
+class BudgetError(RematError, ValueError):
+    """No plan fits the budget.
+
+    Attributes:
+      least_peak_bytes: the least peak of temporary bytes that any plan reaches.
+      budget_bytes: the budget that was asked for.
+      pinning: the values that keep the peak from going lower, as (label, bytes), the
+        largest first; empty where they are unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        least_peak_bytes: int,
+        budget_bytes: int,
+        pinning: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.least_peak_bytes = least_peak_bytes
+        self.budget_bytes = budget_bytes
+        self.pinning = tuple((label, size) for label, size in pinning)
+
+
+class TraceError(RematError):
+    """The function could not be traced, or holds something that cannot be planned."""
+
+
+class GraphError(RematError, ValueError):
+    """A graph that breaks its own rules: a cycle, a missing vertex, negative bytes."""
+
+
+class PlanFileError(RematError, ValueError):
+    """A saved plan that is truncated, edited, of another version or of another program."""
+
+
+class DeviceError(RematError, ValueError):
+    """A device that is unknown, not attached, or wrongly described."""
+
+
+class MissingPackageError(RematError, ImportError):
+    """A package that this request needs is not installed.
+
+    Attributes:
+      package: the missing package, as ``import`` or ``pip`` names it.
+      extra: the extra of ``remat_opt`` that installs it, such as ``tpu`` or ``cuda``.
+    """
+
+    def __init__(self, purpose: str, *, package: str, extra: str) -> None:
+        command = _INSTALL_COMMAND.format(extra=extra)
+        super().__init__(
+            f"{purpose} needs the package {package}, which is not installed. "
+            f"Install it with: {command}"
+        )
+        self.package = package
+        self.extra = extra
+
+
+class CompileError(RematError):
+    """The compiler refused the program.
+
+    Attributes:
+      device: name of the device compiled for.
+      needed_bytes: device memory the compiler says the program needs (of the kind it
+        names: the whole program or its temporaries), or None where it gave no figure.
+      available_bytes: device memory the compiler says there is, or None likewise.
+      compiler_message: what the compiler said, in full.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        device: str,
+        needed_bytes: int | None = None,
+        available_bytes: int | None = None,
+        compiler_message: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.device = device
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.compiler_message = compiler_message
