@@ -1,0 +1,42 @@
+"""remat_opt: rematerialisation for JAX that is planned, not guessed.
+
+``optimal_remat`` decorates a loss function so that its gradient fits in less memory for
+the least extra compute. See the README for a tour.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+from remat_opt.api import apply_plan, make_plan, measure, optimal_remat
+from remat_opt.errors import (
+    BudgetError,
+    CompileError,
+    DeviceError,
+    GraphError,
+    MissingPackageError,
+    PlanFileError,
+    RematError,
+    TraceError,
+    UnitError,
+)
+from remat_opt.measurement import Measurement
+from remat_opt.plan import Plan
+
+__all__ = [
+    "BudgetError",
+    "CompileError",
+    "DeviceError",
+    "GraphError",
+    "MissingPackageError",
+    "Measurement",
+    "Plan",
+    "PlanFileError",
+    "RematError",
+    "TraceError",
+    "UnitError",
+    "apply_plan",
+    "make_plan",
+    "measure",
+    "optimal_remat",
+]

@@ -1,0 +1,173 @@
+"""Every private or version-dependent use of JAX, behind names of our own.
+
+JAX 0.10 and 0.12 differ in how jaxprs are represented (``ClosedJaxpr`` and ``Jaxpr``
+became one class) and in the parameters of some equations. The rest of the package
+sees neither: it asks this file. Each function here has a contract test in
+``tests/test_jax_contracts.py`` that fails when an assumption no longer holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax.extend import core as jax_core
+
+Literal = jax_core.Literal
+Primitive = jax_core.Primitive
+
+#: Calls that only group equations: their bodies are inlined where they stand.
+_INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+
+
+def is_jaxpr(thing: object) -> bool:
+    """Whether ``thing`` is a jaxpr, open or closed, of any supported JAX version."""
+    return isinstance(thing, jax_core.Jaxpr | jax_core.ClosedJaxpr)
+
+
+def parts(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]:
+    """Takes a closed jaxpr apart: (constant variables, constants, inputs, equations, outputs)."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    constants = list(getattr(closed, "consts", ()))
+    constant_variables = list(jaxpr.constvars)
+    inputs = list(jaxpr.invars)
+    return constant_variables, constants, inputs, list(jaxpr.eqns), list(jaxpr.outvars)
+
+
+def inlinable_body(equation: Any) -> Any | None:
+    """The closed jaxpr to put in the place of a call equation, or None to carry it whole.
+
+    A nested ``jit`` that prescribes shardings or layouts is not only a group of
+    equations, so it is carried as it is.
+    """
+    if equation.primitive.name not in _INLINED_CALLS or equation.effects:
+        return None
+    params = equation.params
+    for key in ("in_shardings", "out_shardings", "in_layouts", "out_layouts"):
+        for prescribed in params.get(key, ()) or ():
+            if prescribed is not None and type(prescribed).__name__ != "UnspecifiedValue":
+                return None
+    if params.get("compiler_options_kvs"):
+        return None
+    return params.get("jaxpr", params.get("call_jaxpr"))
+
+
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All jaxprs among an equation's parameters, with the parameter each one is found under."""
+    for key, value in params.items():
+        if is_jaxpr(value):
+            yield key, value
+        elif isinstance(value, tuple | list):
+            for item in value:
+                if is_jaxpr(item):
+                    yield key, item
+
+
+def has_effects(equation: Any) -> bool:
+    """Whether the equation does more than compute its outputs (prints, calls back, writes)."""
+    return bool(equation.effects)
+
+
+def name_stack_of(equation: Any, prefix: Any = None) -> Any:
+    """The equation's name stack, as an opaque object, below ``prefix`` where it was inlined."""
+    stack = equation.source_info.name_stack
+    return stack if prefix is None else prefix + stack
+
+
+def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs one equation on ``inputs`` and returns its outputs.
+
+    The source line, the name stack and the equation's own context (mesh, compute
+    type, precision) are those it was traced with, so that profiles and error
+    messages of the rewritten program still point at the user's code.
+    """
+    primitive = equation.primitive
+    params = primitive.get_bind_params(equation.params)
+    stack = source_info_util.current_name_stack() + name_stack
+    with (
+        source_info_util.user_context(equation.source_info.traceback, name_stack=stack),
+        equation.ctx.manager,
+    ):
+        if isinstance(params, tuple):  # JAX before 0.11: (subfunctions, parameters)
+            subfunctions, params = params
+            outputs = primitive.bind(*subfunctions, *inputs, **params)
+        else:
+            outputs = primitive.bind(*inputs, **params)
+    return list(outputs) if primitive.multiple_results else [outputs]
+
+
+def source_line(equation: Any) -> str:
+    """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown."""
+    frame = source_info_util.user_frame(equation.source_info.traceback)
+    if frame is None:
+        return ""
+    file_name = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def check(closed: Any) -> None:
+    """Type-checks a jaxpr; raises JAX's own error when it is ill-formed."""
+    jax_core.check_jaxpr(getattr(closed, "jaxpr", closed))
+
+
+def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Traces ``fn`` and returns (closed jaxpr, tree of output shapes)."""
+    return jax.make_jaxpr(fn, return_shape=True)(*args)
+
+
+def scan_length(params: Mapping[str, Any]) -> int:
+    """How often the body of a ``scan`` equation runs."""
+    return int(params["length"])
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def describe(thing: object) -> str:
+    """A text of an equation parameter that is the same in every process and on every host.
+
+    Memory addresses are left out, sets are sorted, functions are named, and inner
+    jaxprs are written equation by equation.
+    """
+    if is_jaxpr(thing):
+        return _describe_jaxpr(thing)
+    if isinstance(thing, set | frozenset):
+        return "{" + ",".join(sorted(describe(item) for item in thing)) + "}"
+    if isinstance(thing, tuple | list):
+        return "(" + ",".join(describe(item) for item in thing) + ")"
+    if isinstance(thing, Mapping):
+        return "{" + ",".join(f"{describe(k)}:{describe(v)}" for k, v in thing.items()) + "}"
+    if isinstance(thing, str | int | float | complex | bool | bytes | type(None)):
+        return repr(thing)
+    if callable(thing) and not isinstance(thing, type):
+        return getattr(thing, "__name__", type(thing).__name__)
+    return _ADDRESS.sub("", repr(thing))
+
+
+def describe_parameters(params: Mapping[str, Any]) -> str:
+    """The text of all parameters of an equation, in the order of their names."""
+    return ";".join(f"{key}={describe(params[key])}" for key in sorted(params))
+
+
+def _describe_jaxpr(closed: Any) -> str:
+    constant_variables, _, inputs, equations, outputs = parts(closed)
+    numbers: dict[Any, int] = {}
+
+    def atom(variable: Any) -> str:
+        if isinstance(variable, Literal):
+            return f"{variable.val}:{variable.aval}"
+        return f"{numbers.setdefault(variable, len(numbers))}:{variable.aval}"
+
+    def atoms(variables: Iterable[Any]) -> str:
+        return " ".join(atom(variable) for variable in variables)
+
+    lines = [atoms(constant_variables), atoms(inputs)]
+    lines += [
+        f"{atoms(e.outvars)}={e.primitive.name}[{describe_parameters(e.params)}] {atoms(e.invars)}"
+        for e in equations
+    ]
+    lines.append(atoms(outputs))
+    return "{" + "|".join(lines) + "}"

@@ -1,0 +1,415 @@
+"""The doors: decorate a loss, make and apply plans, measure.
+
+Arguments are checked here; everything else happens below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from remat_opt import measurement, planning, tracing, transform
+from remat_opt.device import Device
+from remat_opt.errors import PlanFileError, RematError
+from remat_opt.measurement import Measurement
+from remat_opt.plan import Objective, Plan
+from remat_opt.program import Program
+from remat_opt.solvers.base import Overhead
+from remat_opt.tracing import Signature
+from remat_opt.units import parse_bytes
+
+
+def objective_of(
+    budget: str | int | float | None = None,
+    max_overhead: float | None = None,
+    overhead: str = "seconds",
+) -> Objective:
+    """Reads the options that say what is wanted of a plan.
+
+    Args:
+      budget: bytes of temporaries, as an int or a text such as ``"6GiB"``; or, as a float,
+        a share of what the unchanged function needs.
+      max_overhead: share of a forward pass that may be recomputed.
+      overhead: ``"seconds"`` or ``"flops"``, what recomputation is counted in.
+
+    Raises:
+      RematError: both are given, or a number is out of range.
+    """
+    if budget is not None and max_overhead is not None:
+        raise RematError(
+            f"budget={budget!r} and max_overhead={max_overhead!r} are both given. A budget asks for "
+            "the least overhead, a largest overhead for the least memory: give one of them."
+        )
+    try:
+        counted = Overhead(overhead)
+    except ValueError:
+        raise RematError(f"overhead={overhead!r}: give 'seconds' or 'flops'.") from None
+    if max_overhead is not None:
+        if isinstance(max_overhead, bool) or not (max_overhead >= 0 and math.isfinite(max_overhead)):
+            raise RematError(
+                f"max_overhead={max_overhead!r}: give a share of a forward pass, such as 0.05."
+            )
+        return Objective(max_overhead=float(max_overhead), overhead=counted)
+    if budget is None:
+        return Objective(overhead=counted)
+    if isinstance(budget, float):
+        if not (budget > 0 and math.isfinite(budget)):
+            raise RematError(
+                f"budget={budget!r}: a float is a share of what the unchanged function needs, such "
+                "as 0.4. For bytes, give an int or a text such as '6GiB'."
+            )
+        if budget > 16:
+            raise RematError(
+                f"budget={budget!r}: a float is a share of what the unchanged function needs, and "
+                f"{budget:g} times that is hardly meant. For bytes, give an int or '6GiB'."
+            )
+        return Objective(budget_share=budget, overhead=counted)
+    return Objective(budget_bytes=parse_bytes(budget), overhead=counted)
+
+
+def _numbers(given: int | Sequence[int] | None) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def signature_of(
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+) -> Signature:
+    """Reads the options that say how a function's arguments are to be taken."""
+    return Signature(
+        argnums=_numbers(argnums),
+        has_aux=has_aux,
+        static_argnums=_numbers(static_argnums),
+        static_argnames=_names(static_argnames),
+    )
+
+
+class Rematerialized:
+    """A function that follows a plan; what ``optimal_remat`` and ``apply_plan`` return.
+
+    Calling it gives the values, the tree and the dtypes of the function it wraps, and its
+    derivatives are the same too; taken backward, it keeps and recomputes as planned. The
+    function is traced at every call, as ``jax.jit`` would, and planned once for each program
+    that this gives. So it is best called under ``jax.jit``.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        signature: Signature,
+        device: str | Device,
+        objective: Objective,
+        plan: Plan | None,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._signature = signature
+        self._device = device
+        self._objective = objective
+        self._given = plan
+        self._plans: dict[str, Plan] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = tracing.bind_static(self._fn, self._signature, args, kwargs)
+        program = self._trace(call)
+        plan = self._plan_of(program)
+        run = transform.rewrite(program, plan.stages)
+        outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
+        return jax.tree.unflatten(program.output_tree, outputs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        # So that a decorated method is bound like any other.
+        return self if instance is None else functools.partial(self, instance)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan that a call with such arguments uses.
+
+        Args:
+          *args: arrays or ``jax.ShapeDtypeStruct`` in their place.
+          **kwargs: likewise.
+
+        Raises:
+          BudgetError: the budget cannot be reached.
+        """
+        return self._plan_of(
+            self._trace(tracing.bind_static(self._fn, self._signature, args, kwargs))
+        )
+
+    def _trace(self, call: tracing.Call) -> Program:
+        return tracing.trace_call(call, has_aux=self._signature.has_aux)
+
+    def _plan_of(self, program: Program) -> Plan:
+        fingerprint = program.fingerprint()
+        if self._given is not None:
+            check_belongs(self._given, fingerprint, program.name)
+            return self._given
+        if fingerprint not in self._plans:
+            device = measurement.resolve_device(self._device)
+            self._plans[fingerprint] = planning.make(program, device, self._objective)
+        return self._plans[fingerprint]
+
+
+def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
+    """Raises PlanFileError unless the plan was made for the program with this fingerprint."""
+    if plan.fingerprint != fingerprint:
+        raise PlanFileError(
+            f"The plan was made for another program: for {plan.function!r} with the fingerprint "
+            f"{plan.fingerprint[:12]}, traced by JAX {plan.jax_version}; this is {function!r} with "
+            f"{fingerprint[:12]}, traced by JAX {jax.__version__}. The function, the shapes of its "
+            "arguments, argnums or the version of JAX have changed since. Make the plan again."
+        )
+
+
+def optimal_remat(
+    fn: Callable[..., Any] | None = None,
+    *,
+    budget: str | int | float | None = None,
+    max_overhead: float | None = None,
+    overhead: str = "seconds",
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    device: str | Device = "attached",
+    plan: Plan | str | os.PathLike[str] | None = None,
+) -> Any:
+    """Makes a loss function's gradient fit in less memory for the least extra compute.
+
+    Without options: least peak memory, with every value recomputed at most once.
+
+    Args:
+      fn: the loss function. Left out, a decorator is returned.
+      budget: temporaries are to stay within this, at the least overhead: bytes, a text such
+        as ``"6GiB"``, or a float, the share of what the unchanged function needs.
+      max_overhead: least memory for at most this share of a forward pass recomputed.
+      overhead: ``"seconds"`` (of the device's roofline) or ``"flops"``.
+      argnums: the positional argument(s) that ``jax.grad`` will be asked for.
+      has_aux: whether the function returns (loss, auxiliary).
+      static_argnums: positional arguments that are Python values.
+      static_argnames: keyword arguments that are Python values.
+      device: the machine to plan for; ``"attached"`` is the one JAX runs on.
+      plan: a plan, or a file of one, to follow instead of making one.
+
+    Returns:
+      A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
+      ``jax.value_and_grad``, ``jax.vjp`` and the others. Its method ``plan`` gives the plan
+      for given arguments.
+
+    Raises:
+      RematError: options that contradict each other or are out of range.
+      PlanFileError: a plan file that cannot be used.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import remat_opt
+      >>> @remat_opt.optimal_remat(device="cpu")
+      ... def loss(weights, x):
+      ...     for w in weights:
+      ...         x = jnp.tanh(x @ w)
+      ...     return jnp.sum(x)
+      >>> weights = [jnp.ones((8, 8))] * 4
+      >>> gradients = jax.jit(jax.grad(loss))(weights, jnp.ones((2, 8)))
+      >>> [g.shape for g in gradients]
+      [(8, 8), (8, 8), (8, 8), (8, 8)]
+    """
+    if fn is None:
+        return functools.partial(
+            optimal_remat,
+            budget=budget,
+            max_overhead=max_overhead,
+            overhead=overhead,
+            argnums=argnums,
+            has_aux=has_aux,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            device=device,
+            plan=plan,
+        )
+    if not callable(fn):
+        raise RematError(f"optimal_remat decorates a function, not a {type(fn).__name__}.")
+    if plan is not None and (budget is not None or max_overhead is not None):
+        raise RematError(
+            "plan= is given together with budget= or max_overhead=. A plan is already decided: "
+            "leave the others out."
+        )
+    return Rematerialized(
+        fn,
+        signature_of(argnums, has_aux, static_argnums, static_argnames),
+        device,
+        objective_of(budget, max_overhead, overhead),
+        plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
+    )
+
+
+def make_plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    budget: str | int | float | None = None,
+    max_overhead: float | None = None,
+    overhead: str = "seconds",
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    device: str | Device = "attached",
+    verify: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Plans a loss function at the shapes of its arguments, without running it.
+
+    Args:
+      fn: the loss function.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      budget: see ``optimal_remat``, as are the options that follow.
+      max_overhead: likewise.
+      overhead: likewise.
+      argnums: likewise.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+      device: likewise.
+      verify: whether to compile the planned gradient for the device and write down, under
+        ``measured``, what the compiler says.
+      **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+      The plan.
+
+    Raises:
+      BudgetError: the budget cannot be reached.
+    """
+    decorated = optimal_remat(
+        fn,
+        budget=budget,
+        max_overhead=max_overhead,
+        overhead=overhead,
+        argnums=argnums,
+        has_aux=has_aux,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        device=device,
+    )
+    plan: Plan = decorated.plan(*args, **kwargs)
+    if not verify:
+        return plan
+    return dataclasses.replace(
+        plan,
+        measured=measure_gradient(
+            decorated,
+            *args,
+            argnums=argnums,
+            has_aux=has_aux,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            device=device,
+            **kwargs,
+        ),
+    )
+
+
+def apply_plan(
+    plan: Plan | str | os.PathLike[str],
+    fn: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+) -> Any:
+    """The function rewritten by a plan that was made for it.
+
+    Args:
+      plan: a plan, or a file of one.
+      fn: the function the plan was made for; checked by its program's fingerprint when it
+        is called.
+      argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+
+    Raises:
+      PlanFileError: the file cannot be used, or, when the function is called, the plan
+        belongs to another program.
+    """
+    return optimal_remat(
+        fn,
+        argnums=argnums,
+        has_aux=has_aux,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        plan=plan,
+    )
+
+
+def measure(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | Device = "attached",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Measurement:
+    """What the compiler says of ``fn`` as given: bytes, FLOPs, seconds to compile.
+
+    To measure a gradient, give the gradient: ``measure(jax.grad(loss), params, batch)``.
+
+    Args:
+      fn: any function that ``jax.jit`` takes.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      device: the machine to compile for; it need not be attached.
+      static_argnums: as for ``jax.jit``.
+      static_argnames: as for ``jax.jit``.
+      **kwargs: keyword arguments of ``fn``.
+
+    Raises:
+      MissingPackageError: the compiler for that device is not installed.
+      CompileError: the compiler refused.
+    """
+    return measurement.measure(
+        fn,
+        *args,
+        device=device,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        **kwargs,
+    )
+
+
+def measure_gradient(
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    device: str | Device = "attached",
+    **kwargs: Any,
+) -> Measurement:
+    """What the compiler says of the gradient of a loss function; options as ``optimal_remat``."""
+    numbers = _numbers(argnums)
+    return measurement.measure(
+        jax.value_and_grad(
+            fn, argnums=numbers[0] if isinstance(argnums, int) else numbers, has_aux=has_aux
+        ),
+        *args,
+        device=device,
+        static_argnums=_numbers(static_argnums),
+        static_argnames=_names(static_argnames),
+        **kwargs,
+    )

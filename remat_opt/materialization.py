@@ -1,0 +1,318 @@
+"""From a program's equations to the graph: which values the compiler really stores.
+
+XLA fuses: a cheap elementwise result lives inside the kernels that read it and is never
+written to memory. A planner that counts every jaxpr value keeps the wrong things. A value
+is taken as materialised where
+
+* an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
+* an opaque equation reads it,
+* it is an output of the program, or
+* several vertices would have to read more bytes to compute it again than it has itself
+  (the sum that forms a residual stream).
+
+Reshapes and the like are other names for the same bytes. All other values belong to the
+cones of the vertices that read them: the transform emits them again where needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from remat_opt import costs
+from remat_opt.device import Device
+from remat_opt.graph import Graph
+from remat_opt.linearization import Linearization
+from remat_opt.program import Program
+
+#: Equations whose result has the bytes of their operand, and no kernel of its own.
+_ALIASES = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "name", "copy_p", "rev_bitcast"}
+)
+
+#: A fused value is given a buffer when computing it again in each of several readers would
+#: read more than this many times its own bytes.
+_REREAD_LIMIT = 1.25
+
+#: ... or when it would repeat more than this many equations in each of them.
+_CONE_LIMIT = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Materialization:
+    """The graph of a program, and the way back from its vertices to equations.
+
+    Attributes:
+      graph: what solvers see.
+      roots: for each vertex the position of the equation that makes it.
+      vertex_of: for each materialised value the vertex that holds it.
+      labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
+      estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
+      assumed: names of primitives that JAX could not differentiate.
+    """
+
+    graph: Graph
+    roots: tuple[int, ...]
+    vertex_of: dict[int, int]
+    labels: tuple[str, ...]
+    estimated_flops_share: float
+    assumed: tuple[str, ...]
+
+
+def materialize(program: Program, linearization: Linearization, device: Device) -> Materialization:
+    """Builds the graph of materialised values.
+
+    Args:
+      program: a traced function.
+      linearization: what its backward steps read.
+      device: whose rates turn FLOPs and bytes into seconds.
+    """
+    return _Builder(program, linearization, device).build()
+
+
+class _Builder:
+    def __init__(self, program: Program, linearization: Linearization, device: Device) -> None:
+        self.program = program
+        self.linearization = linearization
+        self.device = device
+        self.costs = [costs.cost(equation.operation) for equation in program.equations]
+        self.maker = {
+            value: index
+            for index, equation in enumerate(program.equations)
+            for value in equation.outputs
+        }
+        self.source = self._aliases()
+
+    def _aliases(self) -> dict[int, int]:
+        """For each value the value whose bytes it shares (often itself)."""
+        source: dict[int, int] = {}
+        for value in range(len(self.program.types)):
+            source[value] = value
+        for equation in self.program.equations:
+            if equation.operation.primitive in _ALIASES and len(equation.value_inputs) == 1:
+                (operand,) = equation.value_inputs
+                (result,) = equation.outputs
+                if self.program.types[operand].bytes == self.program.types[result].bytes:
+                    source[result] = source[operand]
+        return source
+
+    def _reads(self, index: int) -> list[int]:
+        """The distinct computed values an equation reads, aliases resolved."""
+        found = dict.fromkeys(
+            self.source[value] for value in self.program.equations[index].value_inputs
+        )
+        return [value for value in found if value in self.maker]
+
+    def _is_alias(self, index: int) -> bool:
+        outputs = self.program.equations[index].outputs
+        return len(outputs) == 1 and self.source[outputs[0]] != outputs[0]
+
+    def _opaque(self, index: int) -> bool:
+        return (
+            self.costs[index].fusion is costs.Fusion.OPAQUE or self.program.equations[index].effects
+        )
+
+    def _forced(self) -> set[int]:
+        """Values that are materialised whatever the fan-out."""
+        forced: set[int] = set()
+        for index, equation in enumerate(self.program.equations):
+            if self._opaque(index) or self.costs[index].fusion is costs.Fusion.REDUCTION:
+                forced.update(equation.outputs)
+            if self._opaque(index):
+                forced.update(self._reads(index))
+        forced.update(
+            self.source[value]
+            for value in self.program.output_values
+            if self.source[value] in self.maker
+        )
+        return forced
+
+    def _leaves(self, materialized: set[int]) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
+        """For each fused value the materialised values and arguments it is computed from.
+
+        The second dictionary counts the equations in between. Values that are shared by
+        several readers and dear to compute again are added to ``materialized`` on the way.
+        """
+        readers = self._reader_counts(materialized)
+        leaves: dict[int, frozenset[int]] = {}
+        sizes: dict[int, int] = {}
+        types = self.program.types
+        for index, equation in enumerate(self.program.equations):
+            if self._is_alias(index):
+                continue
+            found: set[int] = set()
+            size = 1
+            for value in {self.source[value] for value in equation.value_inputs}:
+                if value in leaves and value not in materialized:
+                    found |= leaves[value]
+                    size += sizes[value]
+                else:
+                    found.add(value)
+            for value in equation.outputs:
+                leaves[value] = frozenset(found)
+                sizes[value] = size
+                if value in materialized or readers.get(value, 0) < 2:
+                    continue
+                read_bytes = sum(types[leaf].bytes for leaf in found)
+                if read_bytes > _REREAD_LIMIT * types[value].bytes or size > _CONE_LIMIT:
+                    materialized.add(value)
+        return leaves, sizes
+
+    def _reader_counts(self, materialized: set[int]) -> dict[int, int]:
+        """How many vertices (counted up to 2) would read each fused value."""
+        roots: dict[int, frozenset[int]] = {}
+        for index in reversed(range(len(self.program.equations))):
+            equation = self.program.equations[index]
+            if self._is_alias(index):
+                continue
+            if any(value in materialized for value in equation.outputs) or self._opaque(index):
+                reached = frozenset({index})
+            else:
+                reached = frozenset().union(
+                    *(roots.get(value, frozenset()) for value in equation.outputs)
+                )
+            for value in self._reads(index):
+                known = roots.get(value, frozenset())
+                if len(known) < 2:
+                    roots[value] = frozenset(sorted(known | reached)[:2])
+        return {value: len(found) for value, found in roots.items()}
+
+    def build(self) -> Materialization:
+        program = self.program
+        materialized = self._forced()
+        leaves, _ = self._leaves(materialized)
+        roots = [
+            index
+            for index, equation in enumerate(program.equations)
+            if not self._is_alias(index)
+            and (equation.effects or any(value in materialized for value in equation.outputs))
+        ]
+        vertex_of = {
+            value: vertex
+            for vertex, root in enumerate(roots)
+            for value in program.equations[root].outputs
+        }
+        outputs = {self.source[value] for value in program.output_values}
+        read = {value for index in range(len(program.equations)) for value in self._reads(index)}
+
+        def holders(value: int) -> Iterable[int]:
+            """The vertices to hold in order to have a value."""
+            value = self.source[value]
+            if value in vertex_of:
+                return (vertex_of[value],)
+            return tuple(vertex_of[leaf] for leaf in leaves.get(value, ()) if leaf in vertex_of)
+
+        fields: dict[str, list] = {
+            name: []
+            for name in (
+                "names bytes seconds flops predecessors needs cotangent_bytes internal_bytes "
+                "in_place pinned labels"
+            ).split()
+        }
+        estimated = 0
+        for vertex, root in enumerate(roots):
+            equation = program.equations[root]
+            cone = self._cone(root, materialized)
+            predecessors: set[int] = set()
+            read_values: set[int] = set()
+            needs: set[int] = set()
+            internal_bytes = 0
+            flops = 0
+            for index in cone:
+                member = program.equations[index]
+                flops += self.costs[index].flops
+                estimated += self.costs[index].flops if self.costs[index].estimated else 0
+                for value in {self.source[value] for value in member.value_inputs}:
+                    if value in vertex_of:
+                        predecessors.add(vertex_of[value])
+                    if value in vertex_of or value not in self.maker:
+                        read_values.add(value)
+                derivative = self.linearization.derivatives.get(index)
+                if derivative is not None:
+                    internal_bytes += derivative.internal_bytes
+                    for position in derivative.inputs:
+                        atom = member.inputs[position]
+                        if isinstance(atom, int):
+                            needs.update(holders(atom))
+                    for position in derivative.outputs:
+                        needs.update(holders(member.outputs[position]))
+            needs = {needed for needed in needs if needed <= vertex}
+            if internal_bytes:
+                # The residuals are remade by running the vertex again.
+                needs.update(predecessors)
+            held = [value for value in equation.outputs if value in read or value in outputs]
+            active = [v for v in held if v in self.linearization.active_values]
+            held_bytes = sum(program.types[v].bytes for v in held if v not in outputs)
+            moved_bytes = sum(program.types[v].bytes for v in {*held, *read_values})
+            dtype = _rate_dtype(equation.operation)
+            if self._opaque(root):
+                seconds = costs.seconds(self.costs[root], self.device, dtype)
+            else:
+                seconds = max(
+                    flops / self.device.flops_rate(dtype),
+                    moved_bytes / self.device.memory_bandwidth,
+                )
+            fields["names"].append(f"{vertex}:{equation.operation.primitive}")
+            fields["labels"].append(_label(program, root))
+            fields["bytes"].append(held_bytes)
+            fields["seconds"].append(seconds)
+            fields["flops"].append(flops)
+            fields["predecessors"].append(tuple(sorted(predecessors)))
+            fields["needs"].append(tuple(sorted(needs)))
+            fields["cotangent_bytes"].append(sum(program.types[v].bytes for v in active))
+            fields["internal_bytes"].append(internal_bytes)
+            fields["in_place"].append(self.costs[root].fusion is costs.Fusion.FUSIBLE)
+            fields["pinned"].append(equation.effects)
+        labels = tuple(fields.pop("labels"))
+        graph = Graph(**{name: tuple(entries) for name, entries in fields.items()})
+        return Materialization(
+            graph=graph,
+            roots=tuple(roots),
+            vertex_of=vertex_of,
+            labels=labels,
+            estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
+            assumed=tuple(
+                sorted(
+                    {
+                        program.equations[index].operation.primitive
+                        for index, derivative in self.linearization.derivatives.items()
+                        if derivative.assumed
+                    }
+                )
+            ),
+        )
+
+    def _cone(self, root: int, materialized: set[int]) -> list[int]:
+        """The root equation and the fused equations behind it, in program order."""
+        found = {root}
+        pending = [root]
+        while pending:
+            for value in self.program.equations[pending.pop()].value_inputs:
+                maker = self.maker.get(value)
+                if maker is None or maker in found:
+                    continue
+                if self.source[value] in materialized and not self._is_alias(maker):
+                    continue
+                found.add(maker)
+                pending.append(maker)
+        return sorted(found)
+
+
+def _rate_dtype(operation: costs.Operation) -> str:
+    kinds = [kind.dtype for kind in operation.inputs] or [kind.dtype for kind in operation.outputs]
+    return kinds[0] if kinds else "float32"
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+def _label(program: Program, root: int) -> str:
+    equation = program.equations[root]
+    kinds = []
+    for value in equation.outputs[:2]:
+        kind = program.types[value]
+        name = re.sub(r"^(bfloat|float|uint|int|complex)", lambda m: _SHORT[m[0]], kind.dtype)
+        kinds.append(f"{name}[{','.join(map(str, kind.shape))}]")
+    more = ", ..." if len(equation.outputs) > 2 else ""
+    return f"{equation.operation.primitive} {', '.join(kinds)}{more}"

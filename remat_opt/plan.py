@@ -1,0 +1,291 @@
+"""The plan: what was decided, what was predicted, what was measured; as data.
+
+A plan names equations by their position in the traced program and carries the program's
+fingerprint, so it applies to that program and to no other. In a file it is JSON with a
+checksum: data, never code. ``plan_text`` shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any
+
+from remat_opt import plan_text
+from remat_opt.errors import PlanFileError
+from remat_opt.measurement import Measurement
+from remat_opt.schedule import Stage
+from remat_opt.solvers.base import Overhead
+
+#: Changes when files of an older version can no longer be read.
+FORMAT = "remat_opt plan 1"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What is wanted of a plan; with all fields at their defaults, the least peak memory.
+
+    Attributes:
+      budget_bytes: least overhead with temporaries within this.
+      budget_share: the same, as a share of what the unchanged function needs.
+      max_overhead: least peak memory with at most this share of a forward pass recomputed.
+      overhead: what recomputation is counted in.
+    """
+
+    budget_bytes: int | None = None
+    budget_share: float | None = None
+    max_overhead: float | None = None
+    overhead: Overhead = Overhead.SECONDS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The fate of one vertex.
+
+    Attributes:
+      root: position, in the program, of the equation that makes the value.
+      label: primitive, dtype and shape.
+      module: name stack, such as ``ResNet/block_3/conv``.
+      source: line of the user's code, as ``file.py:line (function)``.
+      region: number of its region.
+      fate: ``kept``, ``recomputed`` or ``not needed`` (by the backward pass).
+      bytes: of the value, where it lies in temporary memory.
+      seconds: what computing it again takes.
+      flops: what computing it again takes.
+    """
+
+    root: int
+    label: str
+    module: str
+    source: str
+    region: int
+    fate: str
+    bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """One array alive at the predicted peak.
+
+    Attributes:
+      label: primitive, dtype and shape of the value.
+      module: name stack.
+      source: line of the user's code.
+      role: ``kept``, ``forward``, ``recomputed``, ``cotangent`` or ``internal``.
+      bytes: its size.
+    """
+
+    label: str
+    module: str
+    source: str
+    role: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of a plan.
+
+    Attributes:
+      temporary_bytes: peak of the temporaries.
+      plain_temporary_bytes: the same for the unchanged function.
+      kept_bytes: bytes that wait for the backward pass in all.
+      overhead_seconds: time of the recomputation.
+      forward_seconds: time of one forward pass.
+      recomputed_flops: operations of the recomputation.
+      forward_flops: operations of one forward pass.
+      timeline: live bytes at each step of the forward and backward pass.
+      pins: the largest arrays alive at the peak.
+    """
+
+    temporary_bytes: int
+    plain_temporary_bytes: int
+    kept_bytes: int
+    overhead_seconds: float
+    forward_seconds: float
+    recomputed_flops: int
+    forward_flops: int
+    timeline: tuple[int, ...]
+    pins: tuple[Pin, ...]
+
+    @property
+    def overhead_share(self) -> float:
+        """Recomputation time as a share of one forward pass."""
+        return self.overhead_seconds / self.forward_seconds if self.forward_seconds else 0.0
+
+    @property
+    def recomputed_share(self) -> float:
+        """Recomputed FLOPs as a share of one forward pass."""
+        return self.recomputed_flops / self.forward_flops if self.forward_flops else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A decided schedule for one program.
+
+    Attributes:
+      function: name of the planned function.
+      fingerprint: of the program it belongs to.
+      device: name of the device it was planned for.
+      objective: what was asked for.
+      budget_bytes: the budget in bytes, or None where none was given.
+      solver: name of the solver.
+      stages: the regions in terms of equations; what ``apply_plan`` executes.
+      decisions: the fate of every vertex.
+      predicted: what the simulator says.
+      measured: what the compiler says, or None before it was asked.
+      notes: what a reader of the plan has to know.
+      remat_opt_version: version that made the plan.
+      jax_version: version of JAX that traced the program.
+    """
+
+    function: str
+    fingerprint: str
+    device: str
+    objective: Objective
+    budget_bytes: int | None
+    solver: str
+    stages: tuple[Stage, ...]
+    decisions: tuple[Decision, ...]
+    predicted: Prediction
+    measured: Measurement | None
+    notes: tuple[str, ...]
+    remat_opt_version: str
+    jax_version: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, fit for JSON."""
+        return _plain(self)
+
+    def to_json(self) -> str:
+        """The plan as the text that ``save`` writes."""
+        body = self.to_dict()
+        return json.dumps(
+            {"format": FORMAT, "checksum": _checksum(body), "plan": body}, indent=1
+        )
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "the text") -> Plan:
+        """Reads what ``to_json`` wrote.
+
+        Args:
+          text: the JSON text.
+          where: what to call it in messages.
+
+        Raises:
+          PlanFileError: it is truncated, edited, of another format, or no plan at all.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanFileError(
+                f"{where} is not a plan: it is not JSON, or is cut short ({error}). Make the plan "
+                "again and save it."
+            ) from None
+        if not isinstance(data, dict) or "format" not in data or "plan" not in data:
+            raise PlanFileError(
+                f"{where} is JSON, but not a plan of remat_opt: it has no 'format' and 'plan'."
+            )
+        if data["format"] != FORMAT:
+            raise PlanFileError(
+                f"{where} has the format {data['format']!r}; this version of remat_opt reads "
+                f"{FORMAT!r}. Make the plan again with this version."
+            )
+        if data.get("checksum") != _checksum(data["plan"]):
+            raise PlanFileError(
+                f"{where} was changed after it was saved: its checksum does not match. Make the "
+                "plan again rather than edit it."
+            )
+        try:
+            return typing.cast(Plan, _rebuild(cls, data["plan"], "plan"))
+        except (TypeError, ValueError, KeyError) as error:
+            raise PlanFileError(
+                f"{where} does not hold a plan of this version: {error}. Make the plan again."
+            ) from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a file, whole or not at all."""
+        target = Path(path)
+        draft = target.with_name(target.name + ".part")
+        draft.write_text(self.to_json(), encoding="utf-8")
+        draft.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan from a file.
+
+        Raises:
+          PlanFileError: the file is missing, truncated, edited, or no plan.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise PlanFileError(f"There is no plan file {os.fspath(path)!r}.") from None
+        except UnicodeDecodeError:
+            raise PlanFileError(f"{os.fspath(path)!r} is not a text file, so no plan.") from None
+        return cls.from_json(text, where=repr(os.fspath(path)))
+
+    def __repr__(self) -> str:
+        return plan_text.text(self.to_dict())
+
+    def _repr_html_(self) -> str:
+        return plan_text.html(self.to_dict())
+
+
+def _plain(thing: Any) -> Any:
+    """Records as dictionaries, tuples as lists, enums as their values."""
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return {
+            field.name: _plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)
+        }
+    if isinstance(thing, tuple | list):
+        return [_plain(item) for item in thing]
+    if isinstance(thing, Overhead):
+        return thing.value
+    return thing
+
+
+def _checksum(body: Any) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _rebuild(kind: Any, data: Any, where: str) -> Any:
+    """The inverse of ``_plain``, checking every field's type."""
+    origin = typing.get_origin(kind)
+    if origin is UnionType or origin is typing.Union:
+        if data is None and NoneType in typing.get_args(kind):
+            return None
+        (kind,) = [option for option in typing.get_args(kind) if option is not NoneType]
+        return _rebuild(kind, data, where)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise TypeError(f"{where} is {data!r:.40}, not a list")
+        (item, _) = typing.get_args(kind)
+        return tuple(_rebuild(item, entry, f"{where}[{n}]") for n, entry in enumerate(data))
+    if dataclasses.is_dataclass(kind):
+        fields = {field.name for field in dataclasses.fields(kind)}
+        if not isinstance(data, Mapping) or set(data) != fields:
+            raise TypeError(f"{where} does not have the fields {', '.join(sorted(fields))}")
+        kinds = typing.get_type_hints(kind)
+        return kind(
+            **{
+                name: _rebuild(kinds[name], entry, f"{where}.{name}")
+                for name, entry in data.items()
+            }
+        )
+    if kind is Overhead:
+        return Overhead(data)
+    if kind is float and type(data) in (int, float):
+        return float(data)
+    if type(data) is not kind:
+        raise TypeError(f"{where} is {data!r:.40}, not of type {kind.__name__}")
+    return data

@@ -1,0 +1,247 @@
+"""From a program to a plan: the stages between tracing and the user's door, in order.
+
+``problem`` puts the graph together, ``solve`` picks the candidate that the objective asks
+for, ``describe`` writes the plan down. The candidates for all budgets come from one sweep,
+which is kept for as long as the program's fingerprint and the device stay the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+
+import jax
+
+from remat_opt import __version__
+from remat_opt import _jax_internals as internals
+from remat_opt.device import Device
+from remat_opt.errors import BudgetError, RematError
+from remat_opt.linearization import linearize
+from remat_opt.materialization import Materialization, materialize
+from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
+from remat_opt.program import Program
+from remat_opt.schedule import Schedule, Stage, plain
+from remat_opt.simulator import Simulation, simulate
+from remat_opt.solvers import portfolio
+from remat_opt.solvers.base import Candidate, Overhead, fastest_within, smallest_within
+from remat_opt.units import format_bytes
+
+#: Problems whose sweeps are kept at a time.
+_MOST_PROBLEMS = 16
+#: How many of the arrays alive at the peak a plan writes down.
+_MOST_PINS = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """All that is to be decided about one program on one device.
+
+    Attributes:
+      program: the traced function.
+      fingerprint: of the program.
+      materialization: its graph, and the way back to equations.
+      device: whose rates the seconds are in.
+      candidates: schedules for all budgets, with the referee's figures.
+      unchanged: the simulation of the function as it is.
+    """
+
+    program: Program
+    fingerprint: str
+    materialization: Materialization
+    device: Device
+    candidates: tuple[Candidate, ...]
+    unchanged: Simulation
+
+
+_problems: OrderedDict[tuple[str, Device], Problem] = OrderedDict()
+
+
+def problem(program: Program, device: Device) -> Problem:
+    """Builds the graph and sweeps all budgets, or takes both from an earlier call."""
+    key = (program.fingerprint(), device)
+    if key not in _problems:
+        materialization = materialize(program, linearize(program), device)
+        graph = materialization.graph
+        _problems[key] = Problem(
+            program=_without_constants(program),
+            fingerprint=key[0],
+            materialization=materialization,
+            device=device,
+            candidates=tuple(portfolio.frontier(graph)),
+            unchanged=simulate(graph, plain(graph)),
+        )
+        if len(_problems) > _MOST_PROBLEMS:
+            _problems.popitem(last=False)
+    _problems.move_to_end(key)
+    return _problems[key]
+
+
+def _without_constants(program: Program) -> Program:
+    # What a function closes over may be large, or a tracer that must not outlive its trace.
+    return dataclasses.replace(program, constant_values=())
+
+
+def solve(of: Problem, objective: Objective) -> Candidate:
+    """The candidate that the objective asks for.
+
+    Raises:
+      BudgetError: no candidate is within the budget.
+    """
+    candidates = list(of.candidates)
+    measure = objective.overhead
+    if objective.max_overhead is not None:
+        graph = of.materialization.graph
+        forward = (
+            graph.forward_seconds if measure is Overhead.SECONDS else float(graph.forward_flops)
+        )
+        return smallest_within(candidates, objective.max_overhead * forward, measure)
+    budget_bytes = budget_bytes_of(of, objective)
+    if budget_bytes is None:
+        return smallest_within(candidates, float("inf"), measure)
+    found = fastest_within(candidates, budget_bytes, measure)
+    if found is None:
+        least = smallest_within(candidates, float("inf"), measure)
+        pins = _pins(of, simulate(of.materialization.graph, least.schedule))[:5]
+        raise BudgetError(
+            f"No plan has temporaries within {format_bytes(budget_bytes)}: the least peak that "
+            f"remat_opt reaches is {format_bytes(least.peak_bytes)} (the unchanged function needs "
+            f"{format_bytes(of.unchanged.peak_bytes)}). Alive at that peak are "
+            + "; ".join(
+                " ".join(filter(None, (format_bytes(p.bytes), p.label, p.role, p.module, p.source)))
+                for p in pins
+            )
+            + ". Give a larger budget or a smaller batch.",
+            budget_bytes=budget_bytes,
+            least_peak_bytes=least.peak_bytes,
+            pinning=tuple((f"{p.label} {p.module}".strip(), p.bytes) for p in pins),
+        )
+    return found
+
+
+def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
+    """The budget in bytes; a share is one of what the unchanged function needs."""
+    if objective.budget_share is not None:
+        return round(objective.budget_share * of.unchanged.peak_bytes)
+    return objective.budget_bytes
+
+
+def stages(materialization: Materialization, schedule: Schedule) -> tuple[Stage, ...]:
+    """A schedule in terms of equations."""
+    roots = materialization.roots
+    return tuple(
+        Stage(
+            roots=tuple(roots[vertex] for vertex in region.vertices),
+            kept=tuple(roots[vertex] for vertex in region.kept),
+            checkpointed=region.checkpointed,
+        )
+        for region in schedule.regions
+    )
+
+
+def make(program: Program, device: Device, objective: Objective) -> Plan:
+    """Plans a program.
+
+    Args:
+      program: a traced function.
+      device: whose rates to weigh recomputation with.
+      objective: what is wanted.
+
+    Raises:
+      BudgetError: the budget cannot be reached.
+    """
+    if not program.differentiated:
+        raise RematError(
+            "Nothing is differentiated: none of the arguments in argnums holds a floating-point "
+            "array. Point argnums at the parameters."
+        )
+    of = problem(program, device)
+    return describe(of, program, solve(of, objective), objective)
+
+
+def describe(of: Problem, program: Program, chosen: Candidate, objective: Objective) -> Plan:
+    """Writes a candidate down as a plan."""
+    materialization = of.materialization
+    graph = materialization.graph
+    simulation = simulate(graph, chosen.schedule)
+    region_of = chosen.schedule.region_of()
+    stored, recomputed = set(simulation.stored), set(simulation.recomputed)
+    decisions = []
+    for vertex, root in enumerate(materialization.roots):
+        if vertex in stored:
+            fate = "kept"
+        elif vertex in recomputed:
+            fate = "recomputed"
+        else:
+            fate = "not needed"
+        decisions.append(
+            Decision(
+                root=root,
+                label=materialization.labels[vertex],
+                module=program.equations[root].module,
+                source=internals.source_line(program.equations[root].jax_equation),
+                region=region_of[vertex],
+                fate=fate,
+                bytes=graph.bytes[vertex],
+                seconds=graph.seconds[vertex],
+                flops=graph.flops[vertex],
+            )
+        )
+    return Plan(
+        function=program.name,
+        fingerprint=of.fingerprint,
+        device=of.device.name,
+        objective=objective,
+        budget_bytes=budget_bytes_of(of, objective),
+        solver="portfolio",
+        stages=stages(materialization, chosen.schedule),
+        decisions=tuple(decisions),
+        predicted=Prediction(
+            temporary_bytes=simulation.peak_bytes,
+            plain_temporary_bytes=of.unchanged.peak_bytes,
+            kept_bytes=simulation.stored_bytes,
+            overhead_seconds=simulation.overhead_seconds,
+            forward_seconds=graph.forward_seconds,
+            recomputed_flops=simulation.recomputed_flops,
+            forward_flops=graph.forward_flops,
+            timeline=tuple(moment.live_bytes for moment in simulation.moments),
+            pins=_pins(of, simulation),
+        ),
+        measured=None,
+        notes=_notes(materialization),
+        remat_opt_version=__version__,
+        jax_version=jax.__version__,
+    )
+
+
+def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
+    """The largest arrays alive at the peak."""
+    materialization = of.materialization
+    pins = []
+    for item in simulation.alive[:_MOST_PINS]:
+        equation = of.program.equations[materialization.roots[item.vertex]]
+        pins.append(
+            Pin(
+                label=materialization.labels[item.vertex],
+                module=equation.module,
+                source=internals.source_line(equation.jax_equation),
+                role=item.role,
+                bytes=item.bytes,
+            )
+        )
+    return tuple(pins)
+
+
+def _notes(materialization: Materialization) -> tuple[str, ...]:
+    notes = []
+    if materialization.estimated_flops_share > 0.005:
+        notes.append(
+            f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
+            "cost rules; remat_opt.costs.register adds exact ones."
+        )
+    if materialization.assumed:
+        notes.append(
+            "JAX gave no derivative for "
+            + ", ".join(materialization.assumed)
+            + "; all inputs and outputs of these equations are taken as needed."
+        )
+    return tuple(notes)

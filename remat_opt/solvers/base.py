@@ -1,0 +1,87 @@
+"""What every solver gives back: a schedule with the referee's figures, and how good it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Schedule
+from remat_opt.simulator import evaluate
+
+
+class Overhead(enum.Enum):
+    """What recomputation is counted in."""
+
+    SECONDS = "seconds"
+    FLOPS = "flops"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule and what the referee says of it.
+
+    Attributes:
+      schedule: regions and fates.
+      peak_bytes: predicted peak of the temporaries.
+      overhead_seconds: time of the recomputation.
+      recomputed_flops: operations of the recomputation.
+    """
+
+    schedule: Schedule
+    peak_bytes: int
+    overhead_seconds: float
+    recomputed_flops: int
+
+    def overhead(self, measure: Overhead) -> float:
+        """The recomputation, in seconds or in FLOPs."""
+        if measure is Overhead.SECONDS:
+            return self.overhead_seconds
+        return float(self.recomputed_flops)
+
+
+def judge(graph: Graph, schedule: Schedule) -> Candidate:
+    """Asks the referee for the figures of a schedule."""
+    figures = evaluate(graph, schedule)
+    return Candidate(
+        schedule=schedule,
+        peak_bytes=figures.peak_bytes,
+        overhead_seconds=figures.overhead_seconds,
+        recomputed_flops=figures.recomputed_flops,
+    )
+
+
+def pareto(candidates: list[Candidate], measure: Overhead) -> list[Candidate]:
+    """The candidates that no other beats in both peak and overhead, by ascending peak.
+
+    Of candidates that are equal in both, the one with the fewest regions stays.
+    """
+    ordered = sorted(
+        candidates,
+        key=lambda one: (one.peak_bytes, one.overhead(measure), len(one.schedule.regions)),
+    )
+    front: list[Candidate] = []
+    for candidate in ordered:
+        if not front or candidate.overhead(measure) < front[-1].overhead(measure):
+            front.append(candidate)
+    return front
+
+
+def fastest_within(
+    candidates: list[Candidate], budget_bytes: float, measure: Overhead
+) -> Candidate | None:
+    """The candidate with the least overhead whose peak is within the budget."""
+    fitting = [one for one in pareto(candidates, measure) if one.peak_bytes <= budget_bytes]
+    return fitting[-1] if fitting else None
+
+
+def smallest_within(
+    candidates: list[Candidate], most_overhead: float, measure: Overhead
+) -> Candidate:
+    """The candidate with the least peak whose overhead is within the limit.
+
+    There always is one: the unchanged function recomputes nothing.
+    """
+    return next(
+        one for one in pareto(candidates, measure) if one.overhead(measure) <= most_overhead
+    )

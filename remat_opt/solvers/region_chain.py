@@ -1,0 +1,284 @@
+"""Region boundaries for a given kept set, by the linear-chain solver.
+
+Problem. Given what is kept by name, cut the order of execution into a chain of regions so
+that the peak over the whole backward pass is least, the last region left without a
+checkpoint.
+
+Method. While the region [i, j) runs backward, memory holds
+
+    exports of the regions before it + W(i, j),
+
+where W(i, j), its workspace, is the most that its kept, recomputed and cotangent bytes
+reach at any of its steps; and the exports of a region are the values that later regions'
+backward passes read and that are not kept anyway. For a trial bound C on the peak, the
+least exports with which position j can be reached,
+
+    D(j) = min { D(i) + exports(i, j) : D(i) + W(i, j) <= C },
+
+is a shortest path over the positions (the accessibility graph of Feng & Huang, where an
+edge is there if it fits the trial term), and fewer exports are never worse. Bisection on C
+gives the least peak; a larger C lets the free last region grow, which costs memory and
+saves recomputation.
+
+Why not a ready-made tool: the edges of this path depend on C and on the distance reached so
+far, and the workspace of all O(n^2) segments is computed together with numpy.
+
+Complexity: O(n m) time for the workspaces and O(m^2) per trial, for n vertices and at most m
+candidate positions.
+
+Guarantee: the shortest path is exact for this model of the workspace, in which a value is
+held from the first step that makes it needed to its last reader; ``simulator`` is the
+judge of the result. Left out: nested regions.
+
+Reference: Feng & Huang (2018, 2021), linear graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.simulator import demand
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """The figures of all segments, for one kept set.
+
+    Attributes:
+      positions: candidate boundaries: 0, ..., the number of vertices.
+      workspace_bytes: [a, b] for the segment between positions a and b, checkpointed.
+      exports_bytes: [a, b] what the segment leaves for later regions.
+      free_bytes: [a] workspace of the segment from position a to the end, no checkpoint.
+    """
+
+    positions: np.ndarray
+    workspace_bytes: np.ndarray
+    exports_bytes: np.ndarray
+    free_bytes: np.ndarray
+
+
+def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) -> Segments:
+    """Computes workspace and exports of every segment between candidate boundaries."""
+    count = len(graph)
+    sizes = np.asarray(graph.bytes, dtype=float)
+    is_kept = np.zeros(count, dtype=bool)
+    is_kept[list(kept)] = True
+    whole = Schedule(
+        regions=(Region(vertices=tuple(range(count)), kept=tuple(kept)),)
+    )
+    again = demand(graph, whole).recomputed[0]
+    last_reader, last_need, end_use = _lifetimes(graph, again)
+    cotangents = _cotangent_profile(graph)
+
+    # Kept values still alive at backward step t: those not yet past their last reader.
+    kept_alive = np.zeros(count + 1)
+    for vertex in np.flatnonzero(is_kept):
+        kept_alive[min(last_reader[vertex], count)] += sizes[vertex]
+    kept_at = np.cumsum(kept_alive)[:count]
+    internal = np.asarray(graph.internal_bytes, dtype=float)
+
+    fixed = cotangents + kept_at + internal
+    recomputed = np.zeros(count, dtype=bool)
+    recomputed[list(again)] = True
+    needed = np.zeros(count, dtype=bool)
+    needed[sorted({n for needs in graph.needs for n in needs})] = True
+
+    positions = _positions(graph, is_kept, end_use, most_positions)
+    number = len(positions)
+    workspace = np.full((number, number), np.inf)
+    exports = np.zeros((number, number))
+    free = np.full(number, np.inf)
+    # Going down over the start of the segment, values join one after the other.
+    alive = np.zeros(count)
+    free_alive = np.zeros(count)
+    export_alive = np.zeros(count + 1)
+    row = number - 1
+    for vertex in range(count - 1, -1, -1):
+        if not is_kept[vertex]:
+            if recomputed[vertex]:
+                alive[last_need[vertex] :] += sizes[vertex]
+            if needed[vertex]:
+                free_alive[last_need[vertex] :] += sizes[vertex]
+            if end_use[vertex] > vertex:
+                export_alive[vertex + 1 : end_use[vertex] + 1] += sizes[vertex]
+        while row > 0 and positions[row] > vertex:
+            row -= 1
+        if positions[row] == vertex:
+            profile = np.maximum.accumulate((fixed + alive)[vertex:])
+            ends = positions[row + 1 :]
+            workspace[row, row + 1 :] = profile[ends - vertex - 1]
+            exports[row, row + 1 :] = export_alive[ends]
+            free[row] = (fixed + free_alive)[vertex:].max()
+    return Segments(
+        positions=positions,
+        workspace_bytes=workspace,
+        exports_bytes=exports,
+        free_bytes=free,
+    )
+
+
+def _lifetimes(
+    graph: Graph, again: frozenset[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """When each value is read backward, in one region that spans the program.
+
+    Returns:
+      last_reader: the earliest vertex whose backward step, or whose recomputation, reads it
+        (backward runs from high to low, so that is the last reader of a stored value).
+      last_need: the earliest vertex whose backward step reads it, which is the last reader
+        of a recomputed value; the number of vertices if only recomputation reads it.
+      end_use: the latest vertex whose backward step or recomputation reads it; a boundary
+        at or before it must export the value.
+    """
+    count = len(graph)
+    last_need = np.full(count, count)
+    end_use = np.full(count, -1)
+    for vertex in range(count):
+        for needed in graph.needs[vertex]:
+            last_need[needed] = min(last_need[needed], vertex)
+            end_use[needed] = max(end_use[needed], vertex)
+    last_reader = last_need.copy()
+    for vertex in sorted(again):
+        for predecessor in graph.predecessors[vertex]:
+            last_reader[predecessor] = min(last_reader[predecessor], vertex)
+            end_use[predecessor] = max(end_use[predecessor], vertex)
+    return last_reader, last_need, end_use
+
+
+def _cotangent_profile(graph: Graph) -> np.ndarray:
+    """Bytes of cotangents alive at the backward step of each vertex; regions do not matter."""
+    count = len(graph)
+    change = np.zeros(count + 1)
+    # The cotangent of v lives from the step of its last forward reader down to its own.
+    newest = list(range(count))
+    for vertex, predecessors in enumerate(graph.predecessors):
+        if graph.cotangent_bytes[vertex]:
+            for predecessor in predecessors:
+                newest[predecessor] = max(newest[predecessor], vertex)
+    for vertex in range(count):
+        size = graph.cotangent_bytes[vertex]
+        if size:
+            start = vertex + 1 if graph.in_place[vertex] and newest[vertex] > vertex else vertex
+            change[start] += size
+            change[newest[vertex] + 1] -= size
+    return np.cumsum(change)[:count]
+
+
+def _positions(
+    graph: Graph, is_kept: np.ndarray, end_use: np.ndarray, most: int
+) -> np.ndarray:
+    """Candidate boundaries: those that the fewest bytes cross, spread over the program."""
+    count = len(graph)
+    crossing = np.zeros(count + 2)
+    for vertex in range(count):
+        if not is_kept[vertex] and end_use[vertex] > vertex:
+            crossing[vertex + 1] += graph.bytes[vertex]
+            crossing[end_use[vertex] + 1] -= graph.bytes[vertex]
+    crossing = np.cumsum(crossing)[: count + 1]
+    inner = np.arange(1, count)
+    if len(inner) > most:
+        # The cheapest position of each of `most` equal stretches.
+        stretches = np.array_split(inner, most)
+        inner = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])
+    return np.concatenate(([0], inner, [count]))
+
+
+def chains(figures: Segments, bounds_bytes: Sequence[float]) -> list[list[int] | None]:
+    """For each bound the boundaries of a chain within it, with the largest free region.
+
+    Args:
+      figures: of all segments.
+      bounds_bytes: bounds C on the peak; all are solved together.
+
+    Returns:
+      For each bound ascending positions from 0 to the start of the free region, or None
+      where no chain is within it.
+    """
+    bounds = np.asarray(bounds_bytes, dtype=float)[:, None]
+    number = len(figures.positions)
+    reached = np.full((len(bounds), number), np.inf)
+    reached[:, 0] = 0.0
+    came_from = np.zeros((len(bounds), number), dtype=int)
+    workspace, exports = figures.workspace_bytes.T.copy(), figures.exports_bytes.T.copy()
+    rows = np.arange(len(bounds))
+    for target in range(1, number - 1):
+        before = reached[:, :target]
+        within = before + workspace[target, :target] <= bounds
+        costs = np.where(within, before + exports[target, :target], np.inf)
+        # Among equals the longest region: fewer barriers.
+        best = costs.argmin(axis=1)
+        came_from[:, target] = best
+        reached[:, target] = costs[rows, best]
+    # The last position is the end of the program: no region starts there.
+    ends = reached[:, :-1] + figures.free_bytes[:-1] <= bounds
+    found: list[list[int] | None] = []
+    for row in rows:
+        if not ends[row].any():
+            found.append(None)
+            continue
+        chain = [int(ends[row].argmax())]
+        while chain[-1] > 0:
+            chain.append(int(came_from[row, chain[-1]]))
+        found.append([int(figures.positions[position]) for position in chain[::-1]])
+    return found
+
+
+def least_bound(figures: Segments, *, rounds: int = 3, trials: int = 16) -> float:
+    """The least peak bound for which there is a chain, to ``trials ** -rounds`` of the start."""
+    low, high = 0.0, float(figures.free_bytes[0])
+    for _ in range(rounds):
+        bounds = np.linspace(low, high, trials + 1)
+        feasible = [chain is not None for chain in chains(figures, bounds[1:-1])] + [True]
+        first = feasible.index(True) + 1
+        low, high = float(bounds[first - 1]), float(bounds[first])
+    return high
+
+
+def schedule_of(graph: Graph, kept: Sequence[int], boundaries: Sequence[int]) -> Schedule:
+    """The schedule with these boundaries, in which exported values are kept by name too."""
+    count = len(graph)
+    edges = [*boundaries, count]
+    keep = set(kept)
+    regions = []
+    for start, stop in _around_pinned(graph, edges):
+        vertices = tuple(range(start, stop))
+        free = stop == count or graph.pinned[start]
+        regions.append(
+            Region(
+                vertices=vertices,
+                kept=() if free else tuple(v for v in vertices if v in keep),
+                checkpointed=not free,
+            )
+        )
+    draft = Schedule(regions=tuple(regions)) if regions else plain(graph)
+    stored = demand(graph, draft).stored
+    return Schedule(
+        regions=tuple(
+            dataclasses.replace(
+                region,
+                kept=tuple(v for v in region.vertices if v in stored)
+                if region.checkpointed
+                else (),
+            )
+            for region in draft.regions
+        )
+    )
+
+
+def _around_pinned(graph: Graph, edges: Sequence[int]) -> list[tuple[int, int]]:
+    """The segments between edges, each vertex with side effects in a segment of its own."""
+    cuts = set(edges)
+    for vertex, pinned in enumerate(graph.pinned):
+        if pinned:
+            cuts |= {vertex, vertex + 1}
+    # The free region needs no cuts.
+    last = sorted(edges)[-2] if len(edges) > 1 else 0
+    ordered = sorted(cut for cut in cuts if cut <= last) + [len(graph)]
+    return [
+        (start, stop) for start, stop in zip(ordered[:-1], ordered[1:], strict=True) if start < stop
+    ]
