@@ -41,9 +41,10 @@ def inlinable_body(equation: Any) -> Any | None:
     """The closed jaxpr to put in the place of a call equation, or None to carry it whole.
 
     A nested ``jit`` that prescribes shardings or layouts is not only a group of
-    equations, so it is carried as it is.
+    equations, so it is carried as it is. (Side effects do not stand in the way: the
+    equations inside that have them say so themselves.)
     """
-    if equation.primitive.name not in _INLINED_CALLS or equation.effects:
+    if equation.primitive.name not in _INLINED_CALLS:
         return None
     params = equation.params
     for key in ("in_shardings", "out_shardings", "in_layouts", "out_layouts"):
@@ -111,6 +112,22 @@ def source_line(equation: Any) -> str:
 def check(closed: Any) -> None:
     """Type-checks a jaxpr; raises JAX's own error when it is ill-formed."""
     jax_core.check_jaxpr(getattr(closed, "jaxpr", closed))
+
+
+def like(aval: Any) -> jax.ShapeDtypeStruct:
+    """An argument to trace with, of the very type of ``aval``: also weak, sharded, or varying.
+
+    Inside ``shard_map`` types say over which mesh axes a value varies, and on a mesh with
+    explicit axes how it is sharded; equations can only be bound again at those types.
+    """
+    more = {}
+    varying = getattr(aval, "vma", None)
+    if varying:
+        more["vma"] = varying
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and not sharding.mesh.empty:
+        more["sharding"] = sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **more)
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:

@@ -173,16 +173,7 @@ def _assumed(equation: Equation) -> Derivative:
 
 def _trace_derivatives(items: Sequence[tuple[Equation, tuple[int, ...]]]) -> list[Derivative]:
     """Traces value-and-residuals of all ``items`` together and reads each one's slice."""
-    arguments = [
-        [
-            jax.ShapeDtypeStruct(
-                variable.aval.shape, variable.aval.dtype, weak_type=variable.aval.weak_type
-            )
-            for variable, atom in zip(equation.jax_equation.invars, equation.inputs, strict=True)
-            if isinstance(atom, int)
-        ]
-        for equation, _ in items
-    ]
+    arguments = [_arguments(equation) for equation, _ in items]
 
     def residuals(*all_given: list[Any]) -> list[Any]:
         results = []
@@ -207,9 +198,18 @@ def _trace_derivatives(items: Sequence[tuple[Equation, tuple[int, ...]]]) -> lis
         output_start = primal_end + len(residual_shapes)
         own_residuals = outputs[primal_end:output_start]
         derivatives.append(
-            _read_residuals(equation, own_inputs, own_outputs, own_residuals, makers, positions)
+            _read_residuals(equation, own_inputs, own_outputs, own_residuals, makers)
         )
     return _without_zero_derivatives(items, derivatives)
+
+
+def _arguments(equation: Equation) -> list[jax.ShapeDtypeStruct]:
+    """What to trace the equation with: the types of its inputs, literals left out."""
+    return [
+        internals.like(variable.aval)
+        for variable, atom in zip(equation.jax_equation.invars, equation.inputs, strict=True)
+        if isinstance(atom, int)
+    ]
 
 
 def _restricted(
@@ -236,7 +236,6 @@ def _read_residuals(
     outputs: Sequence[Any],
     residuals: Sequence[Any],
     makers: dict[Any, Any],
-    positions: tuple[int, ...],
 ) -> Derivative:
     """Follows residuals back to the equation's inputs and outputs."""
     value_positions = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
@@ -277,7 +276,6 @@ def _read_residuals(
             read_outputs |= reached_outputs
         else:
             internal_bytes += array_type(residual.aval).bytes
-    del positions
     return Derivative(
         inputs=tuple(sorted(read_inputs)),
         outputs=tuple(sorted(read_outputs)),
@@ -305,20 +303,7 @@ def _without_zero_derivatives(
     ]
     if not chosen:
         return derivatives
-    arguments = []
-    for index in chosen:
-        equation, _ = items[index]
-        arguments.append(
-            [
-                jax.ShapeDtypeStruct(
-                    variable.aval.shape, variable.aval.dtype, weak_type=variable.aval.weak_type
-                )
-                for variable, atom in zip(
-                    equation.jax_equation.invars, equation.inputs, strict=True
-                )
-                if isinstance(atom, int)
-            ]
-        )
+    arguments = [_arguments(items[index][0]) for index in chosen]
 
     def tangents(primals: list[Any], tangent_arguments: list[Any]) -> list[Any]:
         results = []

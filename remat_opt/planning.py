@@ -23,7 +23,13 @@ from remat_opt.program import Program
 from remat_opt.schedule import Schedule, Stage, plain
 from remat_opt.simulator import Simulation, simulate
 from remat_opt.solvers import portfolio
-from remat_opt.solvers.base import Candidate, Overhead, fastest_within, smallest_within
+from remat_opt.solvers.base import (
+    Candidate,
+    Overhead,
+    fastest_within,
+    least_memory,
+    smallest_within,
+)
 from remat_opt.units import format_bytes
 
 #: Problems whose sweeps are kept at a time.
@@ -97,7 +103,7 @@ def solve(of: Problem, objective: Objective) -> Candidate:
         return smallest_within(candidates, objective.max_overhead * forward, measure)
     budget_bytes = budget_bytes_of(of, objective)
     if budget_bytes is None:
-        return smallest_within(candidates, float("inf"), measure)
+        return least_memory(candidates, measure)
     found = fastest_within(candidates, budget_bytes, measure)
     if found is None:
         least = smallest_within(candidates, float("inf"), measure)

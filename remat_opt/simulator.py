@@ -10,7 +10,8 @@ checkpointed and a backward step needs it.
 Backward, regions run in reverse. A region first recomputes, in order, all that its backward
 steps need and that is not stored, each value held until its last reader in the region; then
 its vertices' backward steps run in reverse. A step turns the cotangent of its vertex into
-those of the predecessors; the step of an elementwise vertex works in place. (XLA is free to
+those of the predecessors; the step of an elementwise vertex works in place where the buffer
+is large enough for one of them. (XLA is free to
 recompute a value later than that, and often does. Where regions are short the two agree;
 where they are long, this is the safe side.)
 
@@ -191,6 +192,15 @@ def evaluate(graph: Graph, schedule: Schedule) -> Figures:
     )
 
 
+def turns_in_place(graph: Graph, vertex: int) -> bool:
+    """Whether the vertex's backward step writes a predecessor's cotangent over its own."""
+    size = graph.cotangent_bytes[vertex]
+    return graph.in_place[vertex] and any(
+        0 < graph.cotangent_bytes[predecessor] <= size
+        for predecessor in graph.predecessors[vertex]
+    )
+
+
 def _role(role: str, vertex: int, wanted: Demand) -> str:
     if role == "forward" and vertex in wanted.stored:
         return "kept"
@@ -274,7 +284,7 @@ def _replay(
                 free("recomputed", vertex)
         for vertex in reversed(region.vertices):
             if graph.cotangent_bytes[vertex]:
-                if graph.in_place[vertex]:
+                if turns_in_place(graph, vertex):
                     free("cotangent", vertex)
                 else:
                     allocate("cotangent", vertex, graph.cotangent_bytes[vertex])

@@ -75,6 +75,19 @@ def fastest_within(
     return fitting[-1] if fitting else None
 
 
+#: Peaks that differ by less than this share count as equal where the least is asked for: the
+#: compiler's order of execution moves a peak by more, and the last percent is dear.
+PEAK_RESOLUTION = 0.02
+
+
+def least_memory(candidates: list[Candidate], measure: Overhead) -> Candidate:
+    """The candidate with the least peak; of those equal to the resolution, the fastest."""
+    least = min(one.peak_bytes for one in candidates)
+    found = fastest_within(candidates, least * (1 + PEAK_RESOLUTION), measure)
+    assert found is not None, "the least candidate is within its own peak"
+    return found
+
+
 def smallest_within(
     candidates: list[Candidate], most_overhead: float, measure: Overhead
 ) -> Candidate:

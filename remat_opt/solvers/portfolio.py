@@ -54,7 +54,7 @@ def frontier(graph: Graph) -> list[Candidate]:
         figures = region_chain.segments(graph, kept)
         least = region_chain.least_bound(figures)
         room = max(0.0, unchanged.peak_bytes - least)
-        for boundaries in region_chain.chains(
+        for boundaries in region_chain.relaxed_chains(
             figures, [least + share * room for share in _BOUND_SHARES]
         ):
             if boundaries is None:

@@ -42,7 +42,11 @@ import numpy as np
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
-from remat_opt.simulator import demand
+from remat_opt.simulator import demand, turns_in_place
+
+
+#: Strains that ``relaxed_chains`` tries, as shares of that of the first chain found.
+_STRAIN_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +57,14 @@ class Segments:
       positions: candidate boundaries: 0, ..., the number of vertices.
       workspace_bytes: [a, b] for the segment between positions a and b, checkpointed.
       exports_bytes: [a, b] what the segment leaves for later regions.
+      strain_bytes: [a, b] the part of the workspace that is recomputed values and cotangents.
       free_bytes: [a] workspace of the segment from position a to the end, no checkpoint.
     """
 
     positions: np.ndarray
     workspace_bytes: np.ndarray
     exports_bytes: np.ndarray
+    strain_bytes: np.ndarray
     free_bytes: np.ndarray
 
 
@@ -80,9 +86,9 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     for vertex in np.flatnonzero(is_kept):
         kept_alive[min(last_reader[vertex], count)] += sizes[vertex]
     kept_at = np.cumsum(kept_alive)[:count]
-    internal = np.asarray(graph.internal_bytes, dtype=float)
 
-    fixed = cotangents + kept_at + internal
+    strain = cotangents + np.asarray(graph.internal_bytes, dtype=float)
+    fixed = strain + kept_at
     recomputed = np.zeros(count, dtype=bool)
     recomputed[list(again)] = True
     needed = np.zeros(count, dtype=bool)
@@ -92,6 +98,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     number = len(positions)
     workspace = np.full((number, number), np.inf)
     exports = np.zeros((number, number))
+    strains = np.full((number, number), np.inf)
     free = np.full(number, np.inf)
     # Going down over the start of the segment, values join one after the other.
     alive = np.zeros(count)
@@ -112,12 +119,15 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
             profile = np.maximum.accumulate((fixed + alive)[vertex:])
             ends = positions[row + 1 :]
             workspace[row, row + 1 :] = profile[ends - vertex - 1]
+            strained = np.maximum.accumulate((strain + alive)[vertex:])
+            strains[row, row + 1 :] = strained[ends - vertex - 1]
             exports[row, row + 1 :] = export_alive[ends]
             free[row] = (fixed + free_alive)[vertex:].max()
     return Segments(
         positions=positions,
         workspace_bytes=workspace,
         exports_bytes=exports,
+        strain_bytes=strains,
         free_bytes=free,
     )
 
@@ -163,7 +173,8 @@ def _cotangent_profile(graph: Graph) -> np.ndarray:
     for vertex in range(count):
         size = graph.cotangent_bytes[vertex]
         if size:
-            start = vertex + 1 if graph.in_place[vertex] and newest[vertex] > vertex else vertex
+            reused = newest[vertex] > vertex and turns_in_place(graph, vertex)
+            start = vertex + 1 if reused else vertex
             change[start] += size
             change[newest[vertex] + 1] -= size
     return np.cumsum(change)[:count]
@@ -188,27 +199,38 @@ def _positions(
     return np.concatenate(([0], inner, [count]))
 
 
-def chains(figures: Segments, bounds_bytes: Sequence[float]) -> list[list[int] | None]:
+def chains(
+    figures: Segments,
+    bounds_bytes: Sequence[float],
+    *,
+    strains_bytes: Sequence[float] | None = None,
+) -> list[list[int] | None]:
     """For each bound the boundaries of a chain within it, with the largest free region.
 
     Args:
       figures: of all segments.
       bounds_bytes: bounds C on the peak; all are solved together.
+      strains_bytes: for each bound a limit on the strain of every region; none if left out.
 
     Returns:
       For each bound ascending positions from 0 to the start of the free region, or None
       where no chain is within it.
     """
     bounds = np.asarray(bounds_bytes, dtype=float)[:, None]
+    limits = np.full_like(bounds, np.inf)
+    if strains_bytes is not None:
+        limits[:, 0] = strains_bytes
     number = len(figures.positions)
     reached = np.full((len(bounds), number), np.inf)
     reached[:, 0] = 0.0
     came_from = np.zeros((len(bounds), number), dtype=int)
     workspace, exports = figures.workspace_bytes.T.copy(), figures.exports_bytes.T.copy()
+    strain = figures.strain_bytes.T.copy()
     rows = np.arange(len(bounds))
     for target in range(1, number - 1):
         before = reached[:, :target]
         within = before + workspace[target, :target] <= bounds
+        within &= strain[target, :target] <= limits
         costs = np.where(within, before + exports[target, :target], np.inf)
         # Among equals the longest region: fewer barriers.
         best = costs.argmin(axis=1)
@@ -225,6 +247,43 @@ def chains(figures: Segments, bounds_bytes: Sequence[float]) -> list[list[int] |
         while chain[-1] > 0:
             chain.append(int(came_from[row, chain[-1]]))
         found.append([int(figures.positions[position]) for position in chain[::-1]])
+    return found
+
+
+def relaxed_chains(
+    figures: Segments, bounds_bytes: Sequence[float]
+) -> list[list[int] | None]:
+    """Chains as ``chains`` finds them, with the least strain that costs nothing.
+
+    Many chains have the same peak, because another region decides it. Of those the one whose
+    regions recompute the least at a time is the safest: the compiler is free in the order
+    within a region. A smaller strain is taken if the free last region stays as large.
+    """
+    found = chains(figures, bounds_bytes)
+    trials: list[tuple[int, float]] = []
+    place = {int(position): index for index, position in enumerate(figures.positions)}
+    for number, boundaries in enumerate(found):
+        if boundaries is None or len(boundaries) < 2:
+            continue
+        rows = [place[boundary] for boundary in boundaries]
+        strain = figures.strain_bytes[rows[:-1], rows[1:]].max()
+        trials += [(number, strain * share) for share in _STRAIN_SHARES]
+    if not trials:
+        return found
+    attempts = chains(
+        figures,
+        [bounds_bytes[number] for number, _ in trials],
+        strains_bytes=[strain for _, strain in trials],
+    )
+    # Shares ascend, so the first success is the least strain.
+    settled: set[int] = set()
+    for (number, _), attempt in zip(trials, attempts, strict=True):
+        current = found[number]
+        if number in settled or attempt is None or current is None:
+            continue
+        if attempt[-1] <= current[-1]:
+            found[number] = attempt
+            settled.add(number)
     return found
 
 
