@@ -8,7 +8,8 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from remat_opt.api import apply_plan, make_plan, measure, optimal_remat
+from remat_opt.api import apply_plan, compare, make_plan, measure, optimal_remat
+from remat_opt.comparison import Comparison
 from remat_opt.errors import (
     BudgetError,
     CompileError,
@@ -25,6 +26,7 @@ from remat_opt.plan import Plan
 
 __all__ = [
     "BudgetError",
+    "Comparison",
     "CompileError",
     "DeviceError",
     "GraphError",
@@ -36,6 +38,7 @@ __all__ = [
     "TraceError",
     "UnitError",
     "apply_plan",
+    "compare",
     "make_plan",
     "measure",
     "optimal_remat",

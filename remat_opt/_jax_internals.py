@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax._src import source_info_util
 from jax.extend import core as jax_core
+from jax.interpreters import partial_eval
 
 Literal = jax_core.Literal
 Primitive = jax_core.Primitive
@@ -67,6 +70,13 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                     yield key, item
 
 
+def array_of(value: Any, aval: Any) -> Any:
+    """The array, weak type included, that the value of a jaxpr's literal stands for."""
+    if aval.weak_type:
+        return jnp.asarray(np.asarray(value).item())
+    return jnp.asarray(value, aval.dtype)
+
+
 def has_effects(equation: Any) -> bool:
     """Whether the equation does more than compute its outputs (prints, calls back, writes)."""
     return bool(equation.effects)
@@ -100,6 +110,41 @@ def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(outputs) if primitive.multiple_results else [outputs]
 
 
+def run_with_outputs(
+    closed: Any, inputs: Sequence[Any], known: Mapping[int, Any]
+) -> list[Any]:
+    """Runs a closed jaxpr of which some outputs are known.
+
+    Args:
+      closed: the jaxpr.
+      inputs: values of its inputs.
+      known: values of some outputs, by position. Their equations are not run, and what
+        reads them reads these values.
+
+    Returns:
+      All outputs.
+    """
+    constant_variables, constants, variables, equations, outputs = parts(closed)
+    environment = dict(zip(constant_variables, constants, strict=True))
+    environment.update(zip(variables, inputs, strict=True))
+    environment.update(
+        (outputs[position], value)
+        for position, value in known.items()
+        if not isinstance(outputs[position], Literal)
+    )
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else environment[variable]
+
+    for equation in equations:
+        if all(variable in environment for variable in equation.outvars):
+            continue
+        results = bind(equation, equation.source_info.name_stack, list(map(read, equation.invars)))
+        for variable, result in zip(equation.outvars, results, strict=True):
+            environment.setdefault(variable, result)
+    return list(map(read, outputs))
+
+
 def source_line(equation: Any) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown."""
     frame = source_info_util.user_frame(equation.source_info.traceback)
@@ -114,24 +159,32 @@ def check(closed: Any) -> None:
     jax_core.check_jaxpr(getattr(closed, "jaxpr", closed))
 
 
-def like(aval: Any) -> jax.ShapeDtypeStruct:
-    """An argument to trace with, of the very type of ``aval``: also weak, sharded, or varying.
+def without_dead_code(closed: Any) -> Any:
+    """The same program (an open jaxpr) less what no output needs, in inner programs too."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return live
 
-    Inside ``shard_map`` types say over which mesh axes a value varies, and on a mesh with
-    explicit axes how it is sharded; equations can only be bound again at those types.
+
+def type_of(value: Any) -> Any:
+    """The abstract value of an array, a tracer or a Python number."""
+    return jax.typeof(value)
+
+
+def cotangent_type(aval: Any) -> Any:
+    """The type that the cotangent of a value of type ``aval`` has.
+
+    The two differ where types say how a value is sharded or over which mesh axes it varies.
     """
-    more = {}
-    varying = getattr(aval, "vma", None)
-    if varying:
-        more["vma"] = varying
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and not sharding.mesh.empty:
-        more["sharding"] = sharding
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **more)
+    return aval.to_ct_aval()
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Traces ``fn`` and returns (closed jaxpr, tree of output shapes)."""
+    """Traces ``fn`` and returns (closed jaxpr, tree of output shapes).
+
+    In place of an argument may stand its abstract value, which says more than a
+    ``jax.ShapeDtypeStruct``: how it is sharded, and over which axes of ``shard_map`` it varies.
+    """
     return jax.make_jaxpr(fn, return_shape=True)(*args)
 
 

@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from remat_opt import measurement, planning, tracing, transform
+from remat_opt import comparison, flop_count, measurement, planning, tracing, transform
+from remat_opt.comparison import Comparison, Contender
 from remat_opt.device import Device
 from remat_opt.errors import PlanFileError, RematError
 from remat_opt.measurement import Measurement
@@ -22,7 +23,7 @@ from remat_opt.plan import Objective, Plan
 from remat_opt.program import Program
 from remat_opt.solvers.base import Overhead
 from remat_opt.tracing import Signature
-from remat_opt.units import parse_bytes
+from remat_opt.units import format_bytes, format_share, parse_bytes
 
 
 def objective_of(
@@ -128,14 +129,29 @@ class Rematerialized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = tracing.bind_static(self._fn, self._signature, args, kwargs)
         program = self._trace(call)
-        plan = self._plan_of(program)
-        run = transform.rewrite(program, plan.stages)
+        if program.differentiated or self._given is not None:
+            stages = self._plan_of(program).stages
+        else:
+            # jax.grad refuses such arguments; a call without derivative has nothing to plan.
+            stages = ()
+        run = transform.rewrite(program, stages)
         outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
         return jax.tree.unflatten(program.output_tree, outputs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        # So that a decorated method is bound like any other.
-        return self if instance is None else functools.partial(self, instance)
+        # So that a decorated method is bound like any other. Numbers count as for
+        # jax.grad(model.loss): without the instance, which is closed over.
+        if instance is None:
+            return self
+        bound = Rematerialized(
+            self._fn.__get__(instance, owner),
+            self._signature,
+            self._device,
+            self._objective,
+            self._given,
+        )
+        bound._plans = self._plans
+        return bound
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan that a call with such arguments uses.
@@ -199,7 +215,8 @@ def optimal_remat(
         as ``"6GiB"``, or a float, the share of what the unchanged function needs.
       max_overhead: least memory for at most this share of a forward pass recomputed.
       overhead: ``"seconds"`` (of the device's roofline) or ``"flops"``.
-      argnums: the positional argument(s) that ``jax.grad`` will be asked for.
+      argnums: the positional argument(s) that ``jax.grad`` will be asked for. Of a decorated
+        method they count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
       static_argnums: positional arguments that are Python values.
       static_argnames: keyword arguments that are Python values.
@@ -413,3 +430,107 @@ def measure_gradient(
         static_argnames=_names(static_argnames),
         **kwargs,
     )
+
+
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    budgets: Sequence[str | int | float | None] = (),
+    max_overheads: Sequence[float] = (),
+    overhead: str = "seconds",
+    policies: str | Sequence[str] | Mapping[str, str | Callable[..., Any]] | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    device: str | Device = "attached",
+    **kwargs: Any,
+) -> Comparison:
+    """Plans beside the unchanged function and ``jax.checkpoint``, by what the compiler says.
+
+    The gradient of each is compiled for the device, one after the other, and none is run.
+
+    Args:
+      fn: the loss function; a decorated one stands for the function in it.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      budgets: each as ``budget`` of ``optimal_remat``; None among them is least memory.
+      max_overheads: each as ``max_overhead`` of ``optimal_remat``. Where neither is given:
+        at most 0, 5 and 25 % of a forward pass, and least memory.
+      overhead: see ``optimal_remat``, as are the options that follow ``policies``.
+      policies: names in ``jax.checkpoint_policies`` for one ``jax.checkpoint`` round the whole
+        function; or a mapping from labels to such names or to functions that do as ``fn``
+        does, such as the same network with a checkpoint in every block. None is all that JAX
+        has, () none.
+      argnums: likewise.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+      device: likewise.
+      **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+      A table and a picture, in a terminal or a notebook. ``rows`` are plain dictionaries. A
+      row that failed (a budget that cannot be reached, too large a program) says why.
+
+    Raises:
+      RematError: options out of range, or a policy that JAX does not have.
+      TraceError: the function cannot be traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import remat_opt
+      >>> def loss(w, x):
+      ...     for _ in range(8):
+      ...         x = jnp.sin(x @ w)
+      ...     return jnp.sum(x)
+      >>> shape = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> found = remat_opt.compare(
+      ...     loss, shape, shape, budgets=[0.8], policies="nothing_saveable", device="cpu"
+      ... )
+      >>> [(row["label"], row["error"]) for row in found.rows]
+      [('plain', None), ('nothing_saveable', None), ('budget 80.0 %', None)]
+    """
+    if isinstance(fn, Rematerialized):
+        fn = fn._fn
+    # One of them may well be given alone, as a reader of the signature would.
+    budgets = (budgets,) if isinstance(budgets, str | int | float) else tuple(budgets)
+    limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
+    if not (budgets or limits):
+        budgets, limits = (None,), (0.25, 0.05, 0.0)
+    target = measurement.resolve_device(device)
+    static: dict[str, Any] = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+    }
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, **static}
+
+    def ours(label: str, **wanted: Any) -> Contender:
+        decorated = optimal_remat(fn, overhead=overhead, device=target, **wanted, **options)
+
+        def make() -> tuple[Callable[..., Any], Plan]:
+            return decorated, decorated.plan(*args, **kwargs)
+
+        return Contender(label=label, kind="ours", make=make)
+
+    contenders = [
+        comparison.plain_contender(fn),
+        *comparison.policy_contenders(fn, policies, signature_of(**options)),
+        *(ours(_budget_label(budget), budget=budget) for budget in budgets),
+        *(ours(f"overhead {format_share(limit)}", max_overhead=limit) for limit in limits),
+    ]
+    return comparison.contest(
+        contenders,
+        function=getattr(fn, "__name__", type(fn).__name__),
+        device=target.name,
+        measure=lambda made: measure_gradient(made, *args, device=target, **options, **kwargs),
+        gradient_flops=lambda made: flop_count.gradient_flops(made, *args, **options, **kwargs),
+        forward_flops=flop_count.forward_flops(fn, *args, **static, **kwargs),
+    )
+
+
+def _budget_label(budget: str | int | float | None) -> str:
+    if budget is None:
+        return "least memory"
+    if isinstance(budget, float):
+        return f"budget {format_share(budget)}"
+    return f"budget {budget if isinstance(budget, str) else format_bytes(budget)}"

@@ -18,7 +18,14 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from remat_opt.errors import DeviceError
+from remat_opt.operation import ArrayType
 from remat_opt.units import format_bytes
+
+#: A TPU's tile: sublanes x lanes of words (every TPU since v2; seen as T(8,128) in compiled
+#: programs).
+_TILE_SUBLANES: Final = 8
+_TILE_LANES: Final = 128
+_TILE_WORD_BYTES: Final = 4
 
 Platform = Literal["cpu", "cuda", "tpu"]
 
@@ -194,6 +201,24 @@ class Device:
         """
         rate = self.flops_per_second.get(str(dtype))
         return min(self.flops_per_second.values()) if rate is None else rate
+
+    def buffer_bytes(self, kind: ArrayType) -> int:
+        """Bytes that one array takes in device memory, padding included.
+
+        A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of
+        32 bits, narrower types packed along the first; what does not fill its tiles is
+        padded. The compiler chooses which dimensions are innermost: taken here is the last
+        one for the lanes, as compiled convolutions and dots show, and the dimension that
+        pads least beside it.
+        """
+        if self.platform != "tpu" or len(kind.shape) < 2 or not kind.size:
+            return kind.bytes
+        *others, lanes = kind.shape
+        packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
+        sublanes = _TILE_SUBLANES * packing
+        padded_lanes = -(-lanes // _TILE_LANES) * _TILE_LANES
+        growth = min(-(-size // sublanes) * sublanes / size for size in others)
+        return round(kind.bytes * growth * padded_lanes / lanes)
 
     def __str__(self) -> str:
         return f"{self.title} ({self.name}, {format_bytes(self.memory_bytes)})"

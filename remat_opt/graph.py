@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -232,9 +233,10 @@ def _validate(graph: Graph) -> None:
         raise GraphError(f"Two vertices are called {doubled!r}; names must be unique.")
     for field in ("bytes", "seconds", "flops", "cotangent_bytes", "internal_bytes"):
         for vertex, number in enumerate(per_vertex[field]):
-            if not (math.isfinite(number) and number >= 0):
+            real = isinstance(number, numbers.Real)
+            if not (real and math.isfinite(number) and number >= 0):
                 raise GraphError(
-                    f"Vertex {graph.names[vertex]!r} has {field} = {number}; it must be a "
+                    f"Vertex {graph.names[vertex]!r} has {field} = {number!r}; it must be a "
                     "finite number, 0 or more."
                 )
     for vertex, predecessors in enumerate(graph.predecessors):
@@ -255,3 +257,8 @@ def _validate(graph: Graph) -> None:
                     f"The backward step of {graph.names[vertex]!r} reads vertex {needed}, which "
                     "is not computed by then."
                 )
+        if list(needs) != sorted(set(needs)):
+            raise GraphError(
+                f"What the backward step of {graph.names[vertex]!r} reads is not given ascending "
+                "and distinct."
+            )

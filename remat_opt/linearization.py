@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from remat_opt import _jax_internals as internals
 from remat_opt import costs
@@ -203,10 +204,10 @@ def _trace_derivatives(items: Sequence[tuple[Equation, tuple[int, ...]]]) -> lis
     return _without_zero_derivatives(items, derivatives)
 
 
-def _arguments(equation: Equation) -> list[jax.ShapeDtypeStruct]:
+def _arguments(equation: Equation) -> list[Any]:
     """What to trace the equation with: the types of its inputs, literals left out."""
     return [
-        internals.like(variable.aval)
+        variable.aval
         for variable, atom in zip(equation.jax_equation.invars, equation.inputs, strict=True)
         if isinstance(atom, int)
     ]
@@ -291,56 +292,71 @@ def _read_residuals(
 def _without_zero_derivatives(
     items: Sequence[tuple[Equation, tuple[int, ...]]], derivatives: list[Derivative]
 ) -> list[Derivative]:
-    """Drops active outputs whose tangent is always zero (``stop_gradient``, ``floor``).
+    """Drops active outputs that pass no cotangent on (``stop_gradient``, ``floor``).
 
-    Only equations without residuals can have such outputs alone; they are traced once
-    more, forward, and an output that no tangent reaches is not active.
+    Only equations without residuals can have such outputs alone; their pullbacks are traced,
+    and an output whose cotangent reaches no input is not active.
     """
     chosen = [
         index
         for index, derivative in enumerate(derivatives)
-        if not (derivative.inputs or derivative.outputs or derivative.internal_bytes)
+        if derivative.active_outputs
+        and not (derivative.inputs or derivative.outputs or derivative.internal_bytes)
     ]
     if not chosen:
         return derivatives
     arguments = [_arguments(items[index][0]) for index in chosen]
+    cotangents = [
+        [
+            internals.cotangent_type(items[index][0].jax_equation.outvars[position].aval)
+            for position in derivatives[index].active_outputs
+        ]
+        for index in chosen
+    ]
 
-    def tangents(primals: list[Any], tangent_arguments: list[Any]) -> list[Any]:
+    def pulled_back(primals: list[Any], all_arriving: list[Any]) -> list[Any]:
         results = []
-        for index, given, directions in zip(chosen, primals, tangent_arguments, strict=True):
-            equation, positions = items[index]
-            run, varying = _restricted(equation, positions, given)
-            results.append(jax.jvp(run, varying, directions)[1])
+        for index, given, arriving in zip(chosen, primals, all_arriving, strict=True):
+            run, varying = _restricted(*items[index], given)
+            outputs, pullback = jax.vjp(run, *varying)
+            remaining = iter(arriving)
+            results.append(
+                pullback(
+                    [
+                        next(remaining)
+                        if position in derivatives[index].active_outputs
+                        else np.zeros(output.shape, jax.dtypes.float0)
+                        for position, output in enumerate(outputs)
+                    ]
+                )
+            )
         return results
 
-    directions = []
-    for index, given in zip(chosen, arguments, strict=True):
-        equation, positions = items[index]
-        _, varying = _restricted(equation, positions, given)
-        directions.append(
-            [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in varying]
-        )
-    closed, shapes = internals.make_jaxpr(tangents, arguments, directions)
+    closed, shapes = internals.make_jaxpr(pulled_back, arguments, cotangents)
     _, _, inputs, equations, outputs = internals.parts(closed)
-    reached = set(inputs[len(jax.tree.leaves(arguments)) :])
+    # Which of the cotangents, by their position among the inputs, each value depends on.
+    first = len(jax.tree.leaves(arguments))
+    reached = {variable: {number} for number, variable in enumerate(inputs) if number >= first}
+
+    def reaching(variables: Sequence[Any]) -> set[int]:
+        return set().union(
+            *(reached.get(v, ()) for v in variables if not isinstance(v, internals.Literal))
+        )
+
     for made in equations:
-        if any(
-            variable in reached
-            for variable in made.invars
-            if not isinstance(variable, internals.Literal)
-        ):
-            reached.update(made.outvars)
-    start = 0
-    for index, tangent_shapes in zip(chosen, shapes, strict=True):
-        own = outputs[start : start + len(tangent_shapes)]
-        start += len(tangent_shapes)
-        alive = {
-            position
-            for position, variable in enumerate(own)
-            if not isinstance(variable, internals.Literal) and variable in reached
-        }
+        found = reaching(made.invars)
+        reached.update((variable, found) for variable in made.outvars)
+    output_start, cotangent_start = 0, first
+    for index, sent in zip(chosen, shapes, strict=True):
+        alive = reaching(outputs[output_start : output_start + len(sent)])
+        active = derivatives[index].active_outputs
         derivatives[index] = dataclasses.replace(
             derivatives[index],
-            active_outputs=tuple(p for p in derivatives[index].active_outputs if p in alive),
+            active_outputs=tuple(
+                position for number, position in enumerate(active, cotangent_start)
+                if number in alive
+            ),
         )
+        output_start += len(sent)
+        cotangent_start += len(active)
     return derivatives

@@ -17,7 +17,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.linearization import linearize
-from remat_opt.materialization import Materialization, materialize
+from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import Program
 from remat_opt.schedule import Schedule, Stage, plain
@@ -32,10 +32,27 @@ from remat_opt.solvers.base import (
 )
 from remat_opt.units import format_bytes
 
-#: Problems whose sweeps are kept at a time.
-_MOST_PROBLEMS = 16
+#: Sweeps that are kept at a time.
+_MOST_SWEEPS = 16
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What depends on the fingerprint and the device alone: it outlives the trace.
+
+    It holds nothing of JAX's: what a function closes over may be large, or a tracer.
+
+    Attributes:
+      materialization: the graph, and the way back to equations.
+      candidates: schedules for all budgets, with the referee's figures.
+      unchanged: the simulation of the function as it is.
+    """
+
+    materialization: Materialization
+    candidates: tuple[Candidate, ...]
+    unchanged: Simulation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,46 +62,68 @@ class Problem:
     Attributes:
       program: the traced function.
       fingerprint: of the program.
-      materialization: its graph, and the way back to equations.
       device: whose rates the seconds are in.
-      candidates: schedules for all budgets, with the referee's figures.
-      unchanged: the simulation of the function as it is.
+      sweep: the graph and the schedules to choose from.
     """
 
     program: Program
     fingerprint: str
-    materialization: Materialization
     device: Device
-    candidates: tuple[Candidate, ...]
-    unchanged: Simulation
+    sweep: Sweep
+
+    @property
+    def materialization(self) -> Materialization:
+        """The graph, and the way back to equations."""
+        return self.sweep.materialization
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Schedules for all budgets, with the referee's figures."""
+        return self.sweep.candidates
+
+    @property
+    def unchanged(self) -> Simulation:
+        """The simulation of the function as it is."""
+        return self.sweep.unchanged
 
 
-_problems: OrderedDict[tuple[str, Device], Problem] = OrderedDict()
+_sweeps: OrderedDict[tuple[str, Device], Sweep] = OrderedDict()
 
 
 def problem(program: Program, device: Device) -> Problem:
     """Builds the graph and sweeps all budgets, or takes both from an earlier call."""
     key = (program.fingerprint(), device)
-    if key not in _problems:
+    if key not in _sweeps:
         materialization = materialize(program, linearize(program), device)
         graph = materialization.graph
-        _problems[key] = Problem(
-            program=_without_constants(program),
-            fingerprint=key[0],
+        _sweeps[key] = Sweep(
             materialization=materialization,
-            device=device,
-            candidates=tuple(portfolio.frontier(graph)),
-            unchanged=simulate(graph, plain(graph)),
+            candidates=tuple(
+                dataclasses.replace(
+                    one, peak_bytes=one.peak_bytes + materialization.resident_bytes
+                )
+                for one in portfolio.frontier(graph)
+            ),
+            unchanged=_simulate(materialization, plain(graph)),
         )
-        if len(_problems) > _MOST_PROBLEMS:
-            _problems.popitem(last=False)
-    _problems.move_to_end(key)
-    return _problems[key]
+        if len(_sweeps) > _MOST_SWEEPS:
+            _sweeps.popitem(last=False)
+    _sweeps.move_to_end(key)
+    return Problem(program=program, fingerprint=key[0], device=device, sweep=_sweeps[key])
 
 
-def _without_constants(program: Program) -> Program:
-    # What a function closes over may be large, or a tracer that must not outlive its trace.
-    return dataclasses.replace(program, constant_values=())
+def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
+    """The referee's replay, with what the compiler holds all along beside it."""
+    found = simulate(materialization.graph, schedule)
+    more = materialization.resident_bytes
+    return dataclasses.replace(
+        found,
+        peak_bytes=found.peak_bytes + more,
+        moments=tuple(
+            dataclasses.replace(moment, live_bytes=moment.live_bytes + more)
+            for moment in found.moments
+        ),
+    )
 
 
 def solve(of: Problem, objective: Objective) -> Candidate:
@@ -107,7 +146,7 @@ def solve(of: Problem, objective: Objective) -> Candidate:
     found = fastest_within(candidates, budget_bytes, measure)
     if found is None:
         least = smallest_within(candidates, float("inf"), measure)
-        pins = _pins(of, simulate(of.materialization.graph, least.schedule))[:5]
+        pins = _pins(of, _simulate(of.materialization, least.schedule))[:5]
         raise BudgetError(
             f"No plan has temporaries within {format_bytes(budget_bytes)}: the least peak that "
             f"remat_opt reaches is {format_bytes(least.peak_bytes)} (the unchanged function needs "
@@ -160,15 +199,45 @@ def make(program: Program, device: Device, objective: Objective) -> Plan:
             "Nothing is differentiated: none of the arguments in argnums holds a floating-point "
             "array. Point argnums at the parameters."
         )
+    if computes_nothing(program):
+        return _nothing_to_plan(program, device, objective)
     of = problem(program, device)
     return describe(of, program, solve(of, objective), objective)
+
+
+def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> Plan:
+    return Plan(
+        function=program.name,
+        fingerprint=program.fingerprint(),
+        device=device.name,
+        objective=objective,
+        budget_bytes=objective.budget_bytes,
+        solver="none",
+        stages=(),
+        decisions=(),
+        predicted=Prediction(
+            temporary_bytes=0,
+            plain_temporary_bytes=0,
+            kept_bytes=0,
+            overhead_seconds=0.0,
+            forward_seconds=0.0,
+            recomputed_flops=0,
+            forward_flops=0,
+            timeline=(),
+            pins=(),
+        ),
+        measured=None,
+        notes=("The function hands on its arguments or constants: there is nothing to plan.",),
+        remat_opt_version=__version__,
+        jax_version=jax.__version__,
+    )
 
 
 def describe(of: Problem, program: Program, chosen: Candidate, objective: Objective) -> Plan:
     """Writes a candidate down as a plan."""
     materialization = of.materialization
     graph = materialization.graph
-    simulation = simulate(graph, chosen.schedule)
+    simulation = _simulate(materialization, chosen.schedule)
     region_of = chosen.schedule.region_of()
     stored, recomputed = set(simulation.stored), set(simulation.recomputed)
     decisions = []
@@ -239,6 +308,13 @@ def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
 
 def _notes(materialization: Materialization) -> tuple[str, ...]:
     notes = []
+    if materialization.resident_bytes:
+        notes.append(
+            f"{format_bytes(materialization.resident_bytes)} hold zeros from the forward pass to "
+            "the backward pass of a max pooling right after a relu, whatever is planned: XLA for "
+            "NVIDIA makes one array of the relu's zeros and the gradient's. Explicit padding of "
+            "the pooling, one row in front, keeps them apart and saves that memory."
+        )
     if materialization.estimated_flops_share > 0.005:
         notes.append(
             f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "

@@ -52,6 +52,20 @@ class Equation:
     name_stack: Any
 
     @property
+    def derivative_reads_kept(self) -> bool:
+        """Whether the equation's own derivative can be made to read a kept output.
+
+        JAX's derivative of ``tanh`` reads the output that its rule computes, not the named
+        copy of it. ``transform`` mends that for equations without inner programs or
+        functions whose inputs and outputs are all floating-point numbers; for others only
+        running the equation again provides what its derivative reads.
+        """
+        kinds = (*self.operation.inputs, *self.operation.outputs)
+        return not self.operation.bodies and all(
+            kind.dtype.startswith(("float", "bfloat")) for kind in kinds
+        )
+
+    @property
     def value_inputs(self) -> tuple[int, ...]:
         """The numbers of the values it reads, in order, without literals."""
         return tuple(atom for atom in self.inputs if isinstance(atom, int))

@@ -45,6 +45,11 @@ class Schedule:
             if not region.vertices:
                 raise GraphError(f"Region {position} of the schedule is empty.")
             for vertex in region.vertices:
+                if not 0 <= vertex < len(graph):
+                    raise GraphError(
+                        f"Region {position} holds vertex {vertex}, but there are only "
+                        f"{len(graph)} vertices, numbered from 0."
+                    )
                 if vertex in number:
                     raise GraphError(f"Vertex {graph.names[vertex]!r} is in two regions.")
                 number[vertex] = position
@@ -53,6 +58,8 @@ class Schedule:
                         f"Vertex {graph.names[vertex]!r} has side effects and must not run under "
                         "a checkpoint, which would repeat them."
                     )
+            if list(region.vertices) != sorted(region.vertices):
+                raise GraphError(f"The vertices of region {position} are not ascending.")
             outside = set(region.kept) - set(region.vertices)
             if outside:
                 raise GraphError(
@@ -88,6 +95,4 @@ class Stage:
 
 def plain(graph: Graph) -> Schedule:
     """The unchanged function: one region, nothing recomputed."""
-    return Schedule(
-        regions=(Region(vertices=tuple(range(len(graph))), checkpointed=False),)
-    )
+    return Schedule(regions=(Region(vertices=tuple(range(len(graph))), checkpointed=False),))

@@ -196,8 +196,7 @@ def turns_in_place(graph: Graph, vertex: int) -> bool:
     """Whether the vertex's backward step writes a predecessor's cotangent over its own."""
     size = graph.cotangent_bytes[vertex]
     return graph.in_place[vertex] and any(
-        0 < graph.cotangent_bytes[predecessor] <= size
-        for predecessor in graph.predecessors[vertex]
+        0 < graph.cotangent_bytes[predecessor] <= size for predecessor in graph.predecessors[vertex]
     )
 
 
@@ -248,12 +247,15 @@ def _replay(
     local_readers: list[Counter[int]] = []
     for region, again in zip(schedule.regions, wanted.recomputed, strict=True):
         local: Counter[int] = Counter()
+        # A value can be both kept and run again, for residuals that have no name: then the
+        # stored copy is read.
+        local_copies = again - frozenset(region.kept)
         for vertex in region.vertices:
             reads = list(graph.needs[vertex])
             if vertex in again:
                 reads += graph.predecessors[vertex]
             for read in reads:
-                if read in again:
+                if read in local_copies:
                     local[read] += 1
                 else:
                     stored_readers[read] += 1
@@ -264,8 +266,8 @@ def _replay(
         again = wanted.recomputed[number]
         readers = local_readers[number]
 
-        def release(read: int, again=again, readers=readers) -> None:
-            if read in again:
+        def release(read: int, readers: Counter[int] = readers) -> None:
+            if read in readers:
                 readers[read] -= 1
                 if not readers[read]:
                     free("recomputed", read)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,16 +44,20 @@ class Call:
     """A call with its static arguments bound: what is left are arrays.
 
     Attributes:
+      name: of the function that was called.
       fn: takes the remaining positional and keyword arguments.
       args: remaining positional arguments.
       kwargs: remaining keyword arguments.
       argnums: positions, among ``args``, of the differentiated ones.
+      argnames: names, among ``kwargs``, of the differentiated ones that were passed by name.
     """
 
+    name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
 
 
 def bind_static(
@@ -65,26 +69,30 @@ def bind_static(
       TraceError: an argument number is out of range, or names a static argument.
     """
     count = len(args)
-    static = {_position(number, count, "static_argnums") for number in signature.static_argnums}
-    differentiated = [_position(number, count, "argnums") for number in signature.argnums]
-    for number in differentiated:
-        if number in static:
+    parameters = _parameters(fn)
+
+    def found(number: int, what: str) -> int | str | None:
+        """Where the argument is: its position, its name if passed by name, None if left out."""
+        if number < count or number >= len(parameters):
+            return _position(number, count, what)
+        return parameters[number] if parameters[number] in kwargs else None
+
+    differentiated = [found(number, "argnums") for number in signature.argnums]
+    static = {found(number, "static_argnums") for number in signature.static_argnums}
+    for name in signature.static_argnames:
+        if name in kwargs:
+            static.add(name)
+        elif name in parameters:
+            static.add(parameters.index(name))
+    for where in differentiated:
+        if where is not None and where in static:
             raise TraceError(
-                f"Argument {number} is in both argnums and static_argnums; a static argument "
-                "has no derivative. Take it out of one of them."
+                f"Argument {where!r} is differentiated (argnums) and also static (static_argnums "
+                "or static_argnames); a static argument has no derivative. Take it out of one "
+                "of them."
             )
-    names = {name: kwargs[name] for name in signature.static_argnames if name in kwargs}
-    unknown = _positional_static_names(fn, signature.static_argnames, kwargs)
-    for name, position in unknown.items():
-        if position < count:
-            static.add(position)
     dynamic = [number for number in range(count) if number not in static]
-    for number in differentiated:
-        if number in static:
-            raise TraceError(
-                f"Argument {number} is in argnums and is also named in static_argnames; a static "
-                "argument has no derivative. Take it out of one of them."
-            )
+    names = {name: value for name, value in kwargs.items() if name in static}
 
     def bound(*dynamic_args: Any, **dynamic_kwargs: Any) -> Any:
         given = list(args)
@@ -93,10 +101,12 @@ def bind_static(
         return fn(*given, **dynamic_kwargs, **names)
 
     return Call(
-        fn=bound if static or names else fn,
+        name=getattr(fn, "__name__", type(fn).__name__),
+        fn=bound if static else fn,
         args=tuple(args[number] for number in dynamic),
         kwargs={name: value for name, value in kwargs.items() if name not in names},
-        argnums=tuple(dynamic.index(number) for number in differentiated),
+        argnums=tuple(dynamic.index(where) for where in differentiated if isinstance(where, int)),
+        argnames=tuple(where for where in differentiated if isinstance(where, str)),
     )
 
 
@@ -110,18 +120,14 @@ def _position(number: int, count: int, what: str) -> int:
     return position
 
 
-def _positional_static_names(
-    fn: Callable[..., Any], names: Iterable[str], kwargs: dict[str, Any]
-) -> dict[str, int]:
-    """Positions of the static names that were passed by position."""
-    wanted = [name for name in names if name not in kwargs]
-    if not wanted:
-        return {}
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that may be passed by position; none where unknown."""
     try:
-        parameters = list(inspect.signature(fn).parameters)
+        parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        return {}
-    return {name: parameters.index(name) for name in wanted if name in parameters}
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in by_position]
 
 
 def trace(
@@ -154,11 +160,20 @@ def trace(
 def trace_call(call: Call, *, has_aux: bool) -> Program:
     """Traces a call whose static arguments are bound; see ``trace``."""
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    _check_leaves(call, leaves)
+    _check_leaves(call)
+
+    # Python numbers among the results are handed back as they are, not as arrays.
+    numbers: dict[int, Any] = {}
 
     def flat_fn(*flat: Any) -> Any:
         positional, keywords = jax.tree.unflatten(tree, flat)
-        return call.fn(*positional, **keywords)
+        result = call.fn(*positional, **keywords)
+        numbers.update(
+            (position, leaf)
+            for position, leaf in enumerate(jax.tree.leaves(result))
+            if type(leaf) in (bool, int, float, complex)
+        )
+        return result
 
     closed, shapes = internals.make_jaxpr(flat_fn, *leaves)
     output_leaves, output_tree = jax.tree.flatten(shapes)
@@ -175,15 +190,16 @@ def trace_call(call: Call, *, has_aux: bool) -> Program:
         for position, (path, _) in enumerate(
             jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]
         )
-        if _is_positional(path, call.argnums)
+        if _is_differentiated(path, call)
     ]
     return _Flattener().program(
         closed,
         positions,
+        numbers,
         loss_outputs,
         input_tree=tree,
         output_tree=output_tree,
-        name=getattr(call.fn, "__name__", type(call.fn).__name__),
+        name=call.name,
     )
 
 
@@ -193,11 +209,13 @@ def _kind(shapes: Any) -> str:
     return f"a {type(shapes).__name__}"
 
 
-def _is_positional(path: tuple[Any, ...], argnums: tuple[int, ...]) -> bool:
-    return path[0].idx == 0 and path[1].idx in argnums
+def _is_differentiated(path: tuple[Any, ...], call: Call) -> bool:
+    if path[0].idx == 0:
+        return path[1].idx in call.argnums
+    return path[1].key in call.argnames
 
 
-def _check_leaves(call: Call, leaves: Sequence[Any]) -> None:
+def _check_leaves(call: Call) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]:
         if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             continue
@@ -250,6 +268,7 @@ class _Flattener:
         self,
         closed: Any,
         positions: Sequence[int],
+        numbers: Mapping[int, Any],
         loss_outputs: int,
         *,
         input_tree: Any,
@@ -264,7 +283,12 @@ class _Flattener:
             scope[variable] = self._value(variable)
         arguments = tuple(scope[variable] for variable in inputs)
         self._inline(equations, scope, prefix=None)
-        results = tuple(self._read(variable, scope) for variable in outputs)
+        results = tuple(
+            self._result(variable, scope)
+            if number not in numbers
+            else Constant(value=numbers[number], text=f"{numbers[number]}:{variable.aval}")
+            for number, variable in enumerate(outputs)
+        )
         return Program(
             types=tuple(self.types),
             constants=tuple(self.constants),
@@ -295,6 +319,12 @@ class _Flattener:
         if isinstance(variable, internals.Literal):
             return Constant(value=variable.val, text=f"{variable.val}:{variable.aval}")
         return scope[variable]
+
+    def _result(self, variable: Any, scope: dict[Any, Atom]) -> Atom:
+        atom = self._read(variable, scope)
+        if isinstance(atom, Constant):
+            return dataclasses.replace(atom, value=internals.array_of(atom.value, variable.aval))
+        return atom
 
     def _inline(self, equations: Iterable[Any], scope: dict[Any, Atom], prefix: Any) -> None:
         for equation in equations:

@@ -15,11 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt.program import Program
+from remat_opt.errors import PlanFileError, TraceError
+from remat_opt.program import Equation, Program
 from remat_opt.schedule import Stage
+from remat_opt.tracing import array_type
 
 
 def name_of(root: int, position: int) -> str:
@@ -43,11 +47,16 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
 
     Args:
       program: a traced function.
-      stages: hold every root equation once, in an order of execution.
+      stages: hold every root equation once, in an order of execution. What no stage
+        computes and the result still needs is computed at the end, as it is.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
+
+    Raises:
+      PlanFileError: the stages do not fit the program.
     """
+    _check_stages(program, stages)
     steps = _steps(program, stages)
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -55,9 +64,9 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
         environment.update(zip(program.arguments, arguments, strict=True))
         for step in steps:
             given = [environment[value] for value in step.inputs]
-            environment.update(
-                zip(step.outputs, _runner(program, step)(*given), strict=True)
-            )
+            results = _runner(program, step)(*given)
+            _check_types(program, step, results)
+            environment.update(zip(step.outputs, results, strict=True))
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
@@ -65,9 +74,53 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     return run
 
 
-def _runner(program: Program, step: _Step) -> Callable[..., list[Any]]:
-    names: list[str] = []
+def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
+    """Raises PlanFileError unless the stages can be run: a plan may come from a file."""
+    seen: set[int] = set()
+    for number, stage in enumerate(stages):
+        for root in stage.roots:
+            if not 0 <= root < len(program.equations):
+                raise PlanFileError(
+                    f"Region {number} of the plan names equation {root}, but the program has "
+                    f"{len(program.equations)}. Make the plan again."
+                )
+            if root in seen:
+                raise PlanFileError(
+                    f"The plan computes equation {root} in two regions. Make the plan again."
+                )
+            seen.add(root)
+            if stage.checkpointed and program.equations[root].effects:
+                raise PlanFileError(
+                    f"Region {number} of the plan recomputes equation {root}, a "
+                    f"{program.equations[root].operation.primitive} with side effects. Make the "
+                    "plan again."
+                )
+        strange = sorted(set(stage.kept) - set(stage.roots))
+        if strange:
+            raise PlanFileError(
+                f"Region {number} of the plan keeps equation {strange[0]}, which it does not "
+                "compute. Make the plan again."
+            )
 
+
+def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
+    """The result of a rewrite has the types of what was rewritten, or it is a mistake of ours.
+
+    (That the rewritten program is well formed as a whole is checked in tests: JAX's own
+    check would cost as much as tracing does, at every call.)
+    """
+    for value, result in zip(step.outputs, results, strict=True):
+        expected = program.types[value]
+        found = array_type(internals.type_of(result))
+        if found != expected:
+            raise TraceError(
+                f"Rewriting {program.name!r} turned a {expected.dtype}{list(expected.shape)} into "
+                f"a {found.dtype}{list(found.shape)}. This is a fault of remat_opt: please report "
+                "it with the function."
+            )
+
+
+def _runner(program: Program, step: _Step) -> Callable[..., list[Any]]:
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
         for index in step.equations:
@@ -76,21 +129,89 @@ def _runner(program: Program, step: _Step) -> Callable[..., list[Any]]:
                 environment[atom] if isinstance(atom, int) else atom.value
                 for atom in equation.inputs
             ]
-            results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
-            if index in step.kept:
-                results = [
-                    checkpoint_name(result, name_of(index, position))
-                    for position, result in enumerate(results)
-                ]
+            if index not in step.kept or not step.checkpointed:
+                results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
+            elif equation.derivative_reads_kept:
+                results = _run_kept(equation, index, inputs)
+            else:
+                results = _run_named(equation, index, inputs)
             environment.update(zip(equation.outputs, results, strict=True))
         return [environment[value] for value in step.outputs]
 
     if not step.checkpointed:
         return region
-    for index in sorted(step.kept):
-        names += [name_of(index, p) for p in range(len(program.equations[index].outputs))]
+    names = [
+        name_of(index, position)
+        for index in sorted(step.kept)
+        for position in range(len(program.equations[index].outputs))
+    ]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(region, policy=policy)
+
+
+def _run_named(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any]:
+    results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
+    return [
+        _named(result, name_of(index, position)) for position, result in enumerate(results)
+    ]
+
+
+def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any]:
+    """Runs an equation so that its own derivative, too, reads the named outputs.
+
+    The derivative rule of ``tanh`` computes the output and reads that, not the named copy:
+    the policy would keep the copy, and the equation would run again, with all before it. So
+    the equation gets a derivative in which its outputs are replaced by the named ones.
+    """
+    places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
+
+    def fill(*given: Any) -> list[Any]:
+        filled = list(inputs)
+        for place, value in zip(places, given, strict=True):
+            filled[place] = value
+        return filled
+
+    @jax.custom_jvp
+    def kept(*given: Any) -> tuple[Any, ...]:
+        return tuple(_run_named(equation, index, fill(*given)))
+
+    def tangent_rule(
+        primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs = kept.fun(*primals)
+        varying = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def directional(given: Sequence[Any], directions: Sequence[Any]) -> Any:
+            def of_varying(*moved: Any) -> tuple[Any, ...]:
+                all_given = list(given)
+                for number, value in zip(varying, moved, strict=True):
+                    all_given[number] = value
+                return tuple(
+                    internals.bind(
+                        equation.jax_equation, equation.name_stack, fill(*all_given)
+                    )
+                )
+
+            return jax.jvp(of_varying, [given[number] for number in varying], directions)
+
+        directions = [tangents[number] for number in varying]
+        closed, _ = internals.make_jaxpr(directional, list(primals), directions)
+        known = dict(enumerate(outputs))
+        results = internals.run_with_outputs(closed, [*primals, *directions], known)
+        return outputs, tuple(results[len(outputs) :])
+
+    kept.defjvp(tangent_rule, symbolic_zeros=True)
+    return list(kept(*(inputs[place] for place in places)))
+
+
+def _named(value: Any, name: str) -> Any:
+    # JAX rounds what a policy keeps to its own precision, and cannot do so for complex
+    # numbers; so their parts are kept.
+    if jnp.iscomplexobj(value):
+        return jax.lax.complex(
+            checkpoint_name(jnp.real(value), name), checkpoint_name(jnp.imag(value), name)
+        )
+    return checkpoint_name(value, name)
 
 
 def _steps(program: Program, stages: Sequence[Stage]) -> list[_Step]:
@@ -115,9 +236,13 @@ def _steps(program: Program, stages: Sequence[Stage]) -> list[_Step]:
         for root in stage.roots:
             available.update(program.equations[root].outputs)
     # Outputs that are only another shape of a root are emitted without a checkpoint at the end.
+    # So is, where no stage has it, what has side effects.
+    left = {maker[value] for value in program.output_values if value in maker} | {
+        index for index, equation in enumerate(program.equations) if equation.effects
+    }
     trailing = _emitted(
         program,
-        [maker[v] for v in program.output_values if v in maker and maker[v] not in all_roots],
+        sorted(left - all_roots),
         all_roots,
         maker,
         available,

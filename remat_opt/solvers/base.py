@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Generic, TypeVar
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule
@@ -98,3 +99,75 @@ def smallest_within(
     return next(
         one for one in pareto(candidates, measure) if one.overhead(measure) <= most_overhead
     )
+
+
+class Status(enum.Enum):
+    """How a solver's search ended.
+
+    OPTIMAL: no answer of the kind the solver looks for is better.
+    FEASIBLE: an answer, without proof that it is the best one.
+    INFEASIBLE: there is no answer of that kind.
+    REFUSED: the problem is too large for this solver; nothing is known.
+    """
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    REFUSED = "refused"
+
+
+FiguresT = TypeVar("FiguresT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Solution(Generic[FiguresT]):
+    """What a solver found, in the terms of its own paper.
+
+    Attributes:
+      schedule: the decision, ready for the referee.
+      figures: the solver's own figures, each with its unit in its name.
+      status: ``OPTIMAL`` or ``FEASIBLE``.
+      objective: the figure that was optimised.
+      bound: a proven limit on the objective, from below where it is minimised and from above
+        where it is maximised; equal to the objective where the status is ``OPTIMAL``.
+    """
+
+    schedule: Schedule
+    figures: FiguresT
+    status: Status
+    objective: float
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasible:
+    """There is no answer within the budget.
+
+    Attributes:
+      budget_bytes: the budget asked for.
+      least_bytes: the least budget for which the same search has an answer.
+    """
+
+    budget_bytes: float
+    least_bytes: int
+
+    @property
+    def status(self) -> Status:
+        """Always ``INFEASIBLE``."""
+        return Status.INFEASIBLE
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The problem is too large for the solver, or not of the kind that it takes.
+
+    Attributes:
+      message: what is too large, by how much, and which solver to ask instead.
+    """
+
+    message: str
+
+    @property
+    def status(self) -> Status:
+        """Always ``REFUSED``."""
+        return Status.REFUSED

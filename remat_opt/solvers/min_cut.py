@@ -24,8 +24,8 @@ Why not a ready-made tool: the maximum flow is scipy's; only the construction is
 Complexity: one maximum flow on 2 n + 2 nodes per breakpoint and edge of the hull.
 
 Guarantee: exact on the hull of the additive objective, up to the rounding of capacities to
-integers (relative 2**-40). It knows nothing of the peak: regions and workspace are the
-business of ``region_chain``.
+integers (for each vertex a part in 2**29 of the whole). It knows nothing of the peak: regions
+and workspace are the business of ``region_chain``.
 
 Reference: the formulation is the project-selection form of Picard (1976); PyTorch's
 min-cut partitioner solves a like problem with a fixed cost model and one multiplier.
@@ -94,14 +94,14 @@ def minimum_cut(graph: Graph, multiplier: float, *, seconds: Sequence[float] | N
     relevant = _ancestors(graph, needed)
     for vertex in sorted(relevant):
         again, available = 2 + 2 * vertex, 3 + 2 * vertex
-        # At least 1, so that nothing is kept or computed again without use.
+        # At least 1, so that computing again is never free.
         edge(_SOURCE, again, 1 + round(float(cost[vertex]) * scale))
         edge(again, available, round(float(held[vertex]) * scale))
         for predecessor in graph.predecessors[vertex]:
             edge(3 + 2 * predecessor, again, infinite)
         if vertex in needed:
             edge(available, _SINK, infinite)
-        if graph.internal_bytes[vertex] and graph.needs[vertex]:
+        if graph.internal_bytes[vertex]:
             edge(again, _SINK, infinite)
     if not tails:
         return Cut(kept=(), recomputed=(), bytes=0, seconds=0.0)
@@ -110,13 +110,15 @@ def minimum_cut(graph: Graph, multiplier: float, *, seconds: Sequence[float] | N
         (np.asarray(capacities, dtype=np.int32), (tails, heads)), shape=(size, size)
     )
     flow = maximum_flow(network, _SOURCE, _SINK, method="dinic").flow
-    source_side = _reachable(network, flow)
+    # Of all minimum cuts the one with the fewest vertices available: nothing is kept or
+    # computed again without use, even where it costs nothing after rounding.
+    sink_side = _reaching_sink(network, flow)
     kept, recomputed = [], []
     for vertex in sorted(relevant):
         again, available = 2 + 2 * vertex, 3 + 2 * vertex
-        if not source_side[again]:
+        if sink_side[again]:
             recomputed.append(vertex)
-        elif not source_side[available]:
+        elif sink_side[available]:
             kept.append(vertex)
     return Cut(
         kept=tuple(kept),
@@ -129,28 +131,29 @@ def minimum_cut(graph: Graph, multiplier: float, *, seconds: Sequence[float] | N
 def _ancestors(graph: Graph, vertices: set[int]) -> set[int]:
     found = set(vertices)
     for vertex in range(len(graph) - 1, -1, -1):
-        if graph.internal_bytes[vertex] and graph.needs[vertex]:
+        if graph.internal_bytes[vertex]:
             found.add(vertex)
         if vertex in found:
             found.update(graph.predecessors[vertex])
     return found
 
 
-def _reachable(network: csr_array, flow: csr_array) -> np.ndarray:
-    """Nodes that the source reaches with capacity to spare."""
-    residual = (network - flow).tocsr()
+def _reaching_sink(network: csr_array, flow: csr_array) -> np.ndarray:
+    """Nodes from which the sink is reached with capacity to spare."""
+    # Transposed, so that a node's row holds the edges that lead to it.
+    residual = (network - flow).T.tocsr()
     residual.eliminate_zeros()
     seen = np.zeros(network.shape[0], dtype=bool)
-    seen[_SOURCE] = True
-    pending = deque([_SOURCE])
-    starts, targets, spare = residual.indptr, residual.indices, residual.data
+    seen[_SINK] = True
+    pending = deque([_SINK])
+    starts, tails, spare = residual.indptr, residual.indices, residual.data
     while pending:
         node = pending.popleft()
         for position in range(starts[node], starts[node + 1]):
-            target = targets[position]
-            if spare[position] > 0 and not seen[target]:
-                seen[target] = True
-                pending.append(int(target))
+            tail = tails[position]
+            if spare[position] > 0 and not seen[tail]:
+                seen[tail] = True
+                pending.append(int(tail))
     return seen
 
 

@@ -33,6 +33,10 @@ _GAP_SHARE = 0.05
 _MOST_MIXTURES = 6
 #: Bounds tried above the least one of each kept set, as shares of the way to the plain peak.
 _BOUND_SHARES = (0.0, 0.05, 0.15, 0.4)
+#: Where the next larger kept set is far, bounds are tried across that gap: one for each such
+#: share of the plain peak, up to so many.
+_BOUND_STEP = 0.02
+_MOST_BOUNDS = 40
 #: A kept set is only worth trying if it differs in kept bytes by more than this share of the
 #: plain peak from one already tried, or in cost by more than this share of the forward pass.
 _RESOLUTION = 0.004
@@ -50,12 +54,13 @@ def frontier(graph: Graph) -> list[Candidate]:
     unchanged = judge(graph, plain(graph))
     candidates = [unchanged]
     seen: set[Schedule] = {unchanged.schedule}
-    for kept in _kept_sets(graph, unchanged.peak_bytes):
+    for kept, gap_bytes in _kept_sets(graph, unchanged.peak_bytes).items():
         figures = region_chain.segments(graph, kept)
         least = region_chain.least_bound(figures)
         room = max(0.0, unchanged.peak_bytes - least)
+        shares = {*_BOUND_SHARES, *_shares_across(gap_bytes, room, unchanged.peak_bytes)}
         for boundaries in region_chain.relaxed_chains(
-            figures, [least + share * room for share in _BOUND_SHARES]
+            figures, [least + share * room for share in sorted(shares)]
         ):
             if boundaries is None:
                 continue
@@ -66,8 +71,24 @@ def frontier(graph: Graph) -> list[Candidate]:
     return candidates
 
 
-def _kept_sets(graph: Graph, plain_peak_bytes: int) -> list[tuple[int, ...]]:
-    """Kept sets from both hulls, mixtures included, near-duplicates left out."""
+def _shares_across(gap_bytes: float, room_bytes: float, plain_peak_bytes: int) -> list[float]:
+    """Bounds across the gap to the next larger kept set, as shares of the room above.
+
+    Where layers are alike the hull jumps from all of them to none; the plans in between
+    are those whose free last region takes in more and more layers.
+    """
+    if room_bytes <= 0:
+        return []
+    count = int(min(_MOST_BOUNDS, gap_bytes / (_BOUND_STEP * plain_peak_bytes or 1)))
+    return [min(1.0, gap_bytes / room_bytes) * step / count for step in range(1, count)]
+
+
+def _kept_sets(graph: Graph, plain_peak_bytes: int) -> dict[tuple[int, ...], float]:
+    """Kept sets from both hulls, mixtures included, near-duplicates left out.
+
+    Returns:
+      For each kept set the bytes that the next larger one keeps more.
+    """
     forward_seconds = graph.forward_seconds or 1.0
     flop_seconds = forward_seconds / (graph.forward_flops or 1)
     # The small share of time breaks ties between vertices that take no FLOPs.
@@ -76,7 +97,7 @@ def _kept_sets(graph: Graph, plain_peak_bytes: int) -> list[tuple[int, ...]]:
         for flops, seconds in zip(graph.flops, graph.seconds, strict=True)
     ]
     gap_bytes = _GAP_SHARE * plain_peak_bytes
-    found: list[tuple[int, ...]] = []
+    found: dict[tuple[int, ...], float] = {}
     for costs in (graph.seconds, by_flops):
         hull = min_cut.breakpoints(graph, seconds=costs)
         cuts = list(hull)
@@ -95,5 +116,7 @@ def _kept_sets(graph: Graph, plain_peak_bytes: int) -> list[tuple[int, ...]]:
                 or abs(cut.seconds - previous.seconds) > _RESOLUTION * forward_seconds
             ):
                 taken.append(cut)
-        found += [cut.kept for cut in taken]
-    return list(dict.fromkeys(found))
+        for previous, cut in zip([None, *taken[:-1]], taken, strict=True):
+            gap = float(previous.bytes - cut.bytes) if previous else 0.0
+            found[cut.kept] = max(gap, found.get(cut.kept, 0.0))
+    return found

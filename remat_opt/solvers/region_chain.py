@@ -36,6 +36,7 @@ Reference: Feng & Huang (2018, 2021), linear graphs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,7 +44,6 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import demand, turns_in_place
-
 
 #: Strains that ``relaxed_chains`` tries, as shares of that of the first chain found.
 _STRAIN_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -74,9 +74,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     sizes = np.asarray(graph.bytes, dtype=float)
     is_kept = np.zeros(count, dtype=bool)
     is_kept[list(kept)] = True
-    whole = Schedule(
-        regions=(Region(vertices=tuple(range(count)), kept=tuple(kept)),)
-    )
+    whole = Schedule(regions=(Region(vertices=tuple(range(count)), kept=tuple(kept)),))
     again = demand(graph, whole).recomputed[0]
     last_reader, last_need, end_use = _lifetimes(graph, again)
     cotangents = _cotangent_profile(graph)
@@ -87,8 +85,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
         kept_alive[min(last_reader[vertex], count)] += sizes[vertex]
     kept_at = np.cumsum(kept_alive)[:count]
 
-    strain = cotangents + np.asarray(graph.internal_bytes, dtype=float)
-    fixed = strain + kept_at
+    fixed = cotangents + kept_at
     recomputed = np.zeros(count, dtype=bool)
     recomputed[list(again)] = True
     needed = np.zeros(count, dtype=bool)
@@ -103,6 +100,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     # Going down over the start of the segment, values join one after the other.
     alive = np.zeros(count)
     free_alive = np.zeros(count)
+    internal = np.asarray(graph.internal_bytes, dtype=float)
     export_alive = np.zeros(count + 1)
     row = number - 1
     for vertex in range(count - 1, -1, -1):
@@ -113,13 +111,16 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
                 free_alive[last_need[vertex] :] += sizes[vertex]
             if end_use[vertex] > vertex:
                 export_alive[vertex + 1 : end_use[vertex] + 1] += sizes[vertex]
+        # Provided by the run of the vertex, kept or not, and held until its backward step.
+        alive[vertex:] += internal[vertex]
+        free_alive[vertex:] += internal[vertex]
         while row > 0 and positions[row] > vertex:
             row -= 1
         if positions[row] == vertex:
             profile = np.maximum.accumulate((fixed + alive)[vertex:])
             ends = positions[row + 1 :]
             workspace[row, row + 1 :] = profile[ends - vertex - 1]
-            strained = np.maximum.accumulate((strain + alive)[vertex:])
+            strained = np.maximum.accumulate((cotangents + alive)[vertex:])
             strains[row, row + 1 :] = strained[ends - vertex - 1]
             exports[row, row + 1 :] = export_alive[ends]
             free[row] = (fixed + free_alive)[vertex:].max()
@@ -132,9 +133,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     )
 
 
-def _lifetimes(
-    graph: Graph, again: frozenset[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _lifetimes(graph: Graph, again: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """When each value is read backward, in one region that spans the program.
 
     Returns:
@@ -180,9 +179,7 @@ def _cotangent_profile(graph: Graph) -> np.ndarray:
     return np.cumsum(change)[:count]
 
 
-def _positions(
-    graph: Graph, is_kept: np.ndarray, end_use: np.ndarray, most: int
-) -> np.ndarray:
+def _positions(graph: Graph, is_kept: np.ndarray, end_use: np.ndarray, most: int) -> np.ndarray:
     """Candidate boundaries: those that the fewest bytes cross, spread over the program."""
     count = len(graph)
     crossing = np.zeros(count + 2)
@@ -250,9 +247,7 @@ def chains(
     return found
 
 
-def relaxed_chains(
-    figures: Segments, bounds_bytes: Sequence[float]
-) -> list[list[int] | None]:
+def relaxed_chains(figures: Segments, bounds_bytes: Sequence[float]) -> list[list[int] | None]:
     """Chains as ``chains`` finds them, with the least strain that costs nothing.
 
     Many chains have the same peak, because another region decides it. Of those the one whose
@@ -337,7 +332,5 @@ def _around_pinned(graph: Graph, edges: Sequence[int]) -> list[tuple[int, int]]:
             cuts |= {vertex, vertex + 1}
     # The free region needs no cuts.
     last = sorted(edges)[-2] if len(edges) > 1 else 0
-    ordered = sorted(cut for cut in cuts if cut <= last) + [len(graph)]
-    return [
-        (start, stop) for start, stop in zip(ordered[:-1], ordered[1:], strict=True) if start < stop
-    ]
+    ordered = [*sorted(cut for cut in cuts if cut <= last), len(graph)]
+    return [(start, stop) for start, stop in itertools.pairwise(ordered) if start < stop]

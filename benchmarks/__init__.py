@@ -1,0 +1,1 @@
+"""Programs that measure remat_opt; not part of the installed package."""

@@ -1,0 +1,65 @@
+"""What a benchmark network is, and which block policies it may be wrapped with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+# An explicit table, because `jax.checkpoint_policies` mixes policies with functions that make one
+# (`save_only_these_names(*names)`), and a maker passed where a policy is due is a silent no-op.
+BLOCK_POLICIES: tuple[str, ...] = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A loss to differentiate, with the shapes of its arguments.
+
+    Attributes:
+        name: As listed by `benchmarks.networks.names`.
+        loss_fn: `loss_fn(params, batch)` gives a float32 scalar `[]`, or the pair of that scalar
+            and the auxiliary output where `has_aux` is set. Differentiate it in `params`.
+        has_aux: What to pass on to `jax.grad`, `jax.value_and_grad` and the like.
+        arguments: `(params, batch)`, two trees of `jax.ShapeDtypeStruct`. Nothing is allocated.
+        make_arguments: Gives actual arrays of the shapes in `arguments` for an integer seed:
+            freshly initialised parameters and random data.
+    """
+
+    name: str
+    loss_fn: Callable[[Any, Any], Any]
+    has_aux: bool
+    arguments: tuple[Any, Any]
+    make_arguments: Callable[[int], tuple[Any, Any]]
+
+
+def shapes_of(make_arguments: Callable[[int], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Returns the arguments' `jax.ShapeDtypeStruct` trees without making the arrays."""
+    shapes: tuple[Any, Any] = jax.eval_shape(lambda: make_arguments(0))
+    return shapes
+
+
+def checkpoint_policy(name: str) -> Callable[..., Any]:
+    """Returns the policy `jax.checkpoint_policies.<name>`.
+
+    Args:
+        name: One of `BLOCK_POLICIES`.
+
+    Raises:
+        ValueError: If `name` is not one of them.
+    """
+    if name not in BLOCK_POLICIES:
+        raise ValueError(
+            f"unknown block policy {name!r}: give one of {', '.join(BLOCK_POLICIES)}, "
+            "or None for the network as it is"
+        )
+    policy: Callable[..., Any] = getattr(jax.checkpoint_policies, name)
+    return policy

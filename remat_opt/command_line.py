@@ -1,0 +1,351 @@
+"""``python -m remat_opt``: compare and plan from a shell, and list the devices.
+
+A loss function and its arguments are named as ``MODULE:FUNCTION``. The current directory is
+importable, as for ``python -m``. What goes wrong on purpose (``RematError``) is one line on
+stderr and the exit status 2, as for a wrong option; a fault in the named modules themselves
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from remat_opt import api, report
+from remat_opt import device as device_table
+from remat_opt.device import Device
+from remat_opt.errors import RematError
+from remat_opt.units import format_bytes
+
+_EXAMPLE = """\
+example: given train.py with
+
+    def loss(params, batch): ...
+    def example_args():
+        return params, batch      # arrays or jax.ShapeDtypeStruct, in any tree
+
+    python -m remat_opt compare train:loss --args train:example_args --device h200 --budget 0.5
+    python -m remat_opt plan train:loss --args train:example_args --budget 6GiB --save plan.json
+"""
+
+
+#: Keyword arguments that ``make_plan`` and ``compare`` take for themselves.
+_OPTIONS = frozenset(inspect.signature(api.make_plan).parameters) | frozenset(
+    inspect.signature(api.compare).parameters
+)
+
+
+class CommandError(RematError):
+    """A command that cannot be carried out as it is written."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      arguments: those of the command line without the program's name; ``sys.argv`` if None.
+
+    Returns:
+      The exit status: 0, or 2 where the command could not be carried out.
+    """
+    options = _parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    run: Callable[[argparse.Namespace], None] = options.run
+    try:
+        run(options)
+    except RematError as error:
+        print("remat_opt: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m remat_opt",
+        description="Rematerialisation that is planned: compare, plan, list devices.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    compare = _command(
+        commands, "compare", _compare, "compile plans beside jax.checkpoint's own policies"
+    )
+    _add_function(compare)
+    compare.add_argument(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="BYTES|SHARE",
+        help="as for plan; may be given several times",
+    )
+    compare.add_argument(
+        "--max-overhead",
+        action="append",
+        default=[],
+        type=float,
+        metavar="SHARE",
+        help="as for plan; may be given several times",
+    )
+    compare.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        help="names in jax.checkpoint_policies; 'none' for none (default: all)",
+    )
+    _add_output(compare, "one JSON object per row")
+    plan = _command(commands, "plan", _plan, "decide what to keep and what to recompute")
+    _add_function(plan)
+    plan.add_argument(
+        "--budget",
+        metavar="BYTES|SHARE",
+        help="temporaries to stay within: 6GiB, or 0.4 for that share of the unchanged function's",
+    )
+    plan.add_argument(
+        "--max-overhead",
+        type=float,
+        metavar="SHARE",
+        help="least memory with at most this share of a forward pass recomputed, such as 0.05",
+    )
+    plan.add_argument(
+        "--verify", action="store_true", help="compile the planned gradient and show its figures"
+    )
+    plan.add_argument("--save", metavar="FILE", help="write the plan, for optimal_remat(plan=FILE)")
+    _add_output(plan, "the plan as --save writes it")
+    devices = _command(commands, "devices", _devices, "list the machines that can be planned for")
+    _add_output(devices, "one JSON object per device")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], None], purpose: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:] + ".",
+        epilog=None if name == "devices" else _EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_function(command: argparse.ArgumentParser) -> None:
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="the loss function")
+    command.add_argument(
+        "--args",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the tuple of the loss's positional "
+        "arguments: arrays, or jax.ShapeDtypeStruct in their place",
+    )
+    command.add_argument(
+        "--kwargs",
+        metavar="MODULE:FUNCTION",
+        help="likewise a function that returns the dictionary of its keyword arguments",
+    )
+    command.add_argument(
+        "--device", default="attached", help="a name that 'devices' lists (default: attached)"
+    )
+    command.add_argument(
+        "--overhead",
+        choices=("seconds", "flops"),
+        default="seconds",
+        help="what recomputation is counted in (default: seconds)",
+    )
+    command.add_argument(
+        "--argnums",
+        type=_numbers,
+        default=0,
+        metavar="N,...",
+        help="positions of the arguments to differentiate (default: 0)",
+    )
+    command.add_argument(
+        "--has-aux", action="store_true", help="the function returns (loss, auxiliary)"
+    )
+
+
+def _add_output(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument("--json", action="store_true", help=f"for machines: {what}")
+    if not what.endswith("device"):
+        command.add_argument("--html", metavar="FILE", help="write a page with pictures")
+
+
+def _numbers(text: str) -> int | tuple[int, ...]:
+    try:
+        numbers = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give positions such as 0 or 0,2") from None
+    return numbers if "," in text else numbers[0]
+
+
+def _budget(text: str) -> str | float:
+    """A budget as the API takes it: a number with a point and no unit is a share."""
+    if "." not in text:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _compare(options: argparse.Namespace) -> None:
+    fn, args, kwargs = _called(options)
+    policies = None
+    if options.policies is not None:
+        policies = [] if options.policies == "none" else options.policies.split(",")
+    found = api.compare(
+        fn,
+        *args,
+        budgets=[_budget(text) for text in options.budget],
+        max_overheads=options.max_overhead,
+        policies=policies,
+        **_common(options),
+        **kwargs,
+    )
+    if options.json:
+        for row in found.rows:
+            heading = {"function": found.function, "device": found.device}
+            print(json.dumps({**heading, **row}))
+    else:
+        print(found)
+    if options.html:
+        _write(options.html, report.page(f"{found.function}: comparison", found._repr_html_()))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    fn, args, kwargs = _called(options)
+    plan = api.make_plan(
+        fn,
+        *args,
+        budget=None if options.budget is None else _budget(options.budget),
+        max_overhead=options.max_overhead,
+        verify=options.verify,
+        **_common(options),
+        **kwargs,
+    )
+    print(plan.to_json() if options.json else plan)
+    if options.save:
+        try:
+            plan.save(options.save)
+        except OSError as error:
+            raise CommandError(f"{options.save!r} cannot be written: {error.strerror}.") from None
+    if options.html:
+        _write(options.html, report.page(f"{plan.function}: plan", plan._repr_html_()))
+
+
+def _devices(options: argparse.Namespace) -> None:
+    devices = [device_table.get_device(name) for name in device_table.available()]
+    if options.json:
+        for device in devices:
+            print(json.dumps(_device_row(device)))
+        return
+    table = report.Table(
+        title="Devices (--device; 'attached' is what JAX shows here)",
+        headings=("name", "", "memory", "bandwidth", "bfloat16", "float32"),
+        rows=tuple(
+            (
+                device.name,
+                device.title,
+                format_bytes(device.memory_bytes),
+                f"{device.memory_bandwidth / 1e9:,.0f} GB/s",
+                f"{device.flops_rate('bfloat16') / 1e12:,.1f} TFLOP/s",
+                f"{device.flops_rate('float32') / 1e12:,.1f} TFLOP/s",
+            )
+            for device in devices
+        ),
+        align="llrrrr",
+    )
+    print(table.text())
+
+
+def _device_row(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "title": device.title,
+        "platform": device.platform,
+        "memory_bytes": device.memory_bytes,
+        "memory_bytes_per_second": device.memory_bandwidth,
+        "host_bytes_per_second": device.host_bandwidth,
+        "flops_per_second": dict(device.flops_per_second),
+        "source": device.source,
+    }
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": options.device,
+        "overhead": options.overhead,
+        "argnums": options.argnums,
+        "has_aux": options.has_aux,
+    }
+
+
+def _called(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    """The loss function with its positional and keyword arguments."""
+    fn = load(options.function)
+    args = load(options.args)()
+    if not isinstance(args, tuple):
+        raise CommandError(
+            f"--args {options.args} returned a {type(args).__name__}: return the tuple of the "
+            "loss function's arguments; for a single one, (argument,)."
+        )
+    kwargs = load(options.kwargs)() if options.kwargs else {}
+    if not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise CommandError(
+            f"--kwargs {options.kwargs} returned a {type(kwargs).__name__}: return a dictionary "
+            "from names of arguments to arguments."
+        )
+    taken = sorted(set(kwargs) & _OPTIONS)
+    if taken:
+        raise CommandError(
+            f"--kwargs {options.kwargs} has {taken[0]!r}, which is an option of remat_opt too: "
+            "wrap the loss in a function that calls the argument something else."
+        )
+    return fn, args, kwargs
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function that ``MODULE:FUNCTION`` names; attributes may follow one another.
+
+    Raises:
+      CommandError: it names no function.
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise CommandError(
+            f"{name!r} is not of the form MODULE:FUNCTION, such as train:loss for the function "
+            "loss in train.py."
+        )
+    try:
+        thing: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if not (module_name == missing or module_name.startswith(missing + ".")):
+            raise  # The module was found; something that it imports was not.
+        raise CommandError(
+            f"There is no module {missing!r}, which {name!r} names: give it as in an import "
+            f"statement (no .py). Looked in the current directory, {os.getcwd()}, and where "
+            "Python finds modules."
+        ) from None
+    for attribute in path.split("."):
+        if not hasattr(thing, attribute):
+            raise CommandError(f"{name!r}: {module_name!r} has no {path!r}.")
+        thing = getattr(thing, attribute)
+    if not callable(thing):
+        raise CommandError(f"{name!r} is not a function, but of type {type(thing).__name__}.")
+    return thing  # type: ignore[no-any-return]  # callable() has checked it
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CommandError(f"{path!r} cannot be written: {error.strerror}.") from None

@@ -1,0 +1,385 @@
+"""Plans beside what ``jax.checkpoint`` does alone: one row for each, figures of the compiler.
+
+Every contender is a function with the results of the loss. Its gradient is compiled for the
+device and its FLOPs are counted (``flop_count``); nothing is run. A contender that fails, as
+for want of memory, has a row that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat_opt import report, tracing
+from remat_opt.errors import RematError
+from remat_opt.measurement import Measurement
+from remat_opt.plan import Plan
+from remat_opt.tracing import Signature
+from remat_opt.units import format_bytes, format_seconds, format_share
+
+#: Two names of one policy: the first is shown.
+_ALIASES = {
+    "checkpoint_dots": "dots_saveable",
+    "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims_saveable",
+}
+
+_FIGURES = (
+    "predicted_temporary_bytes",
+    "temporary_bytes",
+    "argument_bytes",
+    "output_bytes",
+    "host_bytes",
+    "recomputed_flops_share",
+    "overhead_seconds_share",
+    "compile_seconds",
+    "plan_seconds",
+    "error",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to take the gradient.
+
+    Attributes:
+      label: what to call it.
+      kind: ``plain``, ``policy`` or ``ours``.
+      make: gives the function to differentiate, and the plan it follows where there is one.
+    """
+
+    label: str
+    kind: str
+    make: Callable[[], tuple[Callable[..., Any], Plan | None]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Comparison:
+    """What the ways to take a gradient need, side by side.
+
+    Attributes:
+      function: name of the loss function.
+      device: name of the device compiled for.
+      rows: one dictionary for each contender, all with the same keys. ``label``; ``kind``:
+        ``plain`` (the function as it is), ``policy`` (``jax.checkpoint`` round the whole, or
+        a function of the user's) or ``ours``; ``predicted_temporary_bytes``;
+        ``temporary_bytes``, ``argument_bytes``, ``output_bytes``, ``host_bytes``, as the
+        compiler says; ``recomputed_flops_share``: FLOPs beyond those of the plain gradient,
+        as a share of one forward pass; ``overhead_seconds_share``: predicted time of the
+        recomputation, as a share of one forward pass; ``compile_seconds``;
+        ``plan_seconds`` (the first plan takes the sweep that the others draw on);
+        ``error``: the message where it failed. What does not apply is None.
+      notes: what a reader of the figures has to know.
+    """
+
+    function: str
+    device: str
+    rows: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The comparison as JSON text: the fields of this record."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __repr__(self) -> str:
+        return "\n".join([self._table().text(), *self._remarks()])
+
+    def _repr_html_(self) -> str:
+        remarks = "".join(f"<div>{report.escape(line)}</div>" for line in self._remarks())
+        return report.section(
+            self._title(),
+            self._picture().svg(),
+            dataclasses.replace(self._table(), title="").html(),
+            remarks,
+        )
+
+    def _title(self) -> str:
+        return f"Gradient of {self.function} for {self.device}"
+
+    def _remarks(self) -> list[str]:
+        errors = [f"{row['label']}: {row['error']}" for row in self.rows if row["error"]]
+        return errors + [f"Note: {note}" for note in self.notes]
+
+    def _table(self) -> report.Table:
+        plain = next((r["temporary_bytes"] for r in self.rows if r["kind"] == "plain"), None)
+        return report.Table(
+            title=self._title(),
+            headings=(
+                "",
+                "temporaries",
+                "of plain",
+                "predicted",
+                "recomputed FLOPs",
+                "time",
+                "to compile",
+                "to plan",
+            ),
+            rows=tuple(_cells(row, plain) for row in self.rows),
+            align="lrrrrrrr",
+            footer="Temporaries as compiled; recomputed FLOPs and (predicted) time as shares of "
+            "one forward pass.",
+        )
+
+    def _picture(self) -> report.Scatter:
+        shown = [row for row in self.rows if row["temporary_bytes"] is not None]
+        series = (
+            ("plain", "plain"),
+            ("jax.checkpoint", "policy"),
+            ("remat_opt", "ours"),
+        )
+        return report.Scatter(
+            title=f"{self._title()}: memory against recomputation",
+            x=report.share_axis("recomputed FLOPs, as a share of one forward pass"),
+            y=report.bytes_axis(
+                "temporaries, compiled", max((r["temporary_bytes"] for r in shown), default=0)
+            ),
+            series=tuple(
+                report.Series(
+                    label=label,
+                    points=tuple(
+                        report.Point(
+                            x=row["recomputed_flops_share"],
+                            y=row["temporary_bytes"],
+                            label=row["label"],
+                        )
+                        for row in shown
+                        if row["kind"] == kind
+                    ),
+                    staircase=kind == "ours",
+                )
+                for label, kind in series
+            ),
+        )
+
+
+def _cells(row: Mapping[str, Any], plain: int | None) -> tuple[str, ...]:
+    found = row["temporary_bytes"]
+    if found is None:
+        compiled, share = "failed", ""
+    else:
+        compiled, share = format_bytes(found), format_share(found / plain) if plain else ""
+
+    def written(key: str, write: Callable[[Any], str]) -> str:
+        return "" if row[key] is None else write(row[key])
+
+    return (
+        row["label"],
+        compiled,
+        share,
+        written("predicted_temporary_bytes", format_bytes),
+        written("recomputed_flops_share", format_share),
+        written("overhead_seconds_share", format_share),
+        written("compile_seconds", format_seconds),
+        written("plan_seconds", format_seconds),
+    )
+
+
+def contest(
+    contenders: Sequence[Contender],
+    *,
+    function: str,
+    device: str,
+    measure: Callable[[Callable[..., Any]], Measurement],
+    gradient_flops: Callable[[Callable[..., Any]], int],
+    forward_flops: int,
+) -> Comparison:
+    """Compiles and counts every contender.
+
+    Args:
+      contenders: the first is the plain function.
+      function: its name.
+      device: name of the device.
+      measure: compiles the gradient of a function for the device.
+      gradient_flops: counts the FLOPs of the gradient of a function.
+      forward_flops: FLOPs of one forward pass of the plain function.
+
+    Returns:
+      A row for each, in the order given.
+    """
+    rows: list[dict[str, Any]] = []
+    notes: dict[str, list[str]] = {}
+    known: dict[Hashable, tuple[Measurement, int]] = {}
+    plain_flops: int | None = None
+    for contender in contenders:
+        row: dict[str, Any] = {"label": contender.label, "kind": contender.kind}
+        row.update(dict.fromkeys(_FIGURES))
+        rows.append(row)
+        try:
+            start = time.perf_counter()
+            function_of, plan = contender.make()
+            if plan is not None:
+                row["plan_seconds"] = time.perf_counter() - start
+                row["predicted_temporary_bytes"] = plan.predicted.temporary_bytes
+                row["overhead_seconds_share"] = plan.predicted.overhead_share
+                rows[0]["predicted_temporary_bytes"] = plan.predicted.plain_temporary_bytes
+                for note in plan.notes:
+                    notes.setdefault(note, []).append(contender.label)
+            # Budgets that lead to the same decision need compiling once.
+            key: Hashable = contender.label if plan is None else plan.stages
+            if key in known:
+                measured, flops = known[key]
+            else:
+                flops = gradient_flops(function_of)
+                if plain_flops is None:
+                    plain_flops = flops
+                row["recomputed_flops_share"] = _share(flops - plain_flops, forward_flops)
+                measured = measure(function_of)
+                known[key] = measured, flops
+        except Exception as error:
+            # Other people's functions fail in their own ways; not the plain one, nor ours.
+            if not isinstance(error, RematError) and contender.kind != "policy":
+                raise
+            row["error"] = _first_line(error)
+            continue
+        row["recomputed_flops_share"] = _share(flops - (plain_flops or 0), forward_flops)
+        row["temporary_bytes"] = measured.temporary_bytes
+        row["argument_bytes"] = measured.argument_bytes
+        row["output_bytes"] = measured.output_bytes
+        row["host_bytes"] = measured.host_bytes
+        row["compile_seconds"] = measured.compile_seconds
+        for note in measured.notes:
+            notes.setdefault(note, []).append(contender.label)
+        if contender.kind == "plain":
+            row["overhead_seconds_share"] = 0.0
+    return Comparison(
+        function=function,
+        device=device,
+        rows=tuple(rows),
+        notes=tuple(_noted(note, labels, rows) for note, labels in notes.items()),
+    )
+
+
+def _noted(note: str, labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A note, with the rows it is about unless it is about all of its kind."""
+    compiled = {row["label"] for row in rows if row["temporary_bytes"] is not None}
+    planned = {row["label"] for row in rows if row["plan_seconds"] is not None}
+    about = set(labels)
+    return note if about >= compiled or about >= planned > set() else f"{', '.join(labels)}: {note}"
+
+
+def _share(flops: int, forward_flops: int) -> float:
+    return flops / forward_flops if forward_flops else 0.0
+
+
+def _first_line(error: Exception) -> str:
+    said = str(error).strip().split("\n", 1)[0]
+    return said if isinstance(error, RematError) else f"{type(error).__name__}: {said}"
+
+
+def default_policies() -> tuple[str, ...]:
+    """The names in ``jax.checkpoint_policies`` that are policies as they stand.
+
+    The others there, such as ``save_only_these_names``, are functions that make one. Those
+    take what they need by name or position, where a policy takes an equation's parameters,
+    whatever these are. Of two names for one policy, one is given.
+    """
+    found = []
+    for name in sorted(dir(jax.checkpoint_policies)):
+        if name.startswith("_") or _ALIASES.get(name, name) != name:
+            continue
+        if _is_policy(getattr(jax.checkpoint_policies, name)):
+            found.append(name)
+    return tuple(found)
+
+
+def _is_policy(thing: object) -> bool:
+    if not callable(thing):
+        return False
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def checkpointed(fn: Callable[..., Any], policy: str, signature: Signature) -> Callable[..., Any]:
+    """The function under one ``jax.checkpoint`` with a policy.
+
+    Args:
+      fn: the loss function.
+      policy: a name in ``jax.checkpoint_policies``.
+      signature: which of its arguments are static.
+
+    Raises:
+      RematError: there is no policy of that name.
+    """
+    chosen = getattr(jax.checkpoint_policies, policy, None)
+    if not _is_policy(chosen):
+        raise RematError(
+            f"{policy!r} is not a policy of jax.checkpoint_policies that can be used as it is: "
+            f"give one of {', '.join(default_policies())}, or, for one of your own, a mapping "
+            "from a label to the function wrapped in it."
+        )
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = tracing.bind_static(fn, signature, args, kwargs)
+        return jax.checkpoint(call.fn, policy=chosen)(*call.args, **call.kwargs)
+
+    return wrapped
+
+
+def policy_contenders(
+    fn: Callable[..., Any],
+    policies: str | Sequence[str] | Mapping[str, str | Callable[..., Any]] | None,
+    signature: Signature,
+) -> list[Contender]:
+    """What a user's ``policies=`` means.
+
+    Args:
+      fn: the loss function.
+      policies: names in ``jax.checkpoint_policies``, or labels with, for each, such a name or
+        a function with the results of ``fn``; None for all that JAX has.
+      signature: which of its arguments are static.
+
+    Raises:
+      RematError: a name is unknown, or a value is neither a name nor a function.
+    """
+    if policies is None:
+        policies = default_policies()
+    if isinstance(policies, str):
+        policies = (policies,)
+    labelled = (
+        policies if isinstance(policies, Mapping) else {policy: policy for policy in policies}
+    )
+    contenders = []
+    for label, given in labelled.items():
+        if isinstance(given, str):
+            function = checkpointed(fn, given, signature)
+        elif callable(given):
+            function = given
+        else:
+            raise RematError(
+                f"policies= has {given!r} ({type(given).__name__}) for {label!r}: give the name of "
+                "a policy of jax.checkpoint_policies, or a function that does as the loss does."
+            )
+        if _is_policy_of_jax(function):
+            raise RematError(
+                f"policies= has a policy itself for {label!r}: give its name, or the function "
+                "wrapped in it, as by jax.checkpoint(fn, policy=...)."
+            )
+        contenders.append(
+            Contender(label=str(label), kind="policy", make=functools.partial(_as_it_is, function))
+        )
+    return contenders
+
+
+def _is_policy_of_jax(function: object) -> bool:
+    return any(
+        function is getattr(jax.checkpoint_policies, name) for name in dir(jax.checkpoint_policies)
+    )
+
+
+def _as_it_is(function: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
+    return function, None
+
+
+def plain_contender(fn: Callable[..., Any]) -> Contender:
+    """The function as it is, first in every comparison."""
+    return Contender(label="plain", kind="plain", make=functools.partial(_as_it_is, fn))

@@ -1,0 +1,153 @@
+"""The benchmark networks are the published ones, and wrapping their blocks changes no result."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.networks import BLOCK_POLICIES, Network, build, gpt, names, resnet
+
+# ResNets: torchvision's published counts. GPT: tokens and positions, per layer two norms and the
+# four dense maps of 12 width**2 weights and 9 width biases, and the final norm.
+PARAMETER_COUNTS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+    "gpt": (32_000 + 1024) * 1024 + 12 * (12 * 1024**2 + 13 * 1024) + 2 * 1024,
+}
+
+SMALL_RESNET = resnet.Size(blocks=(1, 1), block=resnet.BasicBlock, image=16, classes=5)
+SMALL_GPT = gpt.Size(layers=2, width=16, heads=2, vocabulary=11, length=6)
+
+
+def small(family: str, block_policy: str | None) -> Network:
+    if family == "resnet":
+        return resnet.network("small", SMALL_RESNET, 2, block_policy)
+    return gpt.network("small", SMALL_GPT, 2, block_policy)
+
+
+def made(network: Network) -> tuple[Any, Any]:
+    # One compilation, where drawing each parameter by itself would take dozens.
+    arguments: tuple[Any, Any] = jax.jit(network.make_arguments, static_argnums=0)(0)
+    return arguments
+
+
+def test_every_network_has_a_published_parameter_count() -> None:
+    assert set(PARAMETER_COUNTS) == set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_parameter_count(name: str) -> None:
+    params, _ = build(name, 2).arguments
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == PARAMETER_COUNTS[name]
+
+
+@pytest.mark.parametrize("block_policy", [None, "nothing_saveable"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "gpt"])
+def test_loss_is_a_float32_scalar(name: str, block_policy: str | None) -> None:
+    network = build(name, 2, block_policy=block_policy)
+    result = jax.eval_shape(network.loss_fn, *network.arguments)
+    if network.has_aux:
+        loss, batch_stats = result
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch_stats)
+        old = network.arguments[1]["batch_stats"]
+        assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), old)
+    else:
+        loss = result
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+
+def test_arguments_are_shapes_and_follow_the_batch() -> None:
+    network = build("resnet50", 3)
+    leaves = jax.tree.leaves(network.arguments)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert network.arguments[1]["images"].shape == (3, 224, 224, 3)
+    assert build("gpt", 3).arguments[1]["tokens"].shape == (3, 1024)
+
+
+def test_gpt_parameters_are_bfloat16() -> None:
+    params, _ = build("gpt", 1).arguments
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("resnet50", 16), ("resnet18", 8), ("gpt", 12)])
+def test_block_policy_wraps_each_block_once(name: str, blocks: int) -> None:
+    network = build(name, 2, block_policy="dots_saveable")
+    text = str(jax.make_jaxpr(network.loss_fn)(*network.arguments))
+    assert len(re.findall(r"\bcheckpoint\[|\bremat2?\[", text)) == blocks
+
+
+@pytest.mark.parametrize("block_policy", BLOCK_POLICIES)
+def test_block_policies_exist(block_policy: str) -> None:
+    assert callable(getattr(jax.checkpoint_policies, block_policy))
+
+
+@pytest.mark.parametrize("family", ["resnet", "gpt"])
+def test_block_policy_changes_no_result(family: str) -> None:
+    def gradients(block_policy: str | None) -> Any:
+        network = small(family, block_policy)
+        grad = jax.value_and_grad(network.loss_fn, has_aux=network.has_aux)
+        return jax.jit(grad)(*made(network))
+
+    plain, wrapped = gradients(None), gradients("nothing_saveable")
+    assert str(jax.tree.structure(plain)) == str(jax.tree.structure(wrapped))
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(wrapped), strict=True):
+        scale = float(jnp.max(jnp.abs(one))) + 1e-6
+        precision = 2e-2 if one.dtype == jnp.bfloat16 else 1e-4
+        assert float(jnp.max(jnp.abs(one - other))) <= precision * scale
+
+
+@pytest.mark.parametrize("family", ["resnet", "gpt"])
+def test_made_arguments_have_the_promised_shapes(family: str) -> None:
+    network = small(family, None)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made(network))
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), network.arguments)
+
+
+def test_gpt_does_not_look_ahead() -> None:
+    network = small("gpt", None)
+    params, batch = made(network)
+    # Larger embeddings, so that logits differ by more than rounding.
+    params = {**params, "tokens": 50 * params["tokens"]}
+
+    def first_position(tokens: jax.Array) -> float:
+        # Only the first target differs, so every other position's loss drops out.
+        first, second = (batch["targets"].at[:, 0].set(target) for target in (3, 7))
+        loss = jax.jit(network.loss_fn)
+        return float(
+            loss(params, {"tokens": tokens, "targets": first})
+            - loss(params, {"tokens": tokens, "targets": second})
+        )
+
+    def change(position: int) -> jax.Array:
+        tokens: jax.Array = batch["tokens"]
+        return tokens.at[:, position].set((tokens[:, position] + 1) % SMALL_GPT.vocabulary)
+
+    before = first_position(batch["tokens"])
+    assert first_position(change(-1)) == pytest.approx(before, abs=1e-5)
+    assert abs(first_position(change(0)) - before) > 1e-2
+
+
+def test_unknown_network() -> None:
+    message = r"unknown network 'resnet51': give one of resnet18, .*gpt$"
+    with pytest.raises(ValueError, match=message):
+        build("resnet51", 2)
+
+
+@pytest.mark.parametrize("block_policy", ["dots", "save_only_these_names"])
+def test_unknown_block_policy(block_policy: str) -> None:
+    message = rf"unknown block policy '{block_policy}': give one of everything_saveable, .* None"
+    with pytest.raises(ValueError, match=message):
+        build("gpt", 2, block_policy=block_policy)
+
+
+def test_batch_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"batch is 0: give at least 1 example"):
+        build("gpt", 0)

@@ -1,0 +1,24 @@
+"""What all tests share: the CPU as JAX's platform, and draws that are the same on every run."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports jax: a test must not take an accelerator it happens to find.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+
+# Derandomised, so that a run is decided by the code alone. To hunt for new examples:
+# HYPOTHESIS_PROFILE=hunt pytest tests/solvers
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "hunt", parent=hypothesis.settings.get_profile("ci"), derandomize=False
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,0 +1,277 @@
+import json
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+from remat_opt import comparison
+from remat_opt.comparison import Comparison, Contender
+from remat_opt.errors import BudgetError, CompileError, RematError
+from remat_opt.measurement import Measurement
+from remat_opt.tracing import Signature
+
+X = jax.ShapeDtypeStruct((32, 32), "float32")
+DEFAULTS = (
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+)
+
+
+def sines(w, x):
+    for _ in range(6):
+        x = jnp.sin(x @ w)
+    return jnp.sum(x)
+
+
+def measurement(temporary_bytes: int, **changes) -> Measurement:
+    fields = {
+        **{"device": "h200", "argument_bytes": 10, "output_bytes": 20, "host_bytes": 0},
+        **{"temporary_bytes": temporary_bytes, "alias_bytes": 0, "flops": None, "notes": ()},
+        **{"compile_seconds": 1.0, "jax_version": "", "compiler_version": ""},
+    }
+    return Measurement(**{**fields, **changes})
+
+
+def contest(bytes_of, flops_of, kinds=None, failing=()):
+    """A comparison of functions that are only names."""
+
+    def measure(name):
+        if name in failing:
+            raise failing[name]
+        return measurement(*bytes_of[name])
+
+    def contender(name):
+        return Contender(
+            label=name, kind=(kinds or {}).get(name, "policy"), make=lambda: (name, None)
+        )
+
+    return comparison.contest(
+        [contender(name) for name in bytes_of],
+        function="loss",
+        device="h200",
+        measure=measure,
+        gradient_flops=flops_of.__getitem__,
+        forward_flops=100,
+    )
+
+
+def test_rows_hold_figures_and_shares():
+    found = contest(
+        {"plain": (4096,), "whole": (2048,)}, {"plain": 300, "whole": 390}, {"plain": "plain"}
+    )
+    assert found.rows == (
+        {
+            **{"label": "plain", "kind": "plain", "predicted_temporary_bytes": None},
+            **{"temporary_bytes": 4096, "argument_bytes": 10, "output_bytes": 20},
+            **{"host_bytes": 0, "recomputed_flops_share": 0.0, "overhead_seconds_share": 0.0},
+            **{"compile_seconds": 1.0, "plan_seconds": None, "error": None},
+        },
+        {
+            **{"label": "whole", "kind": "policy", "predicted_temporary_bytes": None},
+            **{"temporary_bytes": 2048, "argument_bytes": 10, "output_bytes": 20},
+            **{"host_bytes": 0, "recomputed_flops_share": 0.9, "overhead_seconds_share": None},
+            **{"compile_seconds": 1.0, "plan_seconds": None, "error": None},
+        },
+    )
+
+
+def test_table():
+    found = contest(
+        {"plain": (4096,), "whole": (2048,)}, {"plain": 300, "whole": 390}, {"plain": "plain"}
+    )
+    assert repr(found) == (
+        "Gradient of loss for h200\n"
+        "       temporaries  of plain  predicted  recomputed FLOPs  time  to compile  to plan\n"
+        "-----  -----------  --------  ---------  ----------------  ----  ----------  -------\n"
+        "plain     4.00 KiB     100 %                          0 %   0 %      1.00 s\n"
+        "whole     2.00 KiB    50.0 %                       90.0 %            1.00 s\n"
+        "Temporaries as compiled; recomputed FLOPs and (predicted) time as shares of one "
+        "forward pass."
+    )
+
+
+def test_a_failing_row_says_why_and_loses_no_other():
+    refused = CompileError("The program does not fit.\nMore of it.", device="h200")
+    found = contest(
+        {"plain": (4096,), "a": (), "b": (), "c": (1024,)},
+        {"plain": 300, "a": 310, "b": 320, "c": 330},
+        {"plain": "plain"},
+        failing={"a": refused, "b": ZeroDivisionError("by nothing")},
+    )
+    assert [row["temporary_bytes"] for row in found.rows] == [4096, None, None, 1024]
+    assert [row["error"] for row in found.rows] == [
+        None,
+        "The program does not fit.",
+        "ZeroDivisionError: by nothing",
+        None,
+    ]
+    assert found.rows[1]["recomputed_flops_share"] == 0.1
+    assert repr(found).endswith("a: The program does not fit.\nb: ZeroDivisionError: by nothing")
+    assert repr(found).count("failed") == 2
+    ET.fromstring(found._repr_html_())
+
+
+def test_a_plain_function_too_large_for_the_device_leaves_a_comparison():
+    found = contest(
+        {"plain": (), "a": (1024,)},
+        {"plain": 300, "a": 310},
+        {"plain": "plain"},
+        failing={"plain": CompileError("Too large.", device="h200")},
+    )
+    assert [row["error"] for row in found.rows] == ["Too large.", None]
+    assert found.rows[1]["recomputed_flops_share"] == 0.1
+    assert "1.00 KiB" in repr(found)
+
+
+def test_a_fault_of_ours_is_not_a_row():
+    def make():
+        raise KeyError("a fault")
+
+    with pytest.raises(KeyError):
+        comparison.contest(
+            [Contender(label="budget", kind="ours", make=make)],
+            function="loss",
+            device="h200",
+            measure=lambda _: measurement(1),
+            gradient_flops=lambda _: 1,
+            forward_flops=1,
+        )
+
+
+def test_a_note_names_its_rows_unless_it_is_of_all():
+    notes = {"plain": ("all", "one"), "a": ("all",)}
+    found = comparison.contest(
+        [
+            Contender(label=name, kind="policy", make=lambda name=name: (name, None))
+            for name in notes
+        ],
+        function="loss",
+        device="cpu",
+        measure=lambda name: measurement(1, notes=notes[name]),
+        gradient_flops=lambda _: 1,
+        forward_flops=1,
+    )
+    assert found.notes == ("all", "plain: one")
+
+
+def test_json_holds_the_record():
+    found = Comparison(function="loss", device="cpu", rows=({"label": "plain"},), notes=("n",))
+    assert json.loads(found.to_json()) == {
+        "function": "loss",
+        "device": "cpu",
+        "rows": [{"label": "plain"}],
+        "notes": ["n"],
+    }
+
+
+def test_contract_the_policies_of_jax():
+    # Assumed of JAX: a policy takes any parameters, what makes one does not; and the aliases.
+    assert comparison.default_policies() == DEFAULTS
+    policies = jax.checkpoint_policies
+    for alias, name in comparison._ALIASES.items():
+        assert getattr(policies, alias) is getattr(policies, name)
+
+
+def test_policies_by_name_and_by_function():
+    def other(w, x):
+        return sines(w, x)
+
+    found = comparison.policy_contenders(
+        sines, {"mine": other, "dots": "checkpoint_dots"}, Signature()
+    )
+    assert [(c.label, c.kind) for c in found] == [("mine", "policy"), ("dots", "policy")]
+    assert found[0].make() == (other, None)
+    assert [c.label for c in comparison.policy_contenders(sines, None, Signature())] == list(
+        DEFAULTS
+    )
+    assert [c.label for c in comparison.policy_contenders(sines, "dots_saveable", Signature())] == [
+        "dots_saveable"
+    ]
+    assert comparison.policy_contenders(sines, (), Signature()) == []
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (
+            ["save_only_these_names"],
+            "'save_only_these_names' is not a policy of jax.checkpoint_policies that can be used "
+            f"as it is: give one of {', '.join(DEFAULTS)}, or, for one of your own, a mapping "
+            "from a label to the function wrapped in it.",
+        ),
+        (
+            {"three": 3},
+            "policies= has 3 (int) for 'three': give the name of a policy of "
+            "jax.checkpoint_policies, or a function that does as the loss does.",
+        ),
+        (
+            {"dots": jax.checkpoint_policies.dots_saveable},
+            "policies= has a policy itself for 'dots': give its name, or the function wrapped in "
+            "it, as by jax.checkpoint(fn, policy=...).",
+        ),
+    ],
+)
+def test_policies_that_are_none(policies, message):
+    with pytest.raises(RematError) as caught:
+        comparison.policy_contenders(sines, policies, Signature())
+    assert str(caught.value) == message
+
+
+def test_a_whole_comparison_on_the_cpu():
+    per_layer = jax.checkpoint(sines)
+    per_layer.__name__ = "per_layer"
+    decorated = remat_opt.optimal_remat(sines, device="cpu")
+    found = remat_opt.compare(
+        *(decorated, X, X),
+        budgets=[0.7, 1, None],
+        max_overheads=[0.0],
+        policies={"nothing": "nothing_saveable", "mine": per_layer},
+        device="cpu",
+    )
+    rows = {row["label"]: row for row in found.rows}
+    assert list(rows) == [
+        *("plain", "nothing", "mine", "budget 70.0 %", "budget 1 B", "least memory"),
+        "overhead 0 %",
+    ]
+    assert [row["kind"] for row in found.rows] == ["plain", *["policy"] * 2, *["ours"] * 4]
+    assert rows["budget 1 B"]["error"].startswith("No plan has temporaries within 1 B: ")
+    assert all(row["error"] is None for name, row in rows.items() if name != "budget 1 B")
+    assert rows["nothing"]["recomputed_flops_share"] == pytest.approx(1.0, abs=0.02)
+    assert rows["mine"]["recomputed_flops_share"] == rows["nothing"]["recomputed_flops_share"]
+    assert rows["least memory"]["temporary_bytes"] < rows["plain"]["temporary_bytes"]
+    assert rows["least memory"]["plan_seconds"] > 0
+    assert rows["plain"]["predicted_temporary_bytes"] > 0
+    assert rows["overhead 0 %"]["overhead_seconds_share"] == 0.0
+    assert found.function == "sines"
+    json.loads(found.to_json())
+    picture = next(p for p in ET.fromstring(found._repr_html_()).iter() if p.tag.endswith("svg"))
+    assert "memory against recomputation" in picture.get("aria-label")
+
+
+def test_static_arguments_reach_policies_and_plans():
+    def loss(w, depth, *, kind):
+        x = w
+        for _ in range(depth):
+            x = getattr(jnp, kind)(x @ w)
+        return jnp.sum(x), x
+
+    found = remat_opt.compare(
+        *(loss, X, 4),
+        budgets=[None],
+        policies="nothing_saveable",
+        has_aux=True,
+        static_argnums=1,
+        static_argnames="kind",
+        device="cpu",
+        kind="sin",
+    )
+    assert [row["error"] for row in found.rows] == [None] * 3
+
+
+def test_a_budget_error_is_still_raised_by_make_plan():
+    with pytest.raises(BudgetError):
+        remat_opt.make_plan(sines, X, X, budget=1, device="cpu")

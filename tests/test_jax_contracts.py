@@ -1,0 +1,378 @@
+"""What this package assumes of JAX, one test for each assumption.
+
+When a new version of JAX breaks one of these, the place to mend is ``_jax_internals``, or
+the file that the test names; without them such a change would show as a wrong plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jax_core
+
+from remat_opt import _jax_internals as internals
+from remat_opt import measurement, tracing
+
+KEEP_NAMED = jax.checkpoint_policies.save_only_these_names
+
+
+def residuals_of(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return jax.tree.leaves(jax.vjp(fn, *args)[1])
+
+
+def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    return sorted(value.shape for value in values)
+
+
+# --- linearization ------------------------------------------------------------------------
+
+
+def test_residuals_are_the_leaves_of_the_pullback() -> None:
+    x = jnp.arange(3.0)
+    (residual,) = residuals_of(jnp.tanh, x)
+    assert residual.shape == (3,)
+    assert residuals_of(lambda a: a + 1.0, x) == []
+    assert len(residuals_of(lambda a, b: a * b, x, x + 1)) == 2
+
+
+def test_traced_residuals_can_be_followed_back_through_the_jaxpr() -> None:
+    def run(x):
+        outputs, pullback = jax.vjp(jnp.exp, x)
+        return outputs, jax.tree.leaves(pullback)
+
+    closed, _ = internals.make_jaxpr(run, jnp.ones(3))
+    _, _, inputs, equations, outputs = internals.parts(closed)
+    result, residual = outputs
+    assert residual is result
+    assert [equation.primitive.name for equation in equations] == ["exp"]
+    assert equations[0].invars == inputs
+
+
+def test_a_pullback_of_an_inactive_output_does_not_use_its_cotangent() -> None:
+    def run(x, cotangent):
+        return jax.vjp(jnp.floor, x)[1](cotangent)
+
+    closed, _ = internals.make_jaxpr(run, jnp.ones(3), jnp.ones(3))
+    _, _, inputs, equations, outputs = internals.parts(closed)
+    assert outputs != [inputs[1]]
+    assert all(inputs[1] not in equation.invars for equation in equations)
+
+
+def test_abstract_values_stand_in_for_arguments() -> None:
+    weak = jax.typeof(jnp.asarray(2.0))
+    closed, shape = internals.make_jaxpr(lambda a: a * 2, weak)
+    assert internals.parts(closed)[2][0].aval == weak
+    assert shape.weak_type
+    assert internals.cotangent_type(jax.typeof(jnp.ones(3))).shape == (3,)
+
+
+# --- transform ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat3", [False, True])
+def test_a_names_policy_keeps_exactly_the_named(remat3: bool) -> None:
+    if remat3 and not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has no jax_remat3")
+    before = getattr(jax.config, "jax_remat3", None)
+
+    def region(x, w):
+        y = checkpoint_name(jnp.sin(x), "kept")
+        z = checkpoint_name(jnp.sin(y @ w), "not kept")
+        return jnp.sum(jnp.sin(z))
+
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 5))
+    try:
+        if before is not None:
+            jax.config.update("jax_remat3", remat3)
+        found = residuals_of(jax.checkpoint(region, policy=KEEP_NAMED("kept")), x, w)
+    finally:
+        if before is not None:
+            jax.config.update("jax_remat3", before)
+    # The arguments, and what is named: nothing of the shape of z.
+    assert set(shapes_of(found)) == {(2, 3), (3, 5)}
+    assert shapes_of(found).count((2, 3)) == 2
+
+
+def test_only_readers_of_the_named_value_profit_from_its_name() -> None:
+    def region(x, *, rerouted):
+        y = jnp.sin(x)
+        named = checkpoint_name(y, "kept")
+        return jnp.sum(jnp.sin(named if rerouted else y))
+
+    def recomputed_sines(rerouted: bool) -> int:
+        fn = functools.partial(region, rerouted=rerouted)
+        gradient = jax.grad(jax.checkpoint(fn, policy=KEEP_NAMED("kept")))
+        return str(jax.make_jaxpr(gradient)(jnp.ones(3))).count("= sin ")
+
+    assert recomputed_sines(False) > recomputed_sines(True)
+
+
+def test_complex_values_cannot_be_kept_by_name_themselves() -> None:
+    # transform._named goes round this by naming their parts. When this test fails because
+    # JAX can do it, that detour may go.
+    def region(x):
+        return jnp.sum(jnp.abs(jnp.exp(checkpoint_name(jnp.exp(1j * x), "kept"))))
+
+    with pytest.raises(TypeError, match="reduce_precision"):
+        jax.grad(jax.checkpoint(region, policy=KEEP_NAMED("kept")))(jnp.ones(3))
+
+
+def test_a_chain_of_checkpoints_needs_less_memory_and_one_round_the_whole_does_not() -> None:
+    def layers(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w) + x
+        return x
+
+    def plain(weights, x):
+        return jnp.sum(layers(weights, x) ** 2)
+
+    def chain(weights, x):
+        for start in range(0, 16, 4):
+            x = jax.checkpoint(layers)(weights[start : start + 4], x)
+        return jnp.sum(x**2)
+
+    weights, x = [jnp.ones((16, 16))] * 16, jnp.ones((4096, 16))
+
+    def temporary_bytes(fn: Callable[..., Any]) -> int:
+        return measurement.measure(jax.grad(fn), weights, x, device="cpu").temporary_bytes
+
+    plain_bytes = temporary_bytes(plain)
+    assert temporary_bytes(jax.checkpoint(plain)) > 0.9 * plain_bytes
+    assert temporary_bytes(chain) < 0.6 * plain_bytes
+
+
+# --- _jax_internals -----------------------------------------------------------------------
+
+
+def equations_of(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return internals.parts(internals.make_jaxpr(fn, *args)[0])[3]
+
+
+def custom_rules() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    @jax.custom_vjp
+    def reverse(x):
+        return jnp.sin(x)
+
+    reverse.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+
+    @jax.custom_jvp
+    def forward(x):
+        return jnp.sin(x)
+
+    forward.defjvp(lambda p, t: (forward(*p), 3.0 * t[0]))
+    return reverse, forward
+
+
+@pytest.mark.parametrize(
+    ("fn", "primitive"),
+    [
+        (jnp.sin, "sin"),
+        (lambda x: lax.scan(lambda c, y: (c + y, c), 0.0, x)[1], "scan"),
+        (lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "cond"),
+        (lambda x: lax.fori_loop(0, x.shape[0], lambda i, y: y * 2.0, x), "scan"),
+        (lambda x: lax.while_loop(lambda y: y[0] < 9, lambda y: y * 2.0, x), "while"),
+        (custom_rules()[0], "custom_vjp_call"),
+        (custom_rules()[1], "custom_jvp_call"),
+        (jax.checkpoint(jnp.sin), ("remat", "checkpoint")),
+        (lambda x: lax.sort((x, x), num_keys=1)[1], "sort"),
+    ],
+)
+def test_any_equation_can_be_bound_again(
+    fn: Callable[..., Any], primitive: str | tuple[str, ...]
+) -> None:
+    x = jnp.arange(1.0, 4.0)
+    found = [e for e in equations_of(fn, x) if e.primitive.name.startswith(primitive)]
+    assert found, [e.primitive.name for e in equations_of(fn, x)]
+    program = tracing.trace(fn, x)
+
+    def again(x):
+        values = dict(zip(program.arguments, [x], strict=True))
+        for equation in program.equations:
+            inputs = [values[a] if isinstance(a, int) else a.value for a in equation.inputs]
+            results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
+            values.update(zip(equation.outputs, results, strict=True))
+        return values[program.outputs[0]]
+
+    np.testing.assert_array_equal(again(x), fn(x))
+    if primitive != "while":
+        np.testing.assert_array_equal(
+            jax.grad(lambda x: jnp.sum(again(x)))(x), jax.grad(lambda x: jnp.sum(fn(x)))(x)
+        )
+
+
+def test_calls_that_only_group_equations_are_recognised() -> None:
+    (equation,) = equations_of(jax.jit(lambda x: jnp.sin(x) + 1), jnp.ones(3))
+    body = internals.inlinable_body(equation)
+    assert [e.primitive.name for e in internals.parts(body)[3]] == ["sin", "add"]
+    (plain,) = equations_of(jnp.sin, jnp.ones(3))
+    assert internals.inlinable_body(plain) is None
+
+
+def test_a_jit_with_prescribed_shardings_is_not_inlined() -> None:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    (equation,) = equations_of(jax.jit(jnp.sin, out_shardings=sharding), jnp.ones(3))
+    assert internals.inlinable_body(equation) is None
+
+
+def test_constants_come_with_the_closed_jaxpr() -> None:
+    table = np.arange(3.0)
+    constant_variables, constants, *_ = internals.parts(
+        internals.make_jaxpr(lambda x: x * table, jnp.ones(3))[0]
+    )
+    assert len(constant_variables) == len(constants) == 1
+    np.testing.assert_array_equal(constants[0], table)
+
+
+def test_inner_jaxprs_are_found() -> None:
+    (scan,) = equations_of(lambda x: lax.scan(lambda c, y: (c + y, c), 0.0, x), jnp.ones(5))
+    assert len(list(internals.inner_jaxprs(scan.params))) == 1
+    assert internals.scan_length(scan.params) == 5
+    *_, cond = equations_of(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), jnp.ones(3))
+    assert len(list(internals.inner_jaxprs(cond.params))) == 2
+
+
+def test_effects_are_said_by_the_equation() -> None:
+    def fn(x):
+        jax.debug.print("{}", x)
+        return jnp.sin(x)
+
+    assert sorted(internals.has_effects(e) for e in equations_of(fn, 1.0)) == [False, True]
+
+
+def test_name_stack_and_source_line() -> None:
+    @jax.jit
+    def inner(x):
+        with jax.named_scope("inside"):
+            return jnp.sin(x)
+
+    def fn(x):
+        with jax.named_scope("outside"):
+            return inner(x)
+
+    (equation,) = tracing.trace(fn, 1.0).equations
+    assert equation.module == "outside/inside"
+    line = internals.source_line(equation.jax_equation)
+    assert line.startswith("test_jax_contracts.py:")
+    assert line.endswith("inner)")
+
+    def again(x):
+        return internals.bind(equation.jax_equation, equation.name_stack, [x])[0]
+
+    (bound,) = equations_of(again, 1.0)
+    assert str(internals.name_stack_of(bound)) == "outside/inside"
+    assert internals.source_line(bound) == line
+
+
+def test_settings_in_force_where_an_equation_was_traced_are_kept() -> None:
+    def fn(x):
+        with jax.default_matmul_precision("highest"):
+            return x @ x
+
+    (equation,) = tracing.trace(fn, jnp.ones((2, 2))).equations
+    (bound,) = equations_of(
+        lambda x: internals.bind(equation.jax_equation, equation.name_stack, [x, x])[0],
+        jnp.ones((2, 2)),
+    )
+    assert bound.params["precision"] == equation.jax_equation.params["precision"] is not None
+
+
+def test_literals_become_arrays_of_their_type() -> None:
+    closed, _ = internals.make_jaxpr(
+        lambda: (3, 2.5, np.float16(1), jnp.zeros((), jnp.int8), True)
+    )
+    outputs = internals.parts(closed)[4]
+    for literal in outputs:
+        found = internals.array_of(literal.val, literal.aval)
+        assert isinstance(found, jax.Array)
+        assert jax.typeof(found) == literal.aval
+
+
+def test_dead_code_is_left_out_of_inner_programs_too() -> None:
+    def fn(x):
+        def step(c, _):
+            return jnp.sin(c), jnp.exp(c)
+
+        jnp.cos(x)
+        return lax.scan(step, x, None, length=3)[0]
+
+    closed, _ = internals.make_jaxpr(fn, 1.0)
+    assert "exp" in str(closed)
+    assert "cos" in str(closed)
+    live = str(internals.without_dead_code(closed))
+    assert "exp" not in live
+    assert "cos" not in live
+    assert "sin" in live
+
+
+def test_an_ill_formed_jaxpr_is_refused() -> None:
+    closed, _ = internals.make_jaxpr(lambda x: jnp.sin(x) * 2, jnp.ones(3))
+    internals.check(closed)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    broken = jaxpr.replace(eqns=list(jaxpr.eqns)[::-1])
+    with pytest.raises(jax_core.JaxprTypeError if hasattr(jax_core, "JaxprTypeError")
+                       else Exception):
+        internals.check(broken)
+
+
+FINGERPRINT = """
+    import jax, jax.numpy as jnp
+    from jax import lax
+    from remat_opt import tracing
+
+    @jax.custom_jvp
+    def f(x): return jnp.sin(x)
+    f.defjvp(lambda p, t: (f(*p), t[0]))
+
+    def loss(params, x):
+        for name in ("a", "b"):
+            x = jax.nn.relu(f(x @ params[name]))
+        x, _ = lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, jnp.stack(list(params.values())))
+        x = jax.checkpoint(jnp.sin, policy=jax.checkpoint_policies.save_only_these_names("q"))(x)
+        x = lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x) + jax.random.normal(jax.random.key(0), x.shape)
+        x = lax.conv_general_dilated(x[None, None], jnp.ones((1, 1, 2, 2)), (1, 1), "SAME")[0, 0]
+        return jnp.sum(lax.sort(x) * jnp.cumsum(x, axis=0))
+
+    params = {"a": jnp.ones((3, 3)), "b": jnp.ones((3, 3))}
+    print(tracing.trace(loss, params, jnp.ones((2, 3))).fingerprint())
+"""
+
+
+def test_fingerprint_is_the_same_in_every_process() -> None:
+    def run(seed: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(FINGERPRINT)],
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            env=os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+        ).stdout.strip()
+
+    first = run("1")
+    assert len(first) == 64
+    assert run("2") == first
+
+
+def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:
+    class Thing:
+        def __call__(self) -> None: ...
+
+    assert internals.describe(Thing()) == "Thing"
+    assert internals.describe(lambda: None) == "<lambda>"
+    assert "0x" not in internals.describe(object())
+    assert internals.describe({"b", "a"}) == internals.describe(frozenset(["a", "b"]))
+    assert internals.describe((1, [2.0, None])) == "(1,(2.0,None))"
+    assert internals.describe({"k": (1,)}) == "{'k':(1)}"

@@ -1,0 +1,182 @@
+"""Which values the compiler really stores: FACTS of XLA's fusion, as the graph shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import networkx
+import numpy as np
+from jax import lax
+
+from remat_opt import tracing
+from remat_opt.device import get_device
+from remat_opt.graph import Graph
+from remat_opt.linearization import linearize
+from remat_opt.materialization import Materialization, computes_nothing, materialize
+from remat_opt.program import Program
+from remat_opt.tracing import Signature
+
+X = jnp.ones((16, 8))
+W = jnp.ones((8, 8))
+
+
+def graph_of(
+    fn: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[Program, Materialization, Graph]:
+    program = tracing.trace(fn, *args, signature=Signature(**options))
+    found = materialize(program, linearize(program), get_device("cpu"))
+    return program, found, found.graph
+
+
+def names(graph: Graph) -> list[str]:
+    """The primitives of the vertices, in order."""
+    return [name.split(":")[1] for name in graph.names]
+
+
+def test_elementwise_results_live_inside_what_reads_them() -> None:
+    def loss(w, x):
+        return jnp.sum(jnp.exp(jnp.sin(x * w) + 1.0))
+
+    _, _, graph = graph_of(loss, X, X)
+    assert names(graph) == ["reduce_sum"]
+    # The sum alone is computed, and it is an output: nothing lies in temporary memory.
+    assert graph.bytes == (0,)
+
+
+def test_what_an_opaque_equation_makes_or_reads_is_stored() -> None:
+    def loss(w, x):
+        return jnp.sum(jnp.cos(jnp.sin(x) @ w))
+
+    program, found, graph = graph_of(loss, W, X)
+    assert names(graph) == ["sin", "dot_general", "reduce_sum"]
+    assert graph.bytes == (X.nbytes, X.nbytes, 0)
+    assert graph.predecessors == ((), (0,), (1,))
+    # The product's derivative reads the sine; the cosine's, inside the sum, the product.
+    assert graph.needs == ((), (0,), (1,))
+    assert graph.cotangent_bytes == (0, X.nbytes, 4)  # x is not differentiated
+    assert [program.equations[root].operation.primitive for root in found.roots] == names(graph)
+    assert found.labels[1] == "dot_general f32[16,8]"
+    assert graph.flops[1] == 2 * 16 * 8 * 8
+
+
+def test_reductions_write_their_result() -> None:
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin(y - jnp.mean(y, axis=0)))
+
+    _, _, graph = graph_of(loss, W, X)
+    assert names(graph) == ["dot_general", "reduce_sum", "reduce_sum"]
+    assert graph.bytes == (X.nbytes, 8 * 4, 0)
+
+
+def test_the_sum_of_a_residual_stream_is_stored() -> None:
+    def loss(weights, x):
+        for w in weights:
+            x = x + x @ w
+        return jnp.sum(jnp.sin(x))
+
+    _, _, graph = graph_of(loss, [W] * 3, X)
+    # Each sum feeds a product. The last feeds the loss alone and so lives inside it.
+    assert names(graph) == ["dot_general", "add", "dot_general", "add", "dot_general", "reduce_sum"]
+
+
+def test_a_cheap_shared_value_is_not_stored() -> None:
+    def loss(w, x):
+        y = x @ w
+        activated = jax.nn.relu(y)
+        return jnp.sum(activated**2) + jnp.sum(jnp.sin(activated))
+
+    _, _, graph = graph_of(loss, W, X)
+    # Either reader reads the product itself, of the same size.
+    assert names(graph)[0] == "dot_general"
+    assert sum(size == X.nbytes for size in graph.bytes) == 1
+
+
+def test_reshapes_are_other_names_of_the_same_bytes() -> None:
+    def loss(w, x):
+        y = (x @ w).reshape(4, 32).T.reshape(-1, 8)
+        return jnp.sum(jnp.sin(y @ w))
+
+    program, found, graph = graph_of(loss, W, X)
+    assert names(graph) == ["dot_general", "dot_general", "reduce_sum"]
+    assert graph.predecessors[1] == (0,)
+    assert 0 in graph.needs[1]
+    assert found.vertex_of[program.equations[0].outputs[0]] == 0
+
+
+def test_outputs_cost_no_temporary_memory() -> None:
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin(y)), (y.reshape(-1), jnp.exp(y))
+
+    _, _, graph = graph_of(loss, W, X, has_aux=True)
+    by_name = dict(zip(names(graph), graph.bytes, strict=True))
+    assert by_name == {"dot_general": 0, "exp": 0, "reduce_sum": 0}
+
+
+def test_what_has_side_effects_is_pinned_and_reads_stored_values() -> None:
+    def loss(w, x):
+        y = jnp.sin(x @ w)
+        jax.debug.callback(lambda v: None, y)
+        return jnp.sum(y * y)
+
+    program, found, graph = graph_of(loss, W, X)
+    (pinned,) = [vertex for vertex, is_pinned in enumerate(graph.pinned) if is_pinned]
+    assert program.equations[found.roots[pinned]].effects
+    assert names(graph)[graph.predecessors[pinned][0]] == "sin"
+
+
+def test_a_scan_brings_residuals_that_no_name_can_keep() -> None:
+    def loss(w, x):
+        return jnp.sum(lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=5)[0])
+
+    _, _, graph = graph_of(loss, W, X)
+    scan = names(graph).index("scan")
+    assert graph.internal_bytes[scan] >= 5 * X.nbytes
+    assert sum(graph.internal_bytes) == graph.internal_bytes[scan]
+    assert set(graph.predecessors[scan]) <= set(graph.needs[scan])
+
+
+def test_labels_say_primitive_dtype_and_shape() -> None:
+    def loss(w, x):
+        return jnp.sum((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) * 2)
+
+    _, found, _ = graph_of(loss, W, X)
+    assert "dot_general bf16[16,8]" in found.labels
+
+
+def test_vertices_partition_the_work_and_edges_lead_forward() -> None:
+    def loss(weights, x):
+        for w in weights:
+            x = x + jnp.tanh((x - jnp.mean(x)) @ w)
+        return jnp.sum(x**2)
+
+    program, found, graph = graph_of(loss, [W] * 4, X)
+    assert list(found.roots) == sorted(set(found.roots))
+    assert set(found.vertex_of.values()) == set(range(len(graph)))
+    assert networkx.is_directed_acyclic_graph(graph.to_networkx())
+    dots = [e for e in program.equations if e.operation.primitive == "dot_general"]
+    assert graph.forward_flops >= len(dots) * 2 * 16 * 8 * 8
+    assert all(seconds > 0 for seconds in graph.seconds)
+
+
+def test_what_is_assumed_or_estimated_is_told() -> None:
+    def loss(w, x):
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x * w[0])
+        return jnp.sum(y)
+
+    _, found, _ = graph_of(loss, W, X)
+    assert found.assumed == ("pure_callback",)
+    assert found.estimated_flops_share > 0
+
+
+def test_programs_that_compute_nothing_are_recognised() -> None:
+    def trace(fn: Callable[..., Any]) -> Program:
+        return tracing.trace(fn, jnp.ones((1, 1)))
+
+    assert computes_nothing(trace(lambda x: x))
+    assert computes_nothing(trace(lambda x: x.reshape(()).T))
+    assert not computes_nothing(trace(jnp.sin))

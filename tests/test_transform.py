@@ -1,0 +1,231 @@
+"""The rewritten program: how many checkpoints, what they keep, and who reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt import _jax_internals as internals
+from remat_opt import tracing, transform
+from remat_opt.errors import PlanFileError
+from remat_opt.operation import ArrayType
+from remat_opt.program import Program
+from remat_opt.schedule import Stage
+from remat_opt.tracing import Signature
+
+X, W = jnp.ones((4, 8)), [jnp.ones((8, 8))] * 3
+
+
+def layers(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+# Equations: 0 dot, 1 tanh, 2 dot, 3 tanh, 4 dot, 5 tanh, 6 sum
+CHAIN = (
+    Stage(roots=(0, 1), kept=(0,), checkpointed=True),
+    Stage(roots=(2, 3), kept=(), checkpointed=True),
+    Stage(roots=(4, 5, 6), kept=(), checkpointed=False),
+)
+
+
+def rewritten(
+    stages: Sequence[Stage], fn: Callable[..., Any] = layers, *args: Any, **options: Any
+) -> tuple[Program, Callable[..., Any], Any]:
+    """The program, what it became as a function, and its jaxpr."""
+    args = args or (W, X)
+    program = tracing.trace(fn, *args, signature=Signature(**options))
+    run = transform.rewrite(program, stages)
+
+    def call(*args: Any) -> Any:
+        return jax.tree.unflatten(
+            program.output_tree, run(program.constant_values, jax.tree.leaves((args, {})))
+        )
+
+    return program, call, internals.make_jaxpr(call, *args)[0]
+
+
+def checkpoints(closed: Any) -> list[Any]:
+    return [
+        equation for equation in internals.parts(closed)[3]
+        if equation.primitive.name.startswith(("remat", "checkpoint"))
+    ]
+
+
+def body(checkpoint: Any) -> list[Any]:
+    return internals.parts(checkpoint.params["jaxpr"])[3]
+
+
+def primitives(equations: Sequence[Any]) -> list[str]:
+    return [equation.primitive.name for equation in equations]
+
+
+def test_each_region_is_a_checkpoint_and_the_last_is_free() -> None:
+    _, _, closed = rewritten(CHAIN)
+    first, second, *rest = internals.parts(closed)[3]
+    assert checkpoints(closed) == [first, second]
+    assert primitives(body(first)) == ["dot_general", "name", "tanh"]
+    assert primitives(body(second)) == ["dot_general", "tanh"]
+    assert primitives(rest) == ["dot_general", "tanh", "reduce_sum"]
+    internals.check(closed)
+
+
+def test_readers_inside_a_region_read_the_named_value() -> None:
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin(y) + jnp.cos(y) * y)
+
+    stages = (
+        Stage(roots=(0, 1, 2, 3, 4, 5), kept=(0,), checkpointed=True),
+    )
+    _, _, closed = rewritten(stages, loss, W[0], X)
+    dot, name, *readers = body(*checkpoints(closed))
+    assert name.params["name"] == transform.name_of(0, 0)
+    assert name.invars == dot.outvars
+    for reader in readers:
+        assert dot.outvars[0] not in reader.invars
+    assert sum(name.outvars[0] in reader.invars for reader in readers) == 3
+
+
+def test_later_regions_read_the_kept_value_too() -> None:
+    _, _, closed = rewritten(
+        (
+            Stage(roots=(0,), kept=(0,), checkpointed=True),
+            Stage(roots=(1, 2, 3, 4, 5, 6), kept=(), checkpointed=False),
+        )
+    )
+    (first,) = checkpoints(closed)
+    dot, name = body(first)
+    assert internals.parts(first.params["jaxpr"])[4] == name.outvars
+    assert dot.outvars != name.outvars
+
+
+def test_the_gradient_recomputes_what_is_not_kept_and_nothing_else() -> None:
+    _, call, _ = rewritten(CHAIN)
+    text = str(internals.make_jaxpr(jax.grad(call), W, X)[0])
+    # Forward three; again those of the second region, as the first keeps its product.
+    assert len(re.findall(r"= tanh", text)) == 3 + 2
+    plain = str(internals.make_jaxpr(jax.grad(layers), W, X)[0])
+    backward_products = len(re.findall(r"= dot_general", plain)) - 3
+    assert len(re.findall(r"= dot_general", text)) == 3 + 1 + backward_products
+
+
+def test_residuals_between_the_passes_are_what_the_plan_keeps() -> None:
+    _, call, _ = rewritten(CHAIN)
+    _, pullback = jax.vjp(lambda w, x: call(w, x), W, X)
+    activations = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == X.shape]
+    # x; the named product; both tanhs that cross; and the free region's own tanh.
+    assert len(activations) <= 5
+    unnamed = tuple(
+        Stage(roots=stage.roots, kept=(), checkpointed=stage.checkpointed) for stage in CHAIN
+    )
+    _, call, _ = rewritten(unnamed)
+    _, pullback = jax.vjp(lambda w, x: call(w, x), W, X)
+    fewer = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == X.shape]
+    assert len(fewer) == len(activations) - 1
+
+
+def test_fused_equations_are_emitted_again_where_they_are_read() -> None:
+    def loss(w, x):
+        shared = jnp.exp(x)  # equation 0 is no vertex
+        return jnp.sum(shared @ w) + jnp.sum(jnp.sin(shared))
+
+    program = tracing.trace(loss, W[0], X)
+    order = [equation.operation.primitive for equation in program.equations]
+    assert order == ["exp", "dot_general", "reduce_sum", "sin", "reduce_sum", "add"]
+    stages = (
+        Stage(roots=(1,), kept=(), checkpointed=True),
+        Stage(roots=(2, 4, 5), kept=(), checkpointed=False),
+    )
+    _, _, closed = rewritten(stages, loss, W[0], X)
+    (region,) = checkpoints(closed)
+    assert primitives(body(region)) == ["exp", "dot_general"]
+    assert primitives(internals.parts(closed)[3])[1:] == [
+        "exp", "reduce_sum", "sin", "reduce_sum", "add",
+    ]
+    assert len(region.outvars) == 1
+
+
+def test_outputs_of_another_shape_come_after_the_last_region() -> None:
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(y), y.reshape(-1)
+
+    stages = (Stage(roots=(0, 1), kept=(), checkpointed=True),)
+    _, _, closed = rewritten(stages, loss, W[0], X, has_aux=True)
+    assert primitives(internals.parts(closed)[3])[1:] == ["reshape"]
+    # Without any stage the program is as it was.
+    _, _, closed = rewritten((), loss, W[0], X, has_aux=True)
+    assert sorted(primitives(internals.parts(closed)[3])) == [
+        "dot_general", "reduce_sum", "reshape",
+    ]
+
+
+def test_side_effects_are_never_lost() -> None:
+    def loss(w, x):
+        jax.debug.print("{}", x[0, 0])
+        return jnp.sum(x @ w)
+
+    _, _, closed = rewritten((), loss, W[0], X)
+    assert sum(internals.has_effects(e) for e in internals.parts(closed)[3]) == 1
+
+
+def test_names_scopes_and_lines_survive() -> None:
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.sum(jnp.tanh(x @ w))
+
+    stages = (Stage(roots=(0, 1, 2), kept=(), checkpointed=True),)
+    program, _, closed = rewritten(stages, loss, W[0], X)
+    for equation, original in zip(body(*checkpoints(closed)), program.equations, strict=True):
+        assert str(internals.name_stack_of(equation)) == "layer" == original.module
+        assert internals.source_line(equation).startswith("test_transform.py:")
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (
+            (Stage(roots=(9,), kept=(), checkpointed=True),),
+            "Region 0 of the plan names equation 9, but the program has 7. Make the plan again.",
+        ),
+        (
+            (CHAIN[0], Stage(roots=(1, 2), kept=(), checkpointed=True)),
+            "The plan computes equation 1 in two regions. Make the plan again.",
+        ),
+        (
+            (Stage(roots=(0,), kept=(1,), checkpointed=True),),
+            "Region 0 of the plan keeps equation 1, which it does not compute. Make the plan "
+            "again.",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(stages: Any, message: str) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        rewritten(stages)
+    assert str(caught.value) == message
+
+
+def test_side_effects_under_a_checkpoint_are_refused() -> None:
+    def loss(w):
+        jax.debug.print("{}", w)
+        return w * 2
+
+    with pytest.raises(PlanFileError, match="recomputes equation 0, a debug_\\w+ with side effects"):
+        rewritten((Stage(roots=(0, 1), kept=(), checkpointed=True),), loss, 1.0)
+
+
+def test_a_result_of_another_type_is_a_fault_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transform, "array_type", lambda _: ArrayType(shape=(2,), dtype="int8"))
+    with pytest.raises(transform.TraceError) as caught:
+        rewritten(CHAIN)
+    assert str(caught.value) == (
+        "Rewriting 'layers' turned a float32[4, 8] into a int8[2]. This is a fault of remat_opt: "
+        "please report it with the function."
+    )
