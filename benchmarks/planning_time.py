@@ -8,6 +8,7 @@ prints one JSON object a line for each network.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -40,7 +41,7 @@ def timed(network: str, batch: int, device: str) -> dict[str, Any]:
     marks.append(time.perf_counter())
     candidates = portfolio.frontier(materialization.graph)
     marks.append(time.perf_counter())
-    trace, linear, graph, solve = (b - a for a, b in zip(marks[:-1], marks[1:], strict=True))
+    trace, linear, graph, solve = (b - a for a, b in itertools.pairwise(marks))
     return {
         "network": network,
         "batch": batch,
@@ -59,9 +60,7 @@ def timed(network: str, batch: int, device: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning_time", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning_time", description=__doc__)
     parser.add_argument("--device", default="h200")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
@@ -73,8 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(row), flush=True)
         else:
             print(
-                f"{row['network']:<10} {row['equations']:>6} equations {row['vertices']:>5} vertices"
-                f" {row['plan_seconds']:>7.2f} s planning, {row['trace_seconds']:.2f} s tracing",
+                f"{row['network']:<10} {row['equations']:>6} equations"
+                f" {row['vertices']:>5} vertices {row['plan_seconds']:>7.2f} s planning,"
+                f" {row['trace_seconds']:.2f} s tracing",
                 flush=True,
             )
     return 0

@@ -103,9 +103,7 @@ def accuracy(variables, images, labels):
 
 def largest_difference(plain, ours):
     """The largest difference between two trees of arrays, relative to each plain array."""
-    differences = jax.tree.map(
-        lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(a)), plain, ours
-    )
+    differences = jax.tree.map(lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(a)), plain, ours)
     return max(jax.tree.leaves(differences))
 
 

@@ -22,6 +22,9 @@ from jax.interpreters import partial_eval
 Literal = jax_core.Literal
 Primitive = jax_core.Primitive
 
+#: Where this package's own frames come from; they never made a user's equation.
+_OWN_FOLDER = __file__.replace("\\", "/").rsplit("/", 1)[0] + "/"
+
 #: Calls that only group equations: their bodies are inlined where they stand.
 _INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 
@@ -110,9 +113,7 @@ def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(outputs) if primitive.multiple_results else [outputs]
 
 
-def run_with_outputs(
-    closed: Any, inputs: Sequence[Any], known: Mapping[int, Any]
-) -> list[Any]:
+def run_with_outputs(closed: Any, inputs: Sequence[Any], known: Mapping[int, Any]) -> list[Any]:
     """Runs a closed jaxpr of which some outputs are known.
 
     Args:
@@ -146,12 +147,23 @@ def run_with_outputs(
 
 
 def source_line(equation: Any) -> str:
-    """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
+    """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
+
+    That is the innermost line outside JAX and outside installed packages (a Flax layer is
+    told by its module path); where all lines are in packages, the innermost outside JAX.
+    """
+    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    own = (frame for frame in frames if not _is_installed(str(frame.file_name)))
+    frame = next(own, frames[0] if frames else None)
     if frame is None:
         return ""
     file_name = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
     return f"{file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def _is_installed(file_name: str) -> bool:
+    path = file_name.replace("\\", "/")
+    return "/site-packages/" in path or "/dist-packages/" in path or path.startswith(_OWN_FOLDER)
 
 
 def check(closed: Any) -> None:

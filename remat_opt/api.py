@@ -44,15 +44,17 @@ def objective_of(
     """
     if budget is not None and max_overhead is not None:
         raise RematError(
-            f"budget={budget!r} and max_overhead={max_overhead!r} are both given. A budget asks for "
-            "the least overhead, a largest overhead for the least memory: give one of them."
+            f"budget={budget!r} and max_overhead={max_overhead!r} are both given. A budget asks "
+            "for the least overhead, a largest overhead for the least memory: give one of them."
         )
     try:
         counted = Overhead(overhead)
     except ValueError:
         raise RematError(f"overhead={overhead!r}: give 'seconds' or 'flops'.") from None
     if max_overhead is not None:
-        if isinstance(max_overhead, bool) or not (max_overhead >= 0 and math.isfinite(max_overhead)):
+        if isinstance(max_overhead, bool) or not (
+            max_overhead >= 0 and math.isfinite(max_overhead)
+        ):
             raise RematError(
                 f"max_overhead={max_overhead!r}: give a share of a forward pass, such as 0.05."
             )
@@ -127,6 +129,7 @@ class Rematerialized:
         self._plans: dict[str, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function as planned; the results are those of the function itself."""
         call = tracing.bind_static(self._fn, self._signature, args, kwargs)
         program = self._trace(call)
         if program.differentiated or self._given is not None:

@@ -81,9 +81,7 @@ def linearize(program: Program) -> Linearization:
         if positions:
             candidates[index] = positions
             varying.update(
-                number
-                for number in equation.outputs
-                if _carries_derivative(program.types[number])
+                number for number in equation.outputs if _carries_derivative(program.types[number])
             )
     all_derivatives = _derivatives(program, candidates)
 
@@ -115,9 +113,7 @@ def _carries_derivative(kind: ArrayType) -> bool:
     return kind.dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _derivatives(
-    program: Program, candidates: dict[int, tuple[int, ...]]
-) -> dict[int, Derivative]:
+def _derivatives(program: Program, candidates: dict[int, tuple[int, ...]]) -> dict[int, Derivative]:
     """The derivative of each candidate equation; like equations are traced once."""
     representatives: dict[Any, tuple[Equation, tuple[int, ...]]] = {}
     keys: dict[int, Any] = {}
@@ -189,7 +185,7 @@ def _trace_derivatives(items: Sequence[tuple[Equation, tuple[int, ...]]]) -> lis
     makers = {variable: made for made in equations for variable in made.outvars}
     derivatives = []
     input_start = output_start = 0
-    for (equation, positions), given, (primal_shapes, residual_shapes) in zip(
+    for (equation, _), given, (primal_shapes, residual_shapes) in zip(
         items, arguments, shapes, strict=True
     ):
         own_inputs = inputs[input_start : input_start + len(given)]
@@ -353,7 +349,8 @@ def _without_zero_derivatives(
         derivatives[index] = dataclasses.replace(
             derivatives[index],
             active_outputs=tuple(
-                position for number, position in enumerate(active, cotangent_start)
+                position
+                for number, position in enumerate(active, cotangent_start)
                 if number in alive
             ),
         )

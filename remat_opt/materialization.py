@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from remat_opt import costs
 from remat_opt.device import Device
@@ -215,7 +216,7 @@ class _Builder:
                 return (vertex_of[value],)
             return tuple(vertex_of[leaf] for leaf in leaves.get(value, ()) if leaf in vertex_of)
 
-        fields: dict[str, list] = {
+        fields: dict[str, list[Any]] = {
             name: []
             for name in (
                 "names bytes seconds flops predecessors needs cotangent_bytes internal_bytes "

@@ -163,14 +163,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, fit for JSON."""
-        return _plain(self)
+        body: dict[str, Any] = _plain(self)
+        return body
 
     def to_json(self) -> str:
         """The plan as the text that ``save`` writes."""
         body = self.to_dict()
-        return json.dumps(
-            {"format": FORMAT, "checksum": _checksum(body), "plan": body}, indent=1
-        )
+        return json.dumps({"format": FORMAT, "checksum": _checksum(body), "plan": body}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "the text") -> Plan:
@@ -271,7 +270,7 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
             raise TypeError(f"{where} is {data!r:.40}, not a list")
         (item, _) = typing.get_args(kind)
         return tuple(_rebuild(item, entry, f"{where}[{n}]") for n, entry in enumerate(data))
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = {field.name for field in dataclasses.fields(kind)}
         if not isinstance(data, Mapping) or set(data) != fields:
             raise TypeError(f"{where} does not have the fields {', '.join(sorted(fields))}")

@@ -99,9 +99,7 @@ def problem(program: Program, device: Device) -> Problem:
         _sweeps[key] = Sweep(
             materialization=materialization,
             candidates=tuple(
-                dataclasses.replace(
-                    one, peak_bytes=one.peak_bytes + materialization.resident_bytes
-                )
+                dataclasses.replace(one, peak_bytes=one.peak_bytes + materialization.resident_bytes)
                 for one in portfolio.frontier(graph)
             ),
             unchanged=_simulate(materialization, plain(graph)),

@@ -281,7 +281,7 @@ class _Flattener:
             scope[variable] = self._constant(variable, value)
         for variable in inputs:
             scope[variable] = self._value(variable)
-        arguments = tuple(scope[variable] for variable in inputs)
+        arguments = tuple(atom for v in inputs if isinstance(atom := scope[v], int))
         self._inline(equations, scope, prefix=None)
         results = tuple(
             self._result(variable, scope)
@@ -293,7 +293,7 @@ class _Flattener:
             types=tuple(self.types),
             constants=tuple(self.constants),
             constant_values=tuple(self.constant_values),
-            arguments=arguments,  # type: ignore[arg-type]  # inputs are variables, not literals
+            arguments=arguments,
             differentiated=tuple(
                 arguments[p] for p in positions if _is_inexact(self.types[arguments[p]])
             ),

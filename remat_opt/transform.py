@@ -151,9 +151,7 @@ def _runner(program: Program, step: _Step) -> Callable[..., list[Any]]:
 
 def _run_named(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any]:
     results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
-    return [
-        _named(result, name_of(index, position)) for position, result in enumerate(results)
-    ]
+    return [_named(result, name_of(index, position)) for position, result in enumerate(results)]
 
 
 def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any]:
@@ -187,9 +185,7 @@ def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any
                 for number, value in zip(varying, moved, strict=True):
                     all_given[number] = value
                 return tuple(
-                    internals.bind(
-                        equation.jax_equation, equation.name_stack, fill(*all_given)
-                    )
+                    internals.bind(equation.jax_equation, equation.name_stack, fill(*all_given))
                 )
 
             return jax.jvp(of_varying, [given[number] for number in varying], directions)

@@ -378,9 +378,7 @@ def custom_vjp_symbolic_zeros() -> Example:
         return jnp.sum(sine)
 
     # Under jit (and so here) JAX hands over zeros in place of symbolic ones.
-    return Example(
-        fn=loss, args=(array("w", 4), array("x", 4)), forward_mode=False, twice=False
-    )
+    return Example(fn=loss, args=(array("w", 4), array("x", 4)), forward_mode=False, twice=False)
 
 
 @example
@@ -389,9 +387,7 @@ def inner_checkpoint() -> Example:
     def block(x, w):
         return jnp.tanh(jnp.sin(x @ w)) + x
 
-    @functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("mine")
-    )
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("mine"))
     def named(x, w):
         return jnp.cos(checkpoint_name(x @ w, "mine"))
 
@@ -661,8 +657,12 @@ def linear_algebra() -> Example:
         solved = jnp.linalg.solve(matrix, b)
         q, r = jnp.linalg.qr(matrix)
         return (
-            jnp.sum(factor) + jnp.sum(jnp.log(values)) + jnp.sum(vectors[:, 0] ** 4)
-            + jnp.sum(solved**2) + jnp.linalg.slogdet(matrix)[1] + jnp.sum(jnp.abs(q @ r))
+            jnp.sum(factor)
+            + jnp.sum(jnp.log(values))
+            + jnp.sum(vectors[:, 0] ** 4)
+            + jnp.sum(solved**2)
+            + jnp.linalg.slogdet(matrix)[1]
+            + jnp.sum(jnp.abs(q @ r))
             + jnp.linalg.norm(jnp.linalg.inv(matrix))
         )
 

@@ -21,19 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 import remat_opt
-from tests.programs import EXAMPLES, Example, array
-from remat_opt import tracing, transform
 from remat_opt import _jax_internals as internals
+from remat_opt import tracing, transform
 from remat_opt.device import get_device
 from remat_opt.linearization import linearize
 from remat_opt.materialization import computes_nothing, materialize
 from remat_opt.program import Program
 from remat_opt.schedule import Stage
+from tests.programs import EXAMPLES, Example, array
 
 ONLY_FORWARD = {"loop_differentiated_forward"}
 
@@ -96,9 +96,7 @@ def jitted(example: Example, make: Callable[..., Any], fn: Callable[..., Any]) -
 def value_and_grad(example: Example) -> Callable[..., Any]:
     if example.fn.__qualname__.split(".")[0] in ONLY_FORWARD:
         return lambda fn: fn
-    return functools.partial(
-        jax.value_and_grad, argnums=example.argnums, has_aux=example.has_aux
-    )
+    return functools.partial(jax.value_and_grad, argnums=example.argnums, has_aux=example.has_aux)
 
 
 def loss_alone(example: Example, fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -119,8 +117,9 @@ def everything(example: Example, fn: Callable[..., Any]) -> dict[str, Any]:
     """The results of all transformations that JAX can take of the example."""
     loss, primals = loss_alone(example, fn)
     primals = jax.tree.map(jnp.asarray, primals)
-    directions = jax.tree.map(lambda leaf: jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape)
-                              .astype(leaf.dtype), primals)
+    directions = jax.tree.map(
+        lambda leaf: jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape).astype(leaf.dtype), primals
+    )
     reverse = example.fn.__qualname__.split(".")[0] not in ONLY_FORWARD
     results = {}
     if reverse:
@@ -134,8 +133,7 @@ def everything(example: Example, fn: Callable[..., Any]) -> dict[str, Any]:
     if reverse and example.twice:
         along = lambda *p: sum(  # noqa: E731
             jnp.vdot(g, d).real
-            for g, d in zip(jax.tree.leaves(gradient(*p)), jax.tree.leaves(directions),
-                            strict=True)
+            for g, d in zip(jax.tree.leaves(gradient(*p)), jax.tree.leaves(directions), strict=True)
         )
         results["reverse over reverse"] = jax.grad(along)(*primals)
         if example.forward_mode:
@@ -269,13 +267,24 @@ def test_hand_made_regions(name: str, choose: Callable[[Program], list[Stage]]) 
     example = EXAMPLES[name]()
     rewritten = staged(example, choose)
     expected = jitted(example, value_and_grad(example), example.fn)
-    assert_same(expected, jitted(rewritten, value_and_grad(example), rewritten.fn),
-                example.tolerance)
+    assert_same(
+        expected, jitted(rewritten, value_and_grad(example), rewritten.fn), example.tolerance
+    )
 
 
-SMALL = ["mlp", "dense_blocks", "embedding_lookup", "recurrent_scan", "stopped_gradient",
-         "custom_vjp", "integer_and_boolean_outputs", "dropout_typed_key",
-         "outputs_that_are_arguments_constants_reshapes", "branches", "inner_checkpoint"]
+SMALL = [
+    "mlp",
+    "dense_blocks",
+    "embedding_lookup",
+    "recurrent_scan",
+    "stopped_gradient",
+    "custom_vjp",
+    "integer_and_boolean_outputs",
+    "dropout_typed_key",
+    "outputs_that_are_arguments_constants_reshapes",
+    "branches",
+    "inner_checkpoint",
+]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -311,18 +320,38 @@ def test_with_and_without_the_coming_remat(name: str, value: bool) -> None:
 # --- Drawn programs -----------------------------------------------------------------------
 
 UNARY = [
-    jnp.sin, jnp.tanh, jnp.exp, jax.nn.sigmoid, jax.nn.relu, jnp.square, lax.stop_gradient,
-    jnp.floor, lambda a: a[::-1], lambda a: a * 0.5 + 1.0, lambda a: jnp.where(a > 0, a, -a),
-    lambda a: a - jnp.mean(a, axis=-1, keepdims=True), lambda a: jnp.cumsum(a, axis=0),
-    lambda a: a.reshape(-1).reshape(a.shape), lambda a: a.T.T, lambda a: jnp.sort(a, axis=-1),
-    lambda a: a.astype(jnp.float32).astype(a.dtype), lambda a: a * jnp.sum(a),
-    lambda a: jax.nn.softmax(a, axis=-1), jax.jit(lambda a: jnp.cos(a) * a),
+    jnp.sin,
+    jnp.tanh,
+    jnp.exp,
+    jax.nn.sigmoid,
+    jax.nn.relu,
+    jnp.square,
+    lax.stop_gradient,
+    jnp.floor,
+    lambda a: a[::-1],
+    lambda a: a * 0.5 + 1.0,
+    lambda a: jnp.where(a > 0, a, -a),
+    lambda a: a - jnp.mean(a, axis=-1, keepdims=True),
+    lambda a: jnp.cumsum(a, axis=0),
+    lambda a: a.reshape(-1).reshape(a.shape),
+    lambda a: a.T.T,
+    lambda a: jnp.sort(a, axis=-1),
+    lambda a: a.astype(jnp.float32).astype(a.dtype),
+    lambda a: a * jnp.sum(a),
+    lambda a: jax.nn.softmax(a, axis=-1),
+    jax.jit(lambda a: jnp.cos(a) * a),
     lambda a: a @ jnp.ones((a.shape[1], a.shape[1]), a.dtype) / 3,
 ]
 BINARY = [
-    jnp.add, jnp.multiply, jnp.subtract, jnp.maximum, jnp.arctan2,
-    lambda a, b: a @ b.T @ b / 9, lambda a, b: jnp.concatenate([a, b])[: a.shape[0]],
-    lambda a, b: jnp.where(a > b, a, b * 2.0), lambda a, b: a * jnp.max(b, axis=0),
+    jnp.add,
+    jnp.multiply,
+    jnp.subtract,
+    jnp.maximum,
+    jnp.arctan2,
+    lambda a, b: a @ b.T @ b / 9,
+    lambda a, b: jnp.concatenate([a, b])[: a.shape[0]],
+    lambda a, b: jnp.where(a > b, a, b * 2.0),
+    lambda a, b: a * jnp.max(b, axis=0),
     lambda a, b: lax.cond(jnp.sum(b) > 0, lambda x, y: x + y, lambda x, y: x * y, a, b),
 ]
 steps = st.lists(
@@ -480,8 +509,11 @@ def test_in_a_training_loop_under_scan() -> None:
 
         return lax.scan(step, weights, None, length=3)
 
-    assert_same(jax.jit(lambda: train(layers))(),
-                jax.jit(lambda: train(remat_opt.optimal_remat(layers)))(), 1e-12)
+    assert_same(
+        jax.jit(lambda: train(layers))(),
+        jax.jit(lambda: train(remat_opt.optimal_remat(layers)))(),
+        1e-12,
+    )
 
 
 def test_without_staging() -> None:
@@ -569,7 +601,8 @@ def test_two_devices() -> None:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(SHARDED)],
         check=True,
         cwd=root,
-        env=os.environ | {
+        env=os.environ
+        | {
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
             "JAX_PLATFORMS": "cpu",
         },
@@ -583,8 +616,11 @@ def test_two_devices() -> None:
 def test_rewritten_program_is_well_formed(name: str) -> None:
     example = EXAMPLES[name]()
     program, call = program_of(example)
-    for stages in (decorated(example).plan(*example.args, **example.kwargs).stages,
-                   each_alone(program), all_together(program)):
+    for stages in (
+        decorated(example).plan(*example.args, **example.kwargs).stages,
+        each_alone(program),
+        all_together(program),
+    ):
         run = transform.rewrite(program, stages)
         leaves = jax.tree.leaves((call.args, call.kwargs))
         closed, _ = internals.make_jaxpr(run, list(program.constant_values), leaves)

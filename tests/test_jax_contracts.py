@@ -290,9 +290,7 @@ def test_settings_in_force_where_an_equation_was_traced_are_kept() -> None:
 
 
 def test_literals_become_arrays_of_their_type() -> None:
-    closed, _ = internals.make_jaxpr(
-        lambda: (3, 2.5, np.float16(1), jnp.zeros((), jnp.int8), True)
-    )
+    closed, _ = internals.make_jaxpr(lambda: (3, 2.5, np.float16(1), jnp.zeros((), jnp.int8), True))
     outputs = internals.parts(closed)[4]
     for literal in outputs:
         found = internals.array_of(literal.val, literal.aval)
@@ -322,8 +320,9 @@ def test_an_ill_formed_jaxpr_is_refused() -> None:
     internals.check(closed)
     jaxpr = getattr(closed, "jaxpr", closed)
     broken = jaxpr.replace(eqns=list(jaxpr.eqns)[::-1])
-    with pytest.raises(jax_core.JaxprTypeError if hasattr(jax_core, "JaxprTypeError")
-                       else Exception):
+    with pytest.raises(
+        jax_core.JaxprTypeError if hasattr(jax_core, "JaxprTypeError") else Exception
+    ):
         internals.check(broken)
 
 
@@ -341,7 +340,8 @@ FINGERPRINT = """
             x = jax.nn.relu(f(x @ params[name]))
         x, _ = lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, jnp.stack(list(params.values())))
         x = jax.checkpoint(jnp.sin, policy=jax.checkpoint_policies.save_only_these_names("q"))(x)
-        x = lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x) + jax.random.normal(jax.random.key(0), x.shape)
+        x = lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)
+        x = x + jax.random.normal(jax.random.key(0), x.shape)
         x = lax.conv_general_dilated(x[None, None], jnp.ones((1, 1, 2, 2)), (1, 1), "SAME")[0, 0]
         return jnp.sum(lax.sort(x) * jnp.cumsum(x, axis=0))
 

@@ -56,7 +56,10 @@ def derivatives(fn: Callable[..., Any], *args: Any) -> dict[str, Derivative]:
             lambda x, k: lax.conv_general_dilated(
                 x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
             ),
-            (IMAGE, KERNEL), "conv_general_dilated", (0, 1), (),
+            (IMAGE, KERNEL),
+            "conv_general_dilated",
+            (0, 1),
+            (),
         ),
     ],
 )
@@ -82,7 +85,10 @@ def test_division_reads_the_divisor_and_what_gives_the_quotient() -> None:
 def test_inactive_equations_stop_the_backward_pass(fn: Callable[..., Any]) -> None:
     # Neither they nor the tanh before them have a backward step.
     assert set(derivatives(lambda x: jnp.sum(fn(jnp.tanh(x)) + x), X)) <= {
-        "reduce_sum", "add", "add_any", "convert_element_type",
+        "reduce_sum",
+        "add",
+        "add_any",
+        "convert_element_type",
     }
 
 
@@ -104,7 +110,7 @@ def test_only_the_way_from_argnums_to_the_loss_has_backward_steps() -> None:
     found = linearize(program)
     names = [program.equations[index].operation.primitive for index in found.derivatives]
     assert names == ["mul", "tanh", "reduce_sum"]
-    product = found.derivatives[list(found.derivatives)[0]]
+    product = found.derivatives[next(iter(found.derivatives))]
     assert product.inputs == (1,)  # w is what varies: only the features are read
     assert program.arguments[0] in found.active_values
     assert program.arguments[1] not in found.active_values
@@ -120,7 +126,8 @@ def test_scan_keeps_what_only_running_it_provides() -> None:
 
     program = tracing.trace(loss, SQUARE, jnp.ones((7, 3)))
     (scan,) = (
-        d for i, d in linearize(program).derivatives.items()
+        d
+        for i, d in linearize(program).derivatives.items()
         if program.equations[i].operation.primitive == "scan"
     )
     # Per step at least the carry and the cosine's argument, 3 numbers of 4 bytes each.
@@ -138,7 +145,8 @@ def test_a_checkpointed_scan_body_keeps_its_carries() -> None:
 
     program = tracing.trace(loss, SQUARE, jnp.ones((7, 3)))
     (scan,) = (
-        d for i, d in linearize(program).derivatives.items()
+        d
+        for i, d in linearize(program).derivatives.items()
         if program.equations[i].operation.primitive == "scan"
     )
     assert 7 * 3 * 4 <= scan.internal_bytes < 2 * 7 * 3 * 4
@@ -183,7 +191,8 @@ def test_like_equations_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None
     counts = []
     original = linearization._trace_derivatives
     monkeypatch.setattr(
-        linearization, "_trace_derivatives",
+        linearization,
+        "_trace_derivatives",
         lambda items: counts.append(len(items)) or original(items),
     )
 

@@ -73,17 +73,34 @@ def test_equations_that_nothing_reads_are_left_out() -> None:
 
 def test_argument_kinds() -> None:
     tree = {
-        "array": jnp.ones(2), "numpy": np.ones((2, 1)), "struct": jax.ShapeDtypeStruct((3,), "int8"),
-        "float": 1.0, "int": 2, "bool": True, "scalar": np.float16(1), "none": None,
+        "array": jnp.ones(2),
+        "numpy": np.ones((2, 1)),
+        "struct": jax.ShapeDtypeStruct((3,), "int8"),
+        "float": 1.0,
+        "int": 2,
+        "bool": True,
+        "scalar": np.float16(1),
+        "none": None,
         "key": jax.random.key(0),
     }
     program = tracing.trace(lambda t, *, more: t["float"] * more, tree, more=jnp.ones(()))
     assert [program.types[value].dtype for value in program.arguments] == [
-        "float32", "bool", "float32", "int32", "key<fry>", "float32", "float16", "int8", "float32",
+        "float32",
+        "bool",
+        "float32",
+        "int32",
+        "key<fry>",
+        "float32",
+        "float16",
+        "int8",
+        "float32",
     ]
     # Only numbers that have a derivative are differentiated; keyword arguments are not.
     assert [program.types[value].dtype for value in program.differentiated] == [
-        "float32", "float32", "float32", "float16",
+        "float32",
+        "float32",
+        "float32",
+        "float16",
     ]
 
 
@@ -201,8 +218,11 @@ def test_fingerprint_tells_programs_apart_and_not_names() -> None:
     reference = make(jnp.sin)
     assert make(scoped) == make(jax.jit(jnp.sin)) == reference
     others = [
-        make(jnp.cos), make(jnp.sin, shape=(4,)), make(jnp.sin, factor=3.0),
-        make(jnp.sin, argnums=(1,)), make(functools.partial(jnp.sum, axis=0)),
+        make(jnp.cos),
+        make(jnp.sin, shape=(4,)),
+        make(jnp.sin, factor=3.0),
+        make(jnp.sin, argnums=(1,)),
+        make(functools.partial(jnp.sum, axis=0)),
         make(functools.partial(jnp.sum, axis=0, keepdims=True)),
     ]
     assert len({reference, *others}) == 7

@@ -53,7 +53,8 @@ def rewritten(
 
 def checkpoints(closed: Any) -> list[Any]:
     return [
-        equation for equation in internals.parts(closed)[3]
+        equation
+        for equation in internals.parts(closed)[3]
         if equation.primitive.name.startswith(("remat", "checkpoint"))
     ]
 
@@ -81,9 +82,7 @@ def test_readers_inside_a_region_read_the_named_value() -> None:
         y = x @ w
         return jnp.sum(jnp.sin(y) + jnp.cos(y) * y)
 
-    stages = (
-        Stage(roots=(0, 1, 2, 3, 4, 5), kept=(0,), checkpointed=True),
-    )
+    stages = (Stage(roots=(0, 1, 2, 3, 4, 5), kept=(0,), checkpointed=True),)
     _, _, closed = rewritten(stages, loss, W[0], X)
     dot, name, *readers = body(*checkpoints(closed))
     assert name.params["name"] == transform.name_of(0, 0)
@@ -147,7 +146,11 @@ def test_fused_equations_are_emitted_again_where_they_are_read() -> None:
     (region,) = checkpoints(closed)
     assert primitives(body(region)) == ["exp", "dot_general"]
     assert primitives(internals.parts(closed)[3])[1:] == [
-        "exp", "reduce_sum", "sin", "reduce_sum", "add",
+        "exp",
+        "reduce_sum",
+        "sin",
+        "reduce_sum",
+        "add",
     ]
     assert len(region.outvars) == 1
 
@@ -163,7 +166,9 @@ def test_outputs_of_another_shape_come_after_the_last_region() -> None:
     # Without any stage the program is as it was.
     _, _, closed = rewritten((), loss, W[0], X, has_aux=True)
     assert sorted(primitives(internals.parts(closed)[3])) == [
-        "dot_general", "reduce_sum", "reshape",
+        "dot_general",
+        "reduce_sum",
+        "reshape",
     ]
 
 
@@ -217,7 +222,9 @@ def test_side_effects_under_a_checkpoint_are_refused() -> None:
         jax.debug.print("{}", w)
         return w * 2
 
-    with pytest.raises(PlanFileError, match="recomputes equation 0, a debug_\\w+ with side effects"):
+    with pytest.raises(
+        PlanFileError, match=r"recomputes equation 0, a debug_\w+ with side effects"
+    ):
         rewritten((Stage(roots=(0, 1), kept=(), checkpointed=True),), loss, 1.0)
 
 

@@ -1,0 +1,1 @@
+"""Solvers: one algorithm a file; they take numbers and give numbers."""

@@ -77,7 +77,8 @@ def solve(graph: Graph) -> Solution[TreeSearch]:
     """
     tree = division_tree(graph)
     terms = sorted({0, tree.inside_bytes, *_terms(graph, tree)})
-    best_total, best = math.inf, ()
+    best_total: float = math.inf
+    best: tuple[int, ...] = ()
     trials = 0
     position = len(terms) - 1
     while position >= 0:

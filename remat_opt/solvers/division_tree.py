@@ -265,9 +265,7 @@ def schedule_of(graph: Graph, checkpoints: Checkpoints) -> Schedule:
     ]
     return Schedule(
         regions=tuple(
-            Region(
-                vertices=vertices, kept=() if unchecked else kept, checkpointed=not unchecked
-            )
+            Region(vertices=vertices, kept=() if unchecked else kept, checkpointed=not unchecked)
             for (vertices, kept), unchecked in zip(regions, free, strict=True)
         )
     )

@@ -74,9 +74,7 @@ def count_strategies(graph: Graph) -> int:
     return ways[masks[-1]]
 
 
-def least_overhead(
-    graph: Graph, budget_bytes: float, *, last_block_free: bool = False
-) -> Answer:
+def least_overhead(graph: Graph, budget_bytes: float, *, last_block_free: bool = False) -> Answer:
     """Time-centric: the strategy within the budget that recomputes least.
 
     Args:

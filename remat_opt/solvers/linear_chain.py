@@ -32,9 +32,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+
+import numpy as np
 
 from remat_opt.graph import Graph
 from remat_opt.solvers.base import Refused, Solution, Status
@@ -94,7 +95,8 @@ def solve(graph: Graph) -> Solution[ChainSearch] | Refused:
 def least_total(bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """The kept vertices of a chain of vertices with these bytes, and the number of trials."""
     before = list(itertools.accumulate(bytes, initial=0))
-    best_total, best = math.inf, (0,)
+    best_total: float = math.inf
+    best: tuple[int, ...] = (0,)
     # The whole inside is the first trial term (correction 4).
     trial: int | None = max(before[-2] - before[1], 0)
     trials = 0
@@ -116,13 +118,13 @@ def largest_term_below(before: Sequence[int], limit: float) -> int | None:
       before: for each vertex the bytes of all before it, and then those of all.
       limit: bytes.
     """
-    terms = []
-    for start in range(1, len(before) - 1):
-        # Between vertex start - 1 and vertex stop lie before[stop] - before[start] bytes.
-        stop = bisect_left(before, before[start] + limit, lo=start, hi=len(before) - 1) - 1
-        if stop >= start:
-            terms.append(before[stop] - before[start])
-    return max(terms, default=None)
+    edges = np.asarray(before)
+    starts = np.arange(1, len(edges) - 1)
+    # Between vertex start - 1 and vertex stop lie before[stop] - before[start] bytes.
+    stops = np.searchsorted(edges, edges[starts] + limit, side="left") - 1
+    stops = np.minimum(stops, len(edges) - 2)
+    terms = (edges[stops] - edges[starts])[stops >= starts]
+    return int(np.max(terms)) if len(terms) else None
 
 
 def shortest_path(bytes: Sequence[int], trial: int) -> tuple[int, ...]:

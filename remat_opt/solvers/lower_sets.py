@@ -261,9 +261,7 @@ def _live_peak_bytes(graph: Graph, edges: Neighbours, sequence: Sequence[int], c
     The gradient of v is computed at the step of v, from the gradients of its readers and from
     all that these readers read. Every array is freed after its last reader.
     """
-    blocks = [
-        members(lower & ~before) for before, lower in itertools.pairwise((0, *sequence))
-    ]
+    blocks = [members(lower & ~before) for before, lower in itertools.pairwise((0, *sequence))]
     reads = [edges.before(edges.successors[vertex]) for vertex in range(len(graph))]
     live = peak = 0
 
@@ -334,9 +332,7 @@ def schedule_of(graph: Graph, sequence: Sequence[int]) -> Schedule:
         block = members(lower & ~before)
         free = lower == sequence[-1] or any(graph.pinned[vertex] for vertex in block)
         kept = members(edges.boundary(lower) & ~before)
-        regions.append(
-            Region(vertices=block, kept=() if free else kept, checkpointed=not free)
-        )
+        regions.append(Region(vertices=block, kept=() if free else kept, checkpointed=not free))
     return Schedule(regions=tuple(regions))
 
 
@@ -380,9 +376,7 @@ class Family:
         self._time = self._inside @ self._units
         # Terms (iii) and (iv) depend on L' alone.
         later = _rows([edges.after(mask) & ~mask for mask in self.masks], len(graph))
-        caches = _rows(
-            [edges.before(edges.after(mask)) & ~mask for mask in self.masks], len(graph)
-        )
+        caches = _rows([edges.before(edges.after(mask)) & ~mask for mask in self.masks], len(graph))
         self._after = later @ (both - self._values) + caches @ self._values
 
     def __len__(self) -> int:

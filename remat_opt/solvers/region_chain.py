@@ -81,8 +81,8 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
 
     # Kept values still alive at backward step t: those not yet past their last reader.
     kept_alive = np.zeros(count + 1)
-    for vertex in np.flatnonzero(is_kept):
-        kept_alive[min(last_reader[vertex], count)] += sizes[vertex]
+    for value in np.flatnonzero(is_kept):
+        kept_alive[min(last_reader[value], count)] += sizes[value]
     kept_at = np.cumsum(kept_alive)[:count]
 
     fixed = cotangents + kept_at
@@ -287,7 +287,7 @@ def least_bound(figures: Segments, *, rounds: int = 3, trials: int = 16) -> floa
     low, high = 0.0, float(figures.free_bytes[0])
     for _ in range(rounds):
         bounds = np.linspace(low, high, trials + 1)
-        feasible = [chain is not None for chain in chains(figures, bounds[1:-1])] + [True]
+        feasible = [chain is not None for chain in chains(figures, bounds[1:-1].tolist())] + [True]
         first = feasible.index(True) + 1
         low, high = float(bounds[first - 1]), float(bounds[first])
     return high

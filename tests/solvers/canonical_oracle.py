@@ -203,9 +203,7 @@ def paper_graphs(draw: st.DrawFn, *, max_vertices: int = 10, most: int = 600) ->
     numbers = draw(
         st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), min_size=size, max_size=size)
     )
-    graph = Graph.from_edges(
-        [a for a, _ in numbers], edges, seconds=[b / 4 for _, b in numbers]
-    )
+    graph = Graph.from_edges([a for a, _ in numbers], edges, seconds=[b / 4 for _, b in numbers])
     while count(lower_sets(graph)) > most:
         graph = induced(graph, len(graph) - 1)
     return graph

@@ -263,8 +263,8 @@ def test_boundaries_are_near_the_best_by_the_referee() -> None:
     gaps = sorted(gap(seed) for seed in range(400))
     assert statistics.median(gaps) == 1.0
     assert sum(one == 1.0 for one in gaps) / len(gaps) >= 0.88
-    assert gaps[int(0.95 * len(gaps))] <= 1.25
-    assert gaps[-1] <= 1.81
+    assert gaps[int(0.95 * len(gaps))] <= 1.15
+    assert gaps[-1] <= 1.58
 
 
 # ------------------------------------------------------------------------------- schedules

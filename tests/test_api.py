@@ -1,0 +1,367 @@
+"""The doors: options, messages, and when planning happens."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_opt
+from remat_opt import api, linearization, planning
+from remat_opt.errors import BudgetError, RematError, TraceError
+from remat_opt.plan import Objective
+
+
+def layers(weights: Any, x: jax.Array) -> jax.Array:
+    """Sums the squares of a residual stream."""
+    for w in weights:
+        x = jnp.tanh(x @ w) + x
+    return jnp.sum(x**2)
+
+
+WEIGHTS, X = [jnp.ones((8, 8)) * 0.1] * 8, jnp.ones((64, 8))
+
+
+def of_shape(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+# --- Options ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"budget": 0.5, "max_overhead": 0.1},
+            "budget=0.5 and max_overhead=0.1 are both given. A budget asks for the least overhead, "
+            "a largest overhead for the least memory: give one of them.",
+        ),
+        ({"overhead": "days"}, "overhead='days': give 'seconds' or 'flops'."),
+        (
+            {"max_overhead": -0.1},
+            "max_overhead=-0.1: give a share of a forward pass, such as 0.05.",
+        ),
+        (
+            {"max_overhead": float("nan")},
+            "max_overhead=nan: give a share of a forward pass, such as 0.05.",
+        ),
+        (
+            {"max_overhead": True},
+            "max_overhead=True: give a share of a forward pass, such as 0.05.",
+        ),
+        (
+            {"max_overhead": "5%"},
+            "max_overhead='5%': give a share of a forward pass, such as 0.05.",
+        ),
+        (
+            {"budget": 0.0},
+            "budget=0.0: a float is a share of what the unchanged function needs, such as 0.4. For "
+            "bytes, give an int or a text such as '6GiB'.",
+        ),
+        (
+            {"budget": 6e9},
+            "budget=6000000000.0: a float is a share of what the unchanged function needs, and "
+            "6e+09 times that is hardly meant. For bytes, give an int or '6GiB'.",
+        ),
+        (
+            {"plan": remat_opt.make_plan(lambda x: x, 1.0, device="cpu"), "budget": 0.5},
+            "plan= is given together with budget= or max_overhead=. A plan is already decided: "
+            "leave the others out.",
+        ),
+    ],
+)
+def test_options_out_of_range(options: Any, message: str) -> None:
+    with pytest.raises(RematError) as caught:
+        remat_opt.optimal_remat(layers, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("budget", ["6", "6 GB of it", "-1GiB", -5, True, [6]])
+def test_budgets_that_are_no_bytes(budget: Any) -> None:
+    if budget == "6":
+        assert api.objective_of(budget=budget) == Objective(budget_bytes=6)
+        return
+    with pytest.raises(RematError):
+        remat_opt.optimal_remat(layers, budget=budget)
+
+
+def test_only_functions_are_decorated() -> None:
+    with pytest.raises(RematError) as caught:
+        remat_opt.optimal_remat(3)
+    assert str(caught.value) == "optimal_remat decorates a function, not a int."
+
+
+def test_objectives() -> None:
+    assert api.objective_of() == Objective()
+    assert api.objective_of(budget="2MiB") == Objective(budget_bytes=2 * 1024**2)
+    assert api.objective_of(budget=2**40) == Objective(budget_bytes=2**40)
+    assert api.objective_of(budget=0.5) == Objective(budget_share=0.5)
+    assert api.objective_of(max_overhead=0) == Objective(max_overhead=0.0)
+
+
+def test_nothing_to_differentiate() -> None:
+    fn = remat_opt.optimal_remat(lambda n, x: jnp.sum(jnp.sin(x)) * n)
+    with pytest.raises(RematError) as caught:
+        fn.plan(3, X)
+    assert str(caught.value) == (
+        "Nothing is differentiated: none of the arguments in argnums holds a floating-point array. "
+        "Point argnums at the parameters."
+    )
+    # A call without a derivative needs no plan; and JAX itself refuses the derivative.
+    assert fn(3, X) == jnp.sum(jnp.sin(X)) * 3
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+        jax.grad(fn)(3, X)
+
+
+def test_wrong_arguments_are_told_when_called() -> None:
+    with pytest.raises(TraceError, match=r"is a str \('train'\), not an array"):
+        remat_opt.optimal_remat(lambda w, mode: w)(1.0, "train")
+    with pytest.raises(TraceError, match="argnums names argument 2"):
+        remat_opt.optimal_remat(lambda w: w, argnums=2)(1.0)
+
+
+# --- Budgets ------------------------------------------------------------------------------
+
+
+def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
+    with pytest.raises(BudgetError) as caught:
+        remat_opt.make_plan(layers, WEIGHTS, X, budget=100, device="cpu")
+    least = remat_opt.make_plan(layers, WEIGHTS, X, device="cpu")
+    error = caught.value
+    assert error.budget_bytes == 100
+    assert error.least_peak_bytes == least.predicted.temporary_bytes
+    assert error.pinning[0] == ("add f32[64,8]", 64 * 8 * 4)
+    message = str(error)
+    assert message.startswith("No plan has temporaries within 100 B: the least peak that ")
+    assert "add f32[64,8] kept test_api.py:" in message
+    assert message.endswith("(layers). Give a larger budget or a smaller batch.")
+    # The least peak itself can be had.
+    assert remat_opt.make_plan(
+        layers, WEIGHTS, X, budget=error.least_peak_bytes, device="cpu"
+    ).predicted.temporary_bytes == error.least_peak_bytes
+
+
+@pytest.mark.parametrize("overhead", ["seconds", "flops"])
+def test_a_larger_budget_never_costs_more(overhead: str) -> None:
+    before = None
+    for percent in range(100, 20, -4):
+        try:
+            plan = remat_opt.make_plan(
+                layers, WEIGHTS, X, budget=percent / 100, overhead=overhead, device="cpu"
+            )
+        except BudgetError:
+            break
+        predicted = plan.predicted
+        assert predicted.temporary_bytes <= plan.budget_bytes
+        cost = (
+            predicted.overhead_seconds if overhead == "seconds" else predicted.recomputed_flops
+        )
+        if before is not None:
+            assert cost >= before
+        before = cost
+    assert percent < 60  # it did go down
+
+
+def test_a_larger_overhead_never_takes_more_memory() -> None:
+    peaks = []
+    for percent in range(0, 101, 10):
+        plan = remat_opt.make_plan(
+            layers, WEIGHTS, X, max_overhead=percent / 100, device="cpu"
+        )
+        assert plan.predicted.overhead_share <= percent / 100 + 1e-12
+        peaks.append(plan.predicted.temporary_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] <= plan.predicted.plain_temporary_bytes
+    assert peaks[-1] < peaks[0]
+
+
+# --- Planning happens once ----------------------------------------------------------------
+
+
+def test_planned_once_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"make": 0, "linearize": 0}
+    make, linearize = planning.make, linearization.linearize
+
+    def counted_make(*args: Any) -> Any:
+        counts["make"] += 1
+        return make(*args)
+
+    def counted_linearize(*args: Any) -> Any:
+        counts["linearize"] += 1
+        return linearize(*args)
+
+    monkeypatch.setattr(planning, "make", counted_make)
+    monkeypatch.setattr(planning, "linearize", counted_linearize)
+    fn = remat_opt.optimal_remat(layers, device="cpu")
+    x = jnp.ones((48, 8))
+    for _ in range(3):
+        jax.grad(fn)(WEIGHTS, x)
+    step = jax.jit(jax.value_and_grad(fn))
+    for _ in range(3):
+        step(WEIGHTS, x)
+    fn.plan(WEIGHTS, x)
+    assert counts == {"make": 1, "linearize": 1}
+    jax.grad(fn)(WEIGHTS, x[:24])
+    assert counts == {"make": 2, "linearize": 2}
+    # Another objective for the same program takes its plan from the same sweep.
+    remat_opt.make_plan(layers, WEIGHTS, x, max_overhead=0.1, device="cpu")
+    assert counts == {"make": 3, "linearize": 2}
+
+
+def test_the_plan_of_shapes_is_the_plan_that_the_gradient_uses() -> None:
+    seen = []
+    fn = remat_opt.optimal_remat(layers, device="cpu", budget=0.8)
+    original = fn._plan_of
+
+    def noted(program: Any) -> Any:
+        seen.append(original(program))
+        return seen[-1]
+
+    fn._plan_of = noted
+    jax.jit(jax.grad(fn))(WEIGHTS, X)
+    (used,) = seen
+    assert fn.plan(of_shape(WEIGHTS), of_shape(X)) is used
+    assert remat_opt.make_plan(layers, of_shape(WEIGHTS), of_shape(X), budget=0.8,
+                               device="cpu") == used
+
+
+def test_nothing_of_the_trace_outlives_it() -> None:
+    class Big(np.ndarray):
+        """An array that can be referred to weakly."""
+
+    closed = np.ones((8, 8), np.float32).view(Big)
+    alive = weakref.ref(closed)
+    device_array = jnp.asarray(np.ones((8, 8), np.float32))
+    device_alive = weakref.ref(device_array)
+
+    def make(table: Any, other: Any) -> Callable[..., Any]:
+        def loss(w):
+            for _ in range(4):
+                w = jnp.tanh(table @ w) + other @ w
+            return jnp.sum(w)
+
+        return loss
+
+    jax.grad(remat_opt.optimal_remat(make(closed, device_array), device="cpu"))(jnp.ones(8))
+    del closed, device_array
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+    assert device_alive() is None
+
+
+def test_like_programs_keep_their_own_names() -> None:
+    def make(scope: str) -> Callable[..., Any]:
+        def loss(weights, x):
+            with jax.named_scope(scope):
+                return layers(weights, x)
+
+        return loss
+
+    for scope in ("first", "second"):
+        plan = remat_opt.make_plan(make(scope), WEIGHTS, X, device="cpu")
+        assert {decision.module for decision in plan.decisions} == {scope}
+        assert {pin.module for pin in plan.predicted.pins} == {scope}
+
+
+# --- Functions of every kind --------------------------------------------------------------
+
+
+def test_the_decorated_looks_like_the_function() -> None:
+    fn = remat_opt.optimal_remat(layers)
+    assert fn.__name__ == "layers"
+    assert fn.__qualname__ == "layers"
+    assert fn.__doc__ == "Sums the squares of a residual stream."
+    assert fn.__module__ == __name__
+    assert fn.__wrapped__ is layers
+    assert inspect.signature(fn) == inspect.signature(layers)
+
+
+def test_with_and_without_parentheses() -> None:
+    expected = jax.grad(layers)(WEIGHTS, X)
+    for decorate in (
+        remat_opt.optimal_remat,
+        remat_opt.optimal_remat(),
+        remat_opt.optimal_remat(budget=0.9),
+        functools.partial(remat_opt.optimal_remat, max_overhead=0.5),
+    ):
+        for one, other in zip(jax.grad(decorate(layers))(WEIGHTS, X), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_methods() -> None:
+    class Model:
+        depth = 6
+
+        @remat_opt.optimal_remat(device="cpu")
+        def loss(self, w, x):
+            for _ in range(self.depth):
+                x = jnp.tanh(x @ w)
+            return jnp.sum(x)
+
+        @staticmethod
+        @remat_opt.optimal_remat
+        def static(w):
+            return jnp.sum(jnp.sin(w))
+
+    model, w = Model(), jnp.ones((8, 8))
+
+    def expected(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    np.testing.assert_allclose(jax.grad(model.loss)(w, X), jax.grad(expected)(w, X), rtol=1e-6)
+    assert model.loss.plan(w, X) is model.loss.plan(w, X)
+    assert model.loss.plan(w, X).function == "loss"
+    np.testing.assert_allclose(jax.grad(Model.static)(w), jnp.cos(w), rtol=1e-6)
+
+
+def test_callables_that_are_no_plain_functions() -> None:
+    class Loss:
+        def __call__(self, w):
+            return jnp.sum(jnp.sin(w))
+
+    for fn in (Loss(), functools.partial(lambda a, w: a * jnp.sum(jnp.sin(w)), 1.0),
+               jax.jit(lambda w: jnp.sum(jnp.sin(w)))):
+        np.testing.assert_allclose(
+            jax.grad(remat_opt.optimal_remat(fn))(jnp.ones(3)), jnp.cos(jnp.ones(3)), rtol=1e-6
+        )
+
+
+def test_arguments_by_name() -> None:
+    fn = remat_opt.optimal_remat(layers, device="cpu")
+    assert fn(weights=WEIGHTS, x=X) == fn(WEIGHTS, X)
+    gradient = jax.grad(lambda weights: fn(x=X, weights=weights))(WEIGHTS)
+    assert len(gradient) == len(WEIGHTS)
+    by_name = fn.plan(weights=WEIGHTS, x=X)
+    assert by_name.stages == fn.plan(WEIGHTS, X).stages
+
+
+def test_static_arguments_have_their_own_plans() -> None:
+    @remat_opt.optimal_remat(static_argnames="depth", device="cpu")
+    def loss(w, x, depth):
+        for _ in range(depth):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    w = jnp.ones((8, 8))
+    few, many = loss.plan(w, X, depth=2), loss.plan(w, X, 9)
+    assert len(few.decisions) < len(many.decisions)
+    assert few.fingerprint != many.fingerprint
+
+
+def test_a_gradient_of_other_arguments_than_planned_is_right_too() -> None:
+    fn = remat_opt.optimal_remat(layers, argnums=0)
+    np.testing.assert_allclose(
+        jax.grad(fn, argnums=1)(WEIGHTS, X), jax.grad(layers, argnums=1)(WEIGHTS, X), rtol=1e-5
+    )

@@ -1,0 +1,232 @@
+"""The plan as data: written, read back, and refused where it is not what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+from remat_opt import plan as plan_module
+from remat_opt.errors import PlanFileError
+from remat_opt.plan import FORMAT, Plan
+
+
+def layers(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w) + x
+    return jnp.sum(x**2)
+
+
+ARGS = [jnp.ones((8, 8))] * 8, jnp.ones((64, 8))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return remat_opt.make_plan(layers, *ARGS, device="cpu")
+
+
+def test_round_trip(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert Plan.load(str(path)) == plan
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"budget": 0.6}, {"budget": "1MiB"}, {"max_overhead": 0.1, "overhead": "flops"}]
+)
+def test_round_trip_of_every_objective(options: Any) -> None:
+    plan = remat_opt.make_plan(layers, *ARGS, device="cpu", **options)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_round_trip_with_a_measurement() -> None:
+    plan = remat_opt.make_plan(layers, *ARGS, device="cpu", verify=True)
+    assert plan.measured is not None
+    assert plan.measured.temporary_bytes > 0
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_round_trip_of_a_plan_for_nothing() -> None:
+    plan = remat_opt.make_plan(lambda x: x, 1.0, device="cpu")
+    assert plan.stages == ()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.notes == (
+        "The function hands on its arguments or constants: there is nothing to plan.",
+    )
+
+
+def test_the_text_is_stable(plan: Plan) -> None:
+    again = remat_opt.make_plan(layers, *ARGS, device="cpu")
+    assert again.to_json() == plan.to_json()
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+def test_what_a_plan_says(plan: Plan) -> None:
+    assert plan.function == "layers"
+    assert plan.device == "cpu"
+    assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes
+    assert 0 < plan.predicted.recomputed_share <= 1
+    assert 0 < plan.predicted.overhead_share <= 1
+    assert plan.stages[-1].checkpointed is False
+    assert {decision.fate for decision in plan.decisions} <= {"kept", "recomputed", "not needed"}
+    assert all(decision.source.startswith("test_plan.py:") for decision in plan.decisions)
+    roots = [root for stage in plan.stages for root in stage.roots]
+    assert sorted(roots) == [decision.root for decision in plan.decisions]
+
+
+def test_a_saved_plan_is_followed(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    for fn in (
+        remat_opt.apply_plan(path, layers),
+        remat_opt.apply_plan(plan, layers),
+        remat_opt.optimal_remat(layers, plan=path),
+    ):
+        assert fn.plan(*ARGS) == plan
+        found, expected = jax.grad(fn)(*ARGS), jax.grad(layers)(*ARGS)
+        assert all(jnp.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# --- Files that are refused ---------------------------------------------------------------
+
+
+def refused(text: str) -> str:
+    with pytest.raises(PlanFileError) as caught:
+        Plan.from_json(text, where="'p.json'")
+    return str(caught.value)
+
+
+def resealed(plan: Plan, change: Any) -> str:
+    """The plan's text after a change to its data, with a checksum that matches."""
+    data = json.loads(plan.to_json())
+    change(data["plan"])
+    data["checksum"] = plan_module._checksum(data["plan"])
+    return json.dumps(data)
+
+
+def test_not_json() -> None:
+    assert refused("import os") == (
+        "'p.json' is not a plan: it is not JSON, or is cut short (Expecting value: line 1 column 1 "
+        "(char 0)). Make the plan again and save it."
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_truncated(plan: Plan, share: float) -> None:
+    text = plan.to_json()
+    message = refused(text[: int(share * len(text))])
+    assert message.startswith("'p.json' is not a plan: it is not JSON, or is cut short (")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"a": 1}', '{"format": "x"}'])
+def test_foreign(text: str) -> None:
+    assert refused(text) == (
+        "'p.json' is JSON, but not a plan of remat_opt: it has no 'format' and 'plan'."
+    )
+
+
+def test_another_format(plan: Plan) -> None:
+    text = plan.to_json().replace(FORMAT, "remat_opt plan 0")
+    assert refused(text) == (
+        "'p.json' has the format 'remat_opt plan 0'; this version of remat_opt reads "
+        f"{FORMAT!r}. Make the plan again with this version."
+    )
+
+
+def test_edited(plan: Plan) -> None:
+    text = plan.to_json().replace('"cpu"', '"h100"', 1)
+    assert refused(text) == (
+        "'p.json' was changed after it was saved: its checksum does not match. Make the plan again "
+        "rather than edit it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda body: body.pop("stages"), "plan does not have the fields "),
+        (lambda body: body.update(extra=1), "plan does not have the fields "),
+        (lambda body: body.update(function=3), "plan.function is 3, not of type str"),
+        (lambda body: body.update(stages={}), "plan.stages is {}, not a list"),
+        (
+            lambda body: body["stages"][0].update(roots=["x"]),
+            "plan.stages[0].roots[0] is 'x', not of type int",
+        ),
+        (
+            lambda body: body["stages"][0].update(checkpointed=1),
+            "plan.stages[0].checkpointed is 1, not of type bool",
+        ),
+        (lambda body: body["objective"].update(overhead="days"), "'days' is not a valid Overhead"),
+    ],
+)
+def test_well_sealed_nonsense(plan: Plan, change: Any, reason: str) -> None:
+    message = refused(resealed(plan, change))
+    assert message.startswith(f"'p.json' does not hold a plan of this version: {reason}")
+    assert message.endswith(". Make the plan again.")
+
+
+def test_well_sealed_stages_that_do_not_fit_the_program(plan: Plan) -> None:
+    forged = Plan.from_json(
+        resealed(plan, lambda body: body["stages"][0].update(roots=[10_000], kept=[]))
+    )
+    with pytest.raises(PlanFileError, match="names equation 10000, but the program has"):
+        remat_opt.apply_plan(forged, layers)(*ARGS)
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(path)
+    assert str(caught.value) == f"There is no plan file {str(path)!r}."
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(path)
+    assert str(caught.value) == f"{str(path)!r} is not a text file, so no plan."
+
+
+def test_of_another_program(plan: Plan) -> None:
+    def other(weights: Any, x: jax.Array) -> jax.Array:
+        return layers(weights, jnp.sin(x))
+
+    for fn, args in ((other, ARGS), (layers, (ARGS[0], ARGS[1][:32]))):
+        with pytest.raises(PlanFileError) as caught:
+            remat_opt.apply_plan(plan, fn)(*args)
+        message = str(caught.value)
+        assert message.startswith(
+            "The plan was made for another program: for 'layers' with the fingerprint "
+            f"{plan.fingerprint[:12]}, traced by JAX {plan.jax_version}; this is "
+            f"{fn.__name__!r} with "
+        )
+        assert message.endswith(
+            f", traced by JAX {jax.__version__}. The function, the shapes of its arguments, "
+            "argnums or the version of JAX have changed since. Make the plan again."
+        )
+
+
+def test_of_another_argnums(plan: Plan) -> None:
+    with pytest.raises(PlanFileError, match="argnums or the version of JAX have changed"):
+        remat_opt.apply_plan(plan, layers, argnums=1)(*ARGS)
+
+
+def test_a_plan_holds_data_only(plan: Plan) -> None:
+    def check(thing: Any) -> None:
+        if isinstance(thing, dict):
+            for key, value in thing.items():
+                assert isinstance(key, str)
+                check(value)
+        elif isinstance(thing, list):
+            for value in thing:
+                check(value)
+        else:
+            assert isinstance(thing, str | int | float | bool | None)
+
+    check(plan.to_dict())
+    assert dataclasses.is_dataclass(plan)
