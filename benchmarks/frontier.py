@@ -31,7 +31,7 @@ POLICIES = (
     "dots_with_no_batch_dims_saveable",
 )
 #: Budgets of ours, as shares of what the plain gradient is predicted to need.
-SHARES = (0.28, 0.3, 0.33, 0.36, 0.4, 0.46, 0.54, 0.62, 0.7, 0.85)
+SHARES = (0.33, 0.35, 0.38, 0.42, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9)
 
 
 def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[str, Any]]:
