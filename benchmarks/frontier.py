@@ -21,6 +21,8 @@ import jax
 import remat_opt
 from benchmarks import networks
 from remat_opt import flop_count, measurement, planning, tracing
+from remat_opt.api import objective_of
+from remat_opt.plan import Plan
 from remat_opt.units import format_bytes, format_share
 
 #: Each policy of ``jax.checkpoint_policies`` that takes no argument, aliases left out.
@@ -30,8 +32,9 @@ POLICIES = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
 )
-#: Budgets of ours, as shares of what the plain gradient is predicted to need.
-SHARES = (0.33, 0.35, 0.38, 0.42, 0.47, 0.54, 0.62, 0.7, 0.8, 0.9)
+#: Budgets of ours, as shares of the way from the least peak to that of the plain gradient.
+#: Further ones are the compiled peaks of the default policies: the same memory, our way.
+STEPS = (0.03, 0.08, 0.13, 0.2, 0.3, 0.4, 0.55, 0.7, 0.85)
 
 
 def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[str, Any]]:
@@ -79,13 +82,19 @@ def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[
             "compile_seconds": round(found.compile_seconds, 2),
         }
 
-    yield row("plain", "plain", plain.loss_fn)
+    unplanned = row("plain", "plain", plain.loss_fn)
+    yield unplanned
+    defaults = []
     for name in POLICIES:
         policy = getattr(jax.checkpoint_policies, name)
-        yield row("policy", f"{name}, whole", jax.checkpoint(plain.loss_fn, policy=policy))
+        defaults.append(
+            row("policy", f"{name}, whole", jax.checkpoint(plain.loss_fn, policy=policy))
+        )
+        yield defaults[-1]
     for name in POLICIES:
         wrapped = networks.build(network, batch, block_policy=name)
-        yield row("policy", f"{name}, per block", wrapped.loss_fn)
+        defaults.append(row("policy", f"{name}, per block", wrapped.loss_fn))
+        yield defaults[-1]
 
     target = measurement.resolve_device(device)
     signature = tracing.Signature(has_aux=plain.has_aux)
@@ -93,21 +102,30 @@ def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[
     start = time.perf_counter()
     planning.problem(program, target)
     sweep_seconds = time.perf_counter() - start
+
+    def plan_within(budget_bytes: int | None) -> Plan:
+        return planning.make(program, target, objective_of(budget_bytes, None, overhead))
+
+    least = plan_within(None).predicted
+    room_bytes = least.plain_temporary_bytes - least.temporary_bytes
+    budgets: dict[str, int | None] = {"least memory": None}
+    for step in STEPS:
+        budgets[f"{step:.0%} of the way up"] = round(least.temporary_bytes + step * room_bytes)
+    for default in defaults:
+        needed_bytes = default.get("temporary_bytes", 0)
+        if least.temporary_bytes <= needed_bytes < unplanned.get("temporary_bytes", 0):
+            budgets[f"within {default['label']}"] = needed_bytes
     seen: set[Any] = set()
-    for share in (None, *SHARES):
-        objective = remat_opt.api.objective_of(share, None, overhead)
+    for label, budget_bytes in budgets.items():
         start = time.perf_counter()
-        try:
-            plan = planning.make(program, target, objective)
-        except remat_opt.BudgetError:
-            continue
+        plan = plan_within(budget_bytes)
         plan_seconds = sweep_seconds + time.perf_counter() - start
         if plan.stages in seen:
             continue
         seen.add(plan.stages)
         yield row(
             "ours",
-            "least memory" if share is None else f"budget {share:g}",
+            label,
             remat_opt.apply_plan(plan, plain.loss_fn, has_aux=plain.has_aux),
             budget_bytes=plan.budget_bytes,
             predicted_temporary_bytes=plan.predicted.temporary_bytes,

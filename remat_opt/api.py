@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,9 +53,8 @@ def objective_of(
     except ValueError:
         raise RematError(f"overhead={overhead!r}: give 'seconds' or 'flops'.") from None
     if max_overhead is not None:
-        if isinstance(max_overhead, bool) or not (
-            max_overhead >= 0 and math.isfinite(max_overhead)
-        ):
+        is_number = isinstance(max_overhead, numbers.Real) and not isinstance(max_overhead, bool)
+        if not (is_number and max_overhead >= 0 and math.isfinite(max_overhead)):
             raise RematError(
                 f"max_overhead={max_overhead!r}: give a share of a forward pass, such as 0.05."
             )

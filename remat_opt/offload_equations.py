@@ -11,7 +11,7 @@ before, and the idle time so far. ``step`` is equations (1)-(8), ``middle_gap`` 
 
 Why not a ready-made tool: there is none; these are the paper's own.
 
-Complexity: O(1) for a step, O(log L) for the middle after O(L) preparation.
+Complexity: O(1) for a step, O(1) for the middle after O(L) preparation.
 
 Guarantee: equal to the simulation of the same schedule, to the last grain, and for amounts
 that are parts of activations as well (the paper states them for whole ones). This needs
@@ -26,7 +26,6 @@ Neural Network Training* (Euro-Par 2020), Sec. 5.2.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -98,42 +97,34 @@ def step(chain: LinkChain, i: int, position: Position, amount: int) -> Position 
 class Middle:
     """What ``middle_gap`` reads of a chain, computed once.
 
-    For j = L, L-1, ..., 0: the time U_j between operation j and the middle, and the largest
-    R_j - (the time) over all operations that are at most as far from it.
+    The paper takes the maxima over the operations with U_j < Av only. Over all is the same:
+    every operation fits once everything has left, so R_j + M - M_GPU is at most what is still
+    to be moved, and where U_j >= Av the term is at most that less Av, the term before it.
+
+    Attributes:
+      forward: the largest R^F_j - U^F_j.
+      backward: the largest R^B_j - U^B_j.
     """
 
-    forward_times: tuple[int, ...]
-    forward_needs: tuple[int, ...]
-    backward_times: tuple[int, ...]
-    backward_needs: tuple[int, ...]
+    forward: int
+    backward: int
 
 
 def middle(chain: LinkChain) -> Middle:
     """The terms U^F, R^F, U^B and R^B of equations (9) and (10), from the middle outwards."""
     x, y = chain.activations, chain.gradients
-    forward_times: list[int] = []
-    forward_needs: list[int] = []
-    backward_times: list[int] = []
-    backward_needs: list[int] = []
+    forward: list[int] = []
+    backward: list[int] = []
     forward_time = backward_time = later = 0
     for j in reversed(range(len(chain))):
         # Reading 13: R^F_j lacks -|y_{L+1}|, which is not there before B_L.
-        forward_need = chain.forward_extra[j] - later - y[-1] - forward_time
+        forward.append(chain.forward_extra[j] - later - y[-1] - forward_time)
         # Reading 13: R^B_j needs |y_{j+1}|, where |y_{j-1}| is printed.
-        backward_need = chain.backward_extra[j] + y[j] + y[j + 1] - later - backward_time
-        forward_times.append(forward_time)
-        backward_times.append(backward_time)
-        forward_needs.append(max([forward_need, *forward_needs[-1:]]))
-        backward_needs.append(max([backward_need, *backward_needs[-1:]]))
+        backward.append(chain.backward_extra[j] + y[j] + y[j + 1] - later - backward_time)
         forward_time += chain.forward[j]
         backward_time += chain.backward[j]
         later += x[j + 1]
-    return Middle(
-        forward_times=tuple(forward_times),
-        forward_needs=tuple(forward_needs),
-        backward_times=tuple(backward_times),
-        backward_needs=tuple(backward_needs),
-    )
+    return Middle(forward=max(forward), backward=max(backward))
 
 
 def middle_gap(chain: LinkChain, terms: Middle, position: Position) -> int:
@@ -145,16 +136,10 @@ def middle_gap(chain: LinkChain, terms: Middle, position: Position) -> int:
         return to_send + to_fetch
     # Reading 13: the paper calls the terms below upper bounds; they are lower bounds.
     if to_send > 0:  # Eq. 9; Av_B = -to_fetch
-        over = position.memory - chain.device
-        reached = bisect.bisect_left(terms.backward_times, -to_fetch)
-        needs = terms.backward_needs
+        worst = terms.backward + position.memory - chain.device
     else:  # Eq. 10; Av_F = -to_send
         backward_memory = chain.gradients[-1] + to_fetch + position.memory
-        over = backward_memory - chain.device
-        reached = bisect.bisect_left(terms.forward_times, -to_send)
-        needs = terms.forward_needs
-    # U_j < Av for the operations before ``reached``.
-    worst = needs[reached - 1] + over if reached else 0
+        worst = terms.forward + backward_memory - chain.device
     return max(0, to_send + to_fetch, worst)
 
 
