@@ -109,7 +109,7 @@ def cnn_batch_norm() -> Example:
     params = {
         "convs": {
             f"conv{i}": (array(f"k{i}", 3, 3, 2 if i == 0 else 3, 3), jnp.ones(3), jnp.zeros(3))
-            for i in range(3)
+            for i in range(2)
         },
         "head": array("head", 3, 4),
     }
@@ -169,7 +169,7 @@ def residual_blocks() -> Example:
             x = jax.nn.relu(y + x)
         return jnp.sum(jnp.mean(x, (1, 2)) ** 2)
 
-    params = [(array(f"k{i}", 3, 3, 2, 2), array(f"s{i}", 2)) for i in range(4)]
+    params = [(array(f"k{i}", 3, 3, 2, 2), array(f"s{i}", 2)) for i in range(3)]
     return Example(fn=loss, args=(params, array("image", 2, 4, 4, 2)))
 
 

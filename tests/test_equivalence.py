@@ -125,26 +125,26 @@ def everything(example: Example, fn: Callable[..., Any]) -> dict[str, Any]:
     if reverse:
         value, pullback = jax.vjp(loss, *primals)
         results["vjp"] = pullback(jnp.full(value.shape, 1.5, value.dtype))
-        gradient = jax.grad(lambda *p: loss(*p), argnums=tuple(range(len(primals))))
+        gradient = jax.grad(loss, argnums=tuple(range(len(primals))))
     if example.forward_mode:
         results["jvp"] = jax.jvp(loss, primals, directions)
         value, tangent = jax.linearize(loss, *primals)
         results["linearize"] = value, tangent(*directions)
-    if reverse and example.twice:
-        along = lambda *p: sum(  # noqa: E731
-            jnp.vdot(g, d).real
-            for g, d in zip(jax.tree.leaves(gradient(*p)), jax.tree.leaves(directions), strict=True)
-        )
+    if reverse and example.twice and example.forward_mode:
+        results["forward over reverse"] = jax.jvp(gradient, primals, directions)
+    elif reverse and example.twice:
+
+        def along(*points: Any) -> jax.Array:
+            slopes = zip(jax.tree.leaves(gradient(*points)), jax.tree.leaves(directions),
+                         strict=True)
+            return sum(jnp.vdot(slope, direction).real for slope, direction in slopes)
+
         results["reverse over reverse"] = jax.grad(along)(*primals)
-        if example.forward_mode:
-            results["forward over reverse"] = jax.jvp(gradient, primals, directions)
     if example.batched:
         stacked = jax.tree.map(lambda p, d: jnp.stack([p, p + 0.1 * d, p]), primals, directions)
         results["vmap"] = jax.vmap(loss)(*stacked)
         if reverse:
             results["vmap of gradient"] = jax.vmap(gradient)(*stacked)
-            # ... and the gradient of a vmap.
-            results["gradient of vmap"] = jax.grad(lambda *s: jnp.sum(jax.vmap(loss)(*s)))(*stacked)
     return results
 
 
@@ -625,3 +625,20 @@ def test_rewritten_program_is_well_formed(name: str) -> None:
         leaves = jax.tree.leaves((call.args, call.kwargs))
         closed, _ = internals.make_jaxpr(run, list(program.constant_values), leaves)
         internals.check(closed)
+
+
+def test_full_hessian_and_gradient_of_a_vmap() -> None:
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    w, x = array("w", 3, 3), array("x", 2, 3)
+    fn = remat_opt.optimal_remat(loss, device="cpu")
+    for twice in (jax.hessian, lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.jacfwd(jax.grad(f))):
+        assert_same(jax.jit(twice(loss))(w, x), jax.jit(twice(fn))(w, x), 1e-11)
+
+    def mean(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda w, xs: jnp.mean(jax.vmap(fn, in_axes=(None, 0))(w, xs)))
+
+    assert_same(mean(loss)(w, x[:, None]), mean(fn)(w, x[:, None]), 1e-12)

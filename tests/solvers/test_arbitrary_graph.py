@@ -84,6 +84,14 @@ def test_complicate_root_of_bare_edges():
     assert answer.objective == 7
 
 
+def test_the_largest_independent_part_is_used():
+    # Correction 5: 3 lies between 1 and 6 and is independent, though 4 beside it is not.
+    edges = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 7), (3, 6), (4, 5), (5, 6), (6, 7)]
+    answer = check(Graph.from_edges([1, 1, 1, 10, 10, 1, 1, 1], edges))
+    assert answer.figures.checkpoints.kept == (0, 1, 2, 5, 6, 7)
+    assert answer.objective == 16
+
+
 def test_ends_change_the_objective_by_a_constant():
     graph = INSTANCES["residual_9"]
     found = arbitrary_graph.solve(graph).figures.checkpoints

@@ -175,6 +175,15 @@ def test_largest_part_of_what_lies_between():
     assert [child.kind for child in member.children] == [Kind.LEAF, Kind.LINEAR]
 
 
+def test_a_part_that_is_entered_elsewhere_is_dropped():
+    # Between 1 and 6 lie 3 and 4 by dominance, but 4 feeds 5, which 2 feeds, too.
+    edges = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 7), (3, 6), (4, 5), (5, 6), (6, 7)]
+    graph = Graph.from_edges([1] * 8, edges)
+    tree = division_tree.division_tree(graph)
+    (member,) = [child for child in tree.children if (child.source, child.target) == (1, 6)]
+    assert (member.kind, member.inside) == (Kind.LINEAR, (3,))
+
+
 def test_text():
     tree = division_tree.division_tree(layered("sinks", 3))
     assert tree.text(layered("sinks", 3)) == "\n".join(

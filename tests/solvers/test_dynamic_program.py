@@ -120,14 +120,14 @@ def test_exhaustive(graph):
 
 
 @pytest.mark.slow
-@given(oracle.paper_graphs())
+@given(oracle.paper_graphs(most=520))
 @settings(max_examples=2000)
 def test_exact_time_centric_on_many(graph):
     check_exact(graph, (Centric.TIME,))
 
 
 @pytest.mark.slow
-@given(oracle.paper_graphs())
+@given(oracle.paper_graphs(most=520))
 @settings(max_examples=2000)
 def test_exact_memory_centric_on_many(graph):
     check_exact(graph, (Centric.MEMORY,))
