@@ -113,37 +113,57 @@ def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(outputs) if primitive.multiple_results else [outputs]
 
 
-def run_with_outputs(closed: Any, inputs: Sequence[Any], known: Mapping[int, Any]) -> list[Any]:
-    """Runs a closed jaxpr of which some outputs are known.
+def run_with_known(
+    closed: Any,
+    inputs: Sequence[Any],
+    equation: Any,
+    literals: Mapping[int, Any],
+    outputs: Sequence[Any],
+) -> list[Any]:
+    """Runs a closed jaxpr in which one equation has been run already.
 
     Args:
-      closed: the jaxpr.
+      closed: the jaxpr; its first inputs are those of ``equation`` that are no literals.
       inputs: values of its inputs.
-      known: values of some outputs, by position. Their equations are not run, and what
-        reads them reads these values.
+      literals: values of the equation's other inputs, by position.
+      equation: wherever the jaxpr applies it to those inputs, it is not run. (A derivative
+        rule need not hand on what the primitive makes: that of ``cholesky`` clears the upper
+        triangle first. So it is the equation that is looked for, not the result.)
+      outputs: what it made.
 
     Returns:
-      All outputs.
+      All outputs of the jaxpr.
     """
-    constant_variables, constants, variables, equations, outputs = parts(closed)
+    constant_variables, constants, variables, equations, results = parts(closed)
     environment = dict(zip(constant_variables, constants, strict=True))
     environment.update(zip(variables, inputs, strict=True))
-    environment.update(
-        (outputs[position], value)
-        for position, value in known.items()
-        if not isinstance(outputs[position], Literal)
-    )
+    given = iter(variables)
+    reads = {p: next(given) for p in range(len(equation.invars)) if p not in literals}
+    parameters = describe_parameters(equation.params)
+
+    def is_same(position: int, atom: Any) -> bool:
+        if position in literals:
+            return isinstance(atom, Literal) and np.array_equal(atom.val, literals[position])
+        return atom is reads[position]
+
+    def is_known(other: Any) -> bool:
+        return (
+            other.primitive is equation.primitive
+            and len(other.invars) == len(equation.invars)
+            and all(is_same(position, atom) for position, atom in enumerate(other.invars))
+            and describe_parameters(other.params) == parameters
+        )
 
     def read(variable: Any) -> Any:
         return variable.val if isinstance(variable, Literal) else environment[variable]
 
-    for equation in equations:
-        if all(variable in environment for variable in equation.outvars):
-            continue
-        results = bind(equation, equation.source_info.name_stack, list(map(read, equation.invars)))
-        for variable, result in zip(equation.outvars, results, strict=True):
-            environment.setdefault(variable, result)
-    return list(map(read, outputs))
+    for step in equations:
+        if is_known(step):
+            made: Sequence[Any] = outputs
+        else:
+            made = bind(step, step.source_info.name_stack, list(map(read, step.invars)))
+        environment.update(zip(step.outvars, made, strict=True))
+    return list(map(read, results))
 
 
 def source_line(equation: Any) -> str:

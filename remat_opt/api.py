@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,7 +52,7 @@ def objective_of(
     except ValueError:
         raise RematError(f"overhead={overhead!r}: give 'seconds' or 'flops'.") from None
     if max_overhead is not None:
-        is_number = isinstance(max_overhead, numbers.Real) and not isinstance(max_overhead, bool)
+        is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
         if not (is_number and max_overhead >= 0 and math.isfinite(max_overhead)):
             raise RematError(
                 f"max_overhead={max_overhead!r}: give a share of a forward pass, such as 0.05."

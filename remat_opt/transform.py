@@ -159,15 +159,17 @@ def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any
 
     The derivative rule of ``tanh`` computes the output and reads that, not the named copy:
     the policy would keep the copy, and the equation would run again, with all before it. So
-    the equation gets a derivative in which its outputs are replaced by the named ones.
+    the equation gets a derivative in which it is not run: the named outputs stand in for it.
     """
     places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
+    # Without the inputs themselves: the rule outlives the trace that they belong to.
+    literals = {
+        p: atom.value for p, atom in enumerate(equation.inputs) if not isinstance(atom, int)
+    }
 
     def fill(*given: Any) -> list[Any]:
-        filled = list(inputs)
-        for place, value in zip(places, given, strict=True):
-            filled[place] = value
-        return filled
+        filled = literals | dict(zip(places, given, strict=True))
+        return [filled[place] for place in range(len(filled))]
 
     @jax.custom_jvp
     def kept(*given: Any) -> tuple[Any, ...]:
@@ -192,8 +194,9 @@ def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any
 
         directions = [tangents[number] for number in varying]
         closed, _ = internals.make_jaxpr(directional, list(primals), directions)
-        known = dict(enumerate(outputs))
-        results = internals.run_with_outputs(closed, [*primals, *directions], known)
+        results = internals.run_with_known(
+            closed, [*primals, *directions], equation.jax_equation, literals, outputs
+        )
         return outputs, tuple(results[len(outputs) :])
 
     kept.defjvp(tangent_rule, symbolic_zeros=True)

@@ -145,9 +145,12 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
     assert "add f32[64,8] kept test_api.py:" in message
     assert message.endswith("(layers). Give a larger budget or a smaller batch.")
     # The least peak itself can be had.
-    assert remat_opt.make_plan(
-        layers, WEIGHTS, X, budget=error.least_peak_bytes, device="cpu"
-    ).predicted.temporary_bytes == error.least_peak_bytes
+    assert (
+        remat_opt.make_plan(
+            layers, WEIGHTS, X, budget=error.least_peak_bytes, device="cpu"
+        ).predicted.temporary_bytes
+        == error.least_peak_bytes
+    )
 
 
 @pytest.mark.parametrize("overhead", ["seconds", "flops"])
@@ -162,9 +165,7 @@ def test_a_larger_budget_never_costs_more(overhead: str) -> None:
             break
         predicted = plan.predicted
         assert predicted.temporary_bytes <= plan.budget_bytes
-        cost = (
-            predicted.overhead_seconds if overhead == "seconds" else predicted.recomputed_flops
-        )
+        cost = predicted.overhead_seconds if overhead == "seconds" else predicted.recomputed_flops
         if before is not None:
             assert cost >= before
         before = cost
@@ -174,9 +175,7 @@ def test_a_larger_budget_never_costs_more(overhead: str) -> None:
 def test_a_larger_overhead_never_takes_more_memory() -> None:
     peaks = []
     for percent in range(0, 101, 10):
-        plan = remat_opt.make_plan(
-            layers, WEIGHTS, X, max_overhead=percent / 100, device="cpu"
-        )
+        plan = remat_opt.make_plan(layers, WEIGHTS, X, max_overhead=percent / 100, device="cpu")
         assert plan.predicted.overhead_share <= percent / 100 + 1e-12
         peaks.append(plan.predicted.temporary_bytes)
     assert peaks == sorted(peaks, reverse=True)
@@ -230,8 +229,10 @@ def test_the_plan_of_shapes_is_the_plan_that_the_gradient_uses() -> None:
     jax.jit(jax.grad(fn))(WEIGHTS, X)
     (used,) = seen
     assert fn.plan(of_shape(WEIGHTS), of_shape(X)) is used
-    assert remat_opt.make_plan(layers, of_shape(WEIGHTS), of_shape(X), budget=0.8,
-                               device="cpu") == used
+    assert (
+        remat_opt.make_plan(layers, of_shape(WEIGHTS), of_shape(X), budget=0.8, device="cpu")
+        == used
+    )
 
 
 def test_nothing_of_the_trace_outlives_it() -> None:
@@ -331,8 +332,11 @@ def test_callables_that_are_no_plain_functions() -> None:
         def __call__(self, w):
             return jnp.sum(jnp.sin(w))
 
-    for fn in (Loss(), functools.partial(lambda a, w: a * jnp.sum(jnp.sin(w)), 1.0),
-               jax.jit(lambda w: jnp.sum(jnp.sin(w)))):
+    for fn in (
+        Loss(),
+        functools.partial(lambda a, w: a * jnp.sum(jnp.sin(w)), 1.0),
+        jax.jit(lambda w: jnp.sum(jnp.sin(w))),
+    ):
         np.testing.assert_allclose(
             jax.grad(remat_opt.optimal_remat(fn))(jnp.ones(3)), jnp.cos(jnp.ones(3)), rtol=1e-6
         )

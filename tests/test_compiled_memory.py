@@ -1,8 +1,9 @@
 """The promise against the compiler: temporary bytes of planned gradients, as compiled.
 
-``tests`` on what a plan predicts belong elsewhere; here a real buffer assignment judges. The
-bands are those that were seen, with little room: a change that makes predictions worse must
-fail, and one that makes them better should tighten the numbers.
+A real buffer assignment judges here. ``lower`` and ``upper`` bound compiled over predicted
+bytes, ``least_share`` the plan for least memory over the plain function, both as compiled.
+They are what was seen, with little room: a change that makes predictions worse must fail, and
+one that makes them better should tighten the numbers.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
     return remat_opt.measure(jax.value_and_grad(fn), *args, device=device).temporary_bytes
 
 
-# On a CPU: device, arguments, ratio of compiled to predicted (from, to).
 @pytest.mark.parametrize(
     ("device", "rows", "width", "least_share", "lower", "upper"),
     [
         ("cpu", 4096, 64, 0.3, 0.99, 1.01),
-        pytest.param("v5e", 65536, 128, 0.4, 0.75, 1.25, marks=TPU),
+        # XLA for TPU fuses more of a short region than the simulator believes: less is needed.
+        pytest.param("v5e", 65536, 128, 0.3, 0.5, 1.0, marks=TPU),
     ],
 )
 def test_residual_net(
@@ -97,11 +98,16 @@ def test_residual_net(
     [
         # XLA's convolutions for CPU take work space of their own, which no graph shows.
         ("cpu", 8, 32, 16, 0.45, 1.0, 2.5),
-        pytest.param("v5e", 64, 64, 128, 0.5, 0.75, 1.25, marks=TPU),
+        pytest.param("v5e", 64, 64, 128, 0.8, 0.7, 1.25, marks=TPU),
     ],
 )
 def test_convolutional_net(
-    device: str, batch: int, side: int, channels: int, least_share: float, lower: float,
+    device: str,
+    batch: int,
+    side: int,
+    channels: int,
+    least_share: float,
+    lower: float,
     upper: float,
 ) -> None:
     args = convolutional_net_arguments(batch, side, channels)
@@ -111,11 +117,6 @@ def test_convolutional_net(
     for plan in (least, planned(convolutional_net, args, device, budget=0.6)):
         ratio = plan.measured.temporary_bytes / plan.predicted.temporary_bytes
         assert lower <= ratio <= upper, (plan.objective, ratio)
-    assert (
-        least.measured.temporary_bytes
-        < planned(convolutional_net, args, device, max_overhead=0.1).measured.temporary_bytes
-        < unchanged
-    )
 
 
 @pytest.mark.parametrize(
@@ -142,3 +143,11 @@ def test_less_budget_is_less_compiled_memory() -> None:
     ]
     assert compiled == sorted(compiled)
     assert compiled[0] < 0.5 * compiled[-1]
+
+
+def test_a_little_overhead_already_helps() -> None:
+    args = convolutional_net_arguments(8, 32, 16)
+    little = planned(convolutional_net, args, "cpu", max_overhead=0.1)
+    assert little.measured.temporary_bytes < plain_bytes(convolutional_net, args, "cpu")
+    least = planned(convolutional_net, args, "cpu")
+    assert least.measured.temporary_bytes < little.measured.temporary_bytes

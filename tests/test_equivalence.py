@@ -135,8 +135,9 @@ def everything(example: Example, fn: Callable[..., Any]) -> dict[str, Any]:
     elif reverse and example.twice:
 
         def along(*points: Any) -> jax.Array:
-            slopes = zip(jax.tree.leaves(gradient(*points)), jax.tree.leaves(directions),
-                         strict=True)
+            slopes = zip(
+                jax.tree.leaves(gradient(*points)), jax.tree.leaves(directions), strict=True
+            )
             return sum(jnp.vdot(slope, direction).real for slope, direction in slopes)
 
         results["reverse over reverse"] = jax.grad(along)(*primals)
@@ -635,7 +636,11 @@ def test_full_hessian_and_gradient_of_a_vmap() -> None:
 
     w, x = array("w", 3, 3), array("x", 2, 3)
     fn = remat_opt.optimal_remat(loss, device="cpu")
-    for twice in (jax.hessian, lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.jacfwd(jax.grad(f))):
+    for twice in (
+        jax.hessian,
+        lambda f: jax.jacrev(jax.grad(f)),
+        lambda f: jax.jacfwd(jax.grad(f)),
+    ):
         assert_same(jax.jit(twice(loss))(w, x), jax.jit(twice(fn))(w, x), 1e-11)
 
     def mean(fn: Callable[..., Any]) -> Callable[..., Any]:

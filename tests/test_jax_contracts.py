@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -42,8 +43,9 @@ def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
 
 def test_residuals_are_the_leaves_of_the_pullback() -> None:
     x = jnp.arange(3.0)
-    (residual,) = residuals_of(jnp.tanh, x)
-    assert residual.shape == (3,)
+    residuals = residuals_of(jnp.tanh, x)
+    assert residuals
+    assert all(residual.shape == (3,) for residual in residuals)
     assert residuals_of(lambda a: a + 1.0, x) == []
     assert len(residuals_of(lambda a, b: a * b, x, x + 1)) == 2
 
@@ -89,21 +91,22 @@ def test_a_names_policy_keeps_exactly_the_named(remat3: bool) -> None:
     before = getattr(jax.config, "jax_remat3", None)
 
     def region(x, w):
-        y = checkpoint_name(jnp.sin(x), "kept")
-        z = checkpoint_name(jnp.sin(y @ w), "not kept")
-        return jnp.sum(jnp.sin(z))
+        y = checkpoint_name(jnp.log(x), "kept")
+        z = checkpoint_name(jnp.exp(y @ w), "not kept")
+        return jnp.sum(jnp.cos(z))
 
     x, w = jnp.ones((2, 3)), jnp.ones((3, 5))
     try:
         if before is not None:
             jax.config.update("jax_remat3", remat3)
-        found = residuals_of(jax.checkpoint(region, policy=KEEP_NAMED("kept")), x, w)
+        checkpointed = jax.checkpoint(region, policy=KEEP_NAMED("kept"))
+        text = str(jax.make_jaxpr(jax.grad(checkpointed))(x, w))
     finally:
         if before is not None:
             jax.config.update("jax_remat3", before)
-    # The arguments, and what is named: nothing of the shape of z.
-    assert set(shapes_of(found)) == {(2, 3), (3, 5)}
-    assert shapes_of(found).count((2, 3)) == 2
+    assert len(re.findall(r"= exp ", text)) == 2
+    # What is kept is not run again.
+    assert len(re.findall(r"= log ", text)) == 1
 
 
 def test_only_readers_of_the_named_value_profit_from_its_name() -> None:

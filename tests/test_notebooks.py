@@ -31,8 +31,7 @@ def test_first_steps_runs_and_shows_plan_and_picture() -> None:
         (cell,) = (outputs[source] for source in outputs if marker in source)
         return {kind for output in cell for kind in output.get("data", {})}
 
-    assert "text/html" in shown("plan = planned_loss.plan(params, x)")
-    assert "text/html" in shown("comparison = remat_opt.compare")
+    assert "text/html" in shown("plan = lean_loss_fn.plan(params, x)")
     assert "image/png" in shown("def draw(")
 
 
