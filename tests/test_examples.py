@@ -15,12 +15,18 @@ QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.py"
 
 @pytest.fixture(scope="module")
 def printed():
+    # The checkout, whether it is installed or not.
+    paths = [str(QUICKSTART.parents[1]), os.environ.get("PYTHONPATH", "")]
     run = subprocess.run(
         [sys.executable, str(QUICKSTART)],
         capture_output=True,
         text=True,
         timeout=900,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        },
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout

@@ -45,7 +45,13 @@ def test_is_stored_without_outputs():
 @pytest.fixture(scope="module")
 def executed():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    # The kernel sees what is installed here, and runs in the notebook's own folder.
+    # The checkout, whether it is installed or not; and figures as the kernel shows them.
+    paths = [str(NOTEBOOK.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **{key: value for key, value in os.environ.items() if key != "MPLBACKEND"},
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     client = nbclient.NotebookClient(
         notebook,
         timeout=1200,
@@ -53,7 +59,7 @@ def executed():
         resources={"metadata": {"path": str(NOTEBOOK.parent)}},
     )
     # Raises CellExecutionError with the traceback if a cell fails.
-    client.execute(env={**os.environ, "JAX_PLATFORMS": "cpu", "MPLBACKEND": ""})
+    client.execute(env=environment)
     return notebook
 
 
