@@ -55,6 +55,7 @@ class Decision:
       source: line of the user's code, as ``file.py:line (function)``.
       region: number of its region.
       fate: ``kept``, ``recomputed`` or ``not needed`` (by the backward pass).
+      times: how often it is computed again; more than once only where regions nest.
       bytes: of the value, where it lies in temporary memory.
       seconds: what computing it again takes.
       flops: what computing it again takes.
@@ -66,6 +67,7 @@ class Decision:
     source: str
     region: int
     fate: str
+    times: int
     bytes: int
     seconds: float
     flops: int

@@ -64,8 +64,6 @@ def _title(plan: Mapping[str, Any]) -> str:
 def _facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     predicted = plan["predicted"]
     kept = _with_fate(plan, "kept")
-    stages = plan["stages"]
-    checkpointed = sum(stage["checkpointed"] for stage in stages)
     facts = [
         ("asked for", _asked(plan)),
         ("predicted", _peak(predicted)),
@@ -75,7 +73,7 @@ def _facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{format_bytes(predicted['kept_bytes'])} in {_count(len(kept), 'value')} "
             "wait for the backward pass",
         ),
-        ("regions", f"{len(stages)}, {checkpointed} of them under jax.checkpoint"),
+        ("regions", _regions(plan["stages"])),
     ]
     if plan["measured"] is not None:
         facts += _measured(plan["measured"], predicted)
@@ -88,6 +86,17 @@ def _facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     facts += [("note", note) for note in plan["notes"]]
     return facts
+
+
+def _regions(stages: Sequence[Mapping[str, Any]]) -> str:
+    checkpointed = sum(stage["checkpointed"] for stage in stages)
+    said = f"{len(stages)}, {checkpointed} of them under jax.checkpoint"
+    nested = sum(_inside(stage) for stage in stages)
+    return f"{said}, {nested} more inside them" if nested else said
+
+
+def _inside(stage: Mapping[str, Any]) -> int:
+    return sum(1 + _inside(one) for one in stage["inside"])
 
 
 def _asked(plan: Mapping[str, Any]) -> str:
@@ -201,11 +210,16 @@ def _folded(values: Iterable[Mapping[str, Any]]) -> list[_Row]:
             role=role,
             count=len(group),
             bytes=sum(value["bytes"] for value in group),
-            seconds=sum(value.get("seconds", 0.0) for value in group),
-            flops=sum(value.get("flops", 0) for value in group),
+            seconds=sum(_each_time(value, "seconds") for value in group),
+            flops=int(sum(_each_time(value, "flops") for value in group)),
         )
         for (label, source, _, role), group in groups.items()
     ]
+
+
+def _each_time(value: Mapping[str, Any], what: str) -> float:
+    """What computing a value again takes, as often as it is planned."""
+    return float(value.get(what, 0) * max(1, value.get("times", 1)))
 
 
 def _common(modules: Sequence[str]) -> str:
@@ -226,7 +240,7 @@ def _values_table(
     rows = sorted(_folded(values), key=lambda row: -getattr(row, by))
     shown, left = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
     total = sum(value["bytes"] for value in values)
-    seconds = sum(value["seconds"] for value in values)
+    seconds = sum(_each_time(value, "seconds") for value in values)
     said = (
         f"{format_bytes(total)} of which computing again would take {format_seconds(seconds)}"
         if fate == "kept"

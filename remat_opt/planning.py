@@ -8,7 +8,8 @@ which is kept for as long as the program's fingerprint and the device stay the s
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
 import jax
 
@@ -20,7 +21,7 @@ from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import Program
-from remat_opt.schedule import Schedule, Stage, plain
+from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.simulator import Simulation, simulate
 from remat_opt.solvers import portfolio
 from remat_opt.solvers.base import (
@@ -170,14 +171,18 @@ def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
 
 def stages(materialization: Materialization, schedule: Schedule) -> tuple[Stage, ...]:
     """A schedule in terms of equations."""
-    roots = materialization.roots
+    return _stages(materialization.roots, schedule.regions)
+
+
+def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...]:
     return tuple(
         Stage(
             roots=tuple(roots[vertex] for vertex in region.vertices),
             kept=tuple(roots[vertex] for vertex in region.kept),
             checkpointed=region.checkpointed,
+            inside=_stages(roots, region.inside),
         )
-        for region in schedule.regions
+        for region in regions
     )
 
 
@@ -237,12 +242,12 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
     graph = materialization.graph
     simulation = _simulate(materialization, chosen.schedule)
     region_of = chosen.schedule.region_of()
-    stored, recomputed = set(simulation.stored), set(simulation.recomputed)
+    stored, times = set(simulation.stored), Counter(simulation.recomputed)
     decisions = []
     for vertex, root in enumerate(materialization.roots):
         if vertex in stored:
             fate = "kept"
-        elif vertex in recomputed:
+        elif times[vertex]:
             fate = "recomputed"
         else:
             fate = "not needed"
@@ -254,6 +259,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
                 source=internals.source_line(program.equations[root].jax_equation),
                 region=region_of[vertex],
                 fate=fate,
+                times=times[vertex],
                 bytes=graph.bytes[vertex],
                 seconds=graph.seconds[vertex],
                 flops=graph.flops[vertex],

@@ -1,8 +1,10 @@
-"""The decision record: regions in order, and every vertex's fate in them."""
+"""The decision record: regions in order, which may nest, and every vertex's fate in them."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
@@ -17,11 +19,15 @@ class Region:
       kept: those of ``vertices`` that are saved by name for the backward pass.
       checkpointed: whether the region runs under ``jax.checkpoint``. Where it does not,
         all that its backward steps read is kept and nothing is recomputed.
+      inside: a chain of regions that together hold ``vertices``. When the region's turn comes
+        in the backward pass, its vertices do not run again all at once, but as this chain:
+        each region of it keeps what is its own, and is recomputed once more in its turn.
     """
 
     vertices: tuple[int, ...]
     kept: tuple[int, ...] = ()
     checkpointed: bool = True
+    inside: tuple[Region, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,42 +46,74 @@ class Schedule:
 
     def check(self, graph: Graph) -> None:
         """Raises GraphError unless the schedule can be executed on ``graph``."""
-        number: dict[int, int] = {}
-        for position, region in enumerate(self.regions):
-            if not region.vertices:
-                raise GraphError(f"Region {position} of the schedule is empty.")
-            for vertex in region.vertices:
-                if not 0 <= vertex < len(graph):
-                    raise GraphError(
-                        f"Region {position} holds vertex {vertex}, but there are only "
-                        f"{len(graph)} vertices, numbered from 0."
-                    )
-                if vertex in number:
-                    raise GraphError(f"Vertex {graph.names[vertex]!r} is in two regions.")
-                number[vertex] = position
-                if graph.pinned[vertex] and region.checkpointed:
-                    raise GraphError(
-                        f"Vertex {graph.names[vertex]!r} has side effects and must not run under "
-                        "a checkpoint, which would repeat them."
-                    )
-            if list(region.vertices) != sorted(region.vertices):
-                raise GraphError(f"The vertices of region {position} are not ascending.")
-            outside = set(region.kept) - set(region.vertices)
-            if outside:
-                raise GraphError(
-                    f"Region {position} keeps {graph.names[min(outside)]!r}, which another region "
-                    "computes."
-                )
-        missing = set(range(len(graph))) - set(number)
+        _check_chain(graph, self.regions, "the schedule")
+        missing = set(range(len(graph))) - set(self.region_of())
         if missing:
             raise GraphError(f"Vertex {graph.names[min(missing)]!r} is in no region.")
+        number = self.region_of()
         for vertex, predecessors in enumerate(graph.predecessors):
             for predecessor in predecessors:
                 if number[predecessor] > number[vertex]:
-                    raise GraphError(
-                        f"Vertex {graph.names[vertex]!r} reads {graph.names[predecessor]!r}, "
-                        "which a later region computes."
-                    )
+                    raise _reads_later(graph, vertex, predecessor)
+
+
+def _check_chain(graph: Graph, regions: Sequence[Region], whole: str) -> None:
+    number: dict[int, int] = {}
+    for position, region in enumerate(regions):
+        _check_region(graph, region, f"Region {position} of {whole}")
+        for vertex in region.vertices:
+            if vertex in number:
+                raise GraphError(f"Vertex {graph.names[vertex]!r} is in two regions.")
+            number[vertex] = position
+        if not region.inside:
+            continue
+        within = f"the regions inside region {position} of {whole}"
+        _check_chain(graph, region.inside, within)
+        inner = {
+            vertex: place for place, one in enumerate(region.inside) for vertex in one.vertices
+        }
+        if set(inner) != set(region.vertices):
+            raise GraphError(
+                f"{within[0].upper()}{within[1:]} do not hold the same vertices as that region."
+            )
+        for vertex in region.vertices:
+            for predecessor in graph.predecessors[vertex]:
+                if inner.get(predecessor, 0) > inner[vertex]:
+                    raise _reads_later(graph, vertex, predecessor)
+
+
+def _check_region(graph: Graph, region: Region, called: str) -> None:
+    if not region.vertices:
+        raise GraphError(f"{called} is empty.")
+    for vertex in region.vertices:
+        if not 0 <= vertex < len(graph):
+            raise GraphError(
+                f"{called} holds vertex {vertex}, but there are only {len(graph)} vertices, "
+                "numbered from 0."
+            )
+        if graph.pinned[vertex] and region.checkpointed:
+            raise GraphError(
+                f"Vertex {graph.names[vertex]!r} has side effects and must not run under "
+                "a checkpoint, which would repeat them."
+            )
+    if any(left >= right for left, right in itertools.pairwise(region.vertices)):
+        raise GraphError(f"The vertices of {called[0].lower()}{called[1:]} are not ascending.")
+    outside = set(region.kept) - set(region.vertices)
+    if outside:
+        raise GraphError(
+            f"{called} keeps {graph.names[min(outside)]!r}, which another region computes."
+        )
+    if region.inside and not region.checkpointed:
+        raise GraphError(
+            f"{called} has regions inside but no checkpoint of its own: put them in its place."
+        )
+
+
+def _reads_later(graph: Graph, vertex: int, predecessor: int) -> GraphError:
+    return GraphError(
+        f"Vertex {graph.names[vertex]!r} reads {graph.names[predecessor]!r}, which a later region "
+        "computes."
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +124,14 @@ class Stage:
       roots: positions of the equations whose results the region provides, ascending.
       kept: those of ``roots`` whose results are saved by name.
       checkpointed: whether the region runs under ``jax.checkpoint``.
+      inside: a chain of regions that together have ``roots``, to run in its place when it is
+        recomputed.
     """
 
     roots: tuple[int, ...]
     kept: tuple[int, ...]
     checkpointed: bool
+    inside: tuple[Stage, ...] = ()
 
 
 def plain(graph: Graph) -> Schedule:

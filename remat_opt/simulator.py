@@ -9,11 +9,12 @@ checkpointed and a backward step needs it.
 
 Backward, regions run in reverse. A region first recomputes, in order, all that its backward
 steps need and that is not stored, each value held until its last reader in the region; then
-its vertices' backward steps run in reverse. A step turns the cotangent of its vertex into
-those of the predecessors; the step of an elementwise vertex works in place where the buffer
-is large enough for one of them. (XLA is free to
-recompute a value later than that, and often does. Where regions are short the two agree;
-where they are long, this is the safe side.)
+its vertices' backward steps run in reverse. A region with regions inside recomputes only what
+these find in memory, as a forward pass of its own, and then runs them backward in the same
+way. A step turns the cotangent of its vertex into those of the predecessors; the step of an
+elementwise vertex works in place where the buffer is large enough for one of them. (XLA is
+free to recompute a value later than that, and often does. Where regions are short the two
+agree; where they are long, this is the safe side.)
 
 Program outputs and gradients with respect to arguments live in output buffers and count
 nothing here. All figures are bytes of temporaries.
@@ -24,10 +25,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt.graph import Graph
-from remat_opt.schedule import Schedule
+from remat_opt.schedule import Region, Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Simulation:
       alive: the arrays alive at the peak, largest first.
       stored: the vertices whose value the backward pass reads from memory, ascending.
       stored_bytes: their bytes.
-      recomputed: the vertices that run a second time, ascending.
+      recomputed: the vertices that run again, ascending, each as often as it does.
       overhead_seconds: time of the recomputation.
       recomputed_flops: operations of the recomputation.
     """
@@ -93,42 +94,75 @@ class Simulation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the backward pass of a schedule reads.
+    """What the backward pass of a chain of regions reads.
 
     Attributes:
-      stored: vertices read from memory, across all regions.
-      recomputed: for each region the vertices that run again in it.
+      stored: vertices read from memory, across all regions of the chain.
+      recomputed: for each region the vertices that run again when its turn comes.
+      inside: for each region what the chain inside it reads beyond that, or None.
     """
 
     stored: frozenset[int]
     recomputed: tuple[frozenset[int], ...]
+    inside: tuple[Demand | None, ...]
+
+    def all_recomputed(self) -> Iterator[int]:
+        """Every vertex, as often as it runs again."""
+        for again, inside in zip(self.recomputed, self.inside, strict=True):
+            yield from again
+            if inside is not None:
+                yield from inside.all_recomputed()
 
 
 def demand(graph: Graph, schedule: Schedule) -> Demand:
     """Follows what each region's backward pass reads back to what is stored."""
+    return _demand(graph, schedule.regions)
+
+
+def _demand(graph: Graph, regions: Sequence[Region]) -> Demand:
     stored: set[int] = set()
     recomputed: list[frozenset[int]] = []
-    for region in schedule.regions:
-        inside = set(region.vertices)
+    insides: list[Demand | None] = []
+    for region in regions:
+        own = set(region.vertices)
         kept = set(region.kept)
         again: set[int] = set()
         pending: list[int] = []
-        for vertex in region.vertices:
-            pending += graph.needs[vertex]
-            if region.checkpointed and graph.internal_bytes[vertex]:
-                again.add(vertex)
-                pending += graph.predecessors[vertex]
+        inside = _demand(graph, region.inside) if region.inside else None
+        if inside is not None:
+            pending += inside.stored
+        else:
+            for vertex in region.vertices:
+                pending += graph.needs[vertex]
+        for vertex in _with_internals(graph, region):
+            again.add(vertex)
+            pending += graph.predecessors[vertex]
         while pending:
             vertex = pending.pop()
-            if vertex in stored and (vertex not in inside or vertex in kept):
+            if vertex in stored and (vertex not in own or vertex in kept):
                 continue
-            if not region.checkpointed or vertex in kept or vertex not in inside:
+            if not region.checkpointed or vertex in kept or vertex not in own:
                 stored.add(vertex)
             elif vertex not in again:
                 again.add(vertex)
                 pending += graph.predecessors[vertex]
         recomputed.append(frozenset(again))
-    return Demand(stored=frozenset(stored), recomputed=tuple(recomputed))
+        insides.append(inside)
+    return Demand(stored=frozenset(stored), recomputed=tuple(recomputed), inside=tuple(insides))
+
+
+def _with_internals(graph: Graph, region: Region) -> list[int]:
+    """The vertices that a region's own recomputation must run for residuals without a name."""
+    if not region.checkpointed:
+        return []
+    parts = region.inside or (region,)
+    return [
+        vertex
+        for part in parts
+        if part is region or not part.checkpointed
+        for vertex in part.vertices
+        if graph.internal_bytes[vertex]
+    ]
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
@@ -148,11 +182,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         if number == peak:
             alive = [
                 Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
-                for (role, vertex), size in live.items()
+                for (role, vertex, _), size in live.items()
                 if size
             ]
             break
-    again = [vertex for region in wanted.recomputed for vertex in region]
+    again = sorted(wanted.all_recomputed())
     return Simulation(
         peak_bytes=moments[peak].live_bytes,
         peak=peak,
@@ -160,7 +194,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         alive=tuple(sorted(alive, key=lambda item: (-item.bytes, item.vertex, item.role))),
         stored=tuple(sorted(wanted.stored)),
         stored_bytes=sum(graph.bytes[vertex] for vertex in wanted.stored),
-        recomputed=tuple(sorted(again)),
+        recomputed=tuple(again),
         overhead_seconds=math.fsum(graph.seconds[vertex] for vertex in again),
         recomputed_flops=sum(graph.flops[vertex] for vertex in again),
     )
@@ -184,7 +218,7 @@ class Figures:
 def evaluate(graph: Graph, schedule: Schedule) -> Figures:
     """Replays ``schedule`` on ``graph`` for its figures alone; it must be executable."""
     wanted = demand(graph, schedule)
-    again = [vertex for region in wanted.recomputed for vertex in region]
+    again = sorted(wanted.all_recomputed())
     return Figures(
         peak_bytes=max(total for *_, total, _ in _replay(graph, schedule, wanted)),
         overhead_seconds=math.fsum(graph.seconds[vertex] for vertex in again),
@@ -206,7 +240,156 @@ def _role(role: str, vertex: int, wanted: Demand) -> str:
     return role
 
 
-_Live = dict[tuple[str, int], int]
+#: Role, vertex, and how many checkpoints deep the copy was made.
+_Live = dict[tuple[str, int, int], int]
+
+
+@dataclasses.dataclass(slots=True)
+class _Readers:
+    """Backward reads that are still to come, of one region.
+
+    Attributes:
+      local: of the values that the region recomputes itself.
+      outer: of those that it finds in memory.
+      inside: of the regions inside.
+    """
+
+    local: Counter[int]
+    outer: Counter[int]
+    inside: list[_Readers]
+
+
+def _readers(
+    graph: Graph, region: Region, again: frozenset[int], inside: Demand | None
+) -> _Readers:
+    reads: Counter[int] = Counter()
+    for vertex in again:
+        reads.update(graph.predecessors[vertex])
+    nested: list[_Readers] = []
+    if inside is None:
+        for vertex in region.vertices:
+            reads.update(graph.needs[vertex])
+    else:
+        nested = _readers_of_chain(graph, region.inside, inside)
+        for one in nested:
+            reads.update(one.outer)
+    # A value can be both kept and run again, for residuals that have no name: then the stored
+    # copy is read.
+    copies = again - frozenset(region.kept)
+    local: Counter[int] = Counter()
+    outer: Counter[int] = Counter()
+    for read, count in reads.items():
+        (local if read in copies else outer)[read] = count
+    return _Readers(local=local, outer=outer, inside=nested)
+
+
+def _readers_of_chain(graph: Graph, regions: Sequence[Region], wanted: Demand) -> list[_Readers]:
+    return [
+        _readers(graph, region, again, inside)
+        for region, again, inside in zip(regions, wanted.recomputed, wanted.inside, strict=True)
+    ]
+
+
+class _Replay:
+    """One run of a schedule: what is alive, step by step."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.live: _Live = {}
+        self.total = 0
+
+    def allocate(self, role: str, vertex: int, size: int, depth: int = 0) -> None:
+        if (role, vertex, depth) not in self.live:
+            self.live[role, vertex, depth] = size
+            self.total += size
+
+    def free(self, role: str, vertex: int, depth: int = 0) -> None:
+        self.total -= self.live.pop((role, vertex, depth), 0)
+
+    def forward(self, regions: Sequence[Region], wanted: Demand) -> Iterator[tuple[str, int, int]]:
+        graph = self.graph
+        readers = Counter(p for found in graph.predecessors for p in found)
+        for number, region in enumerate(regions):
+            for vertex in region.vertices:
+                self.allocate("forward", vertex, graph.bytes[vertex])
+                if not region.checkpointed:
+                    self.allocate("internal", vertex, graph.internal_bytes[vertex])
+                yield "forward", number, vertex
+                for read in (*graph.predecessors[vertex], vertex):
+                    if read != vertex:
+                        readers[read] -= 1
+                    if not readers[read] and read not in wanted.stored:
+                        self.free("forward", read)
+
+    def backward(
+        self,
+        regions: Sequence[Region],
+        wanted: Demand,
+        readers: Sequence[_Readers],
+        release_outer: Callable[[int], None],
+        depth: int = 0,
+    ) -> Iterator[tuple[str, int, int]]:
+        for number in reversed(range(len(regions))):
+            region, inside = regions[number], wanted.inside[number]
+            local = readers[number].local
+
+            def release(read: int, local: Counter[int] = local) -> None:
+                if read in local:
+                    local[read] -= 1
+                    if not local[read]:
+                        self.free("recomputed", read, depth)
+                else:
+                    release_outer(read)
+
+            yield from self.recompute(
+                number, region, wanted.recomputed[number], local, release, depth
+            )
+            if inside is None:
+                yield from self.differentiate(number, region, release)
+            else:
+                for phase, _, vertex in self.backward(
+                    region.inside, inside, readers[number].inside, release, depth + 1
+                ):
+                    yield phase, number, vertex
+
+    def recompute(
+        self,
+        number: int,
+        region: Region,
+        again: frozenset[int],
+        local: Counter[int],
+        release: Callable[[int], None],
+        depth: int,
+    ) -> Iterator[tuple[str, int, int]]:
+        graph = self.graph
+        internals = set(_with_internals(graph, region))
+        for vertex in sorted(again):
+            self.allocate("recomputed", vertex, graph.bytes[vertex], depth)
+            if vertex in internals:
+                self.allocate("internal", vertex, graph.internal_bytes[vertex])
+            yield "recompute", number, vertex
+            for read in graph.predecessors[vertex]:
+                release(read)
+            if not local[vertex]:
+                self.free("recomputed", vertex, depth)
+
+    def differentiate(
+        self, number: int, region: Region, release: Callable[[int], None]
+    ) -> Iterator[tuple[str, int, int]]:
+        graph = self.graph
+        for vertex in reversed(region.vertices):
+            if graph.cotangent_bytes[vertex]:
+                if turns_in_place(graph, vertex):
+                    self.free("cotangent", vertex)
+                else:
+                    self.allocate("cotangent", vertex, graph.cotangent_bytes[vertex])
+                for predecessor in graph.predecessors[vertex]:
+                    self.allocate("cotangent", predecessor, graph.cotangent_bytes[predecessor])
+                yield "backward", number, vertex
+            self.free("cotangent", vertex)
+            self.free("internal", vertex)
+            for read in graph.needs[vertex]:
+                release(read)
 
 
 def _replay(
@@ -216,84 +399,18 @@ def _replay(
 
     The caller must not change the last, and must not hold on to it.
     """
-    live: _Live = {}
-    total = 0
-
-    def allocate(role: str, vertex: int, size: int) -> None:
-        nonlocal total
-        if (role, vertex) not in live:
-            live[role, vertex] = size
-            total += size
-
-    def free(role: str, vertex: int) -> None:
-        nonlocal total
-        total -= live.pop((role, vertex), 0)
-
-    forward_readers = Counter(p for found in graph.predecessors for p in found)
-    for number, region in enumerate(schedule.regions):
-        for vertex in region.vertices:
-            allocate("forward", vertex, graph.bytes[vertex])
-            if not region.checkpointed:
-                allocate("internal", vertex, graph.internal_bytes[vertex])
-            yield "forward", number, vertex, total, live
-            for read in (*graph.predecessors[vertex], vertex):
-                if read != vertex:
-                    forward_readers[read] -= 1
-                if not forward_readers[read] and read not in wanted.stored:
-                    free("forward", read)
-
-    # Backward reads of the stored values, over all regions; the last one frees.
+    run = _Replay(graph)
+    for phase, number, vertex in run.forward(schedule.regions, wanted):
+        yield phase, number, vertex, run.total, run.live
+    readers = _readers_of_chain(graph, schedule.regions, wanted)
     stored_readers: Counter[int] = Counter()
-    local_readers: list[Counter[int]] = []
-    for region, again in zip(schedule.regions, wanted.recomputed, strict=True):
-        local: Counter[int] = Counter()
-        # A value can be both kept and run again, for residuals that have no name: then the
-        # stored copy is read.
-        local_copies = again - frozenset(region.kept)
-        for vertex in region.vertices:
-            reads = list(graph.needs[vertex])
-            if vertex in again:
-                reads += graph.predecessors[vertex]
-            for read in reads:
-                if read in local_copies:
-                    local[read] += 1
-                else:
-                    stored_readers[read] += 1
-        local_readers.append(local)
+    for one in readers:
+        stored_readers.update(one.outer)
 
-    for number in reversed(range(len(schedule.regions))):
-        region = schedule.regions[number]
-        again = wanted.recomputed[number]
-        readers = local_readers[number]
+    def release(read: int) -> None:
+        stored_readers[read] -= 1
+        if not stored_readers[read]:
+            run.free("forward", read)
 
-        def release(read: int, readers: Counter[int] = readers) -> None:
-            if read in readers:
-                readers[read] -= 1
-                if not readers[read]:
-                    free("recomputed", read)
-            else:
-                stored_readers[read] -= 1
-                if not stored_readers[read]:
-                    free("forward", read)
-
-        for vertex in sorted(again):
-            allocate("recomputed", vertex, graph.bytes[vertex])
-            allocate("internal", vertex, graph.internal_bytes[vertex])
-            yield "recompute", number, vertex, total, live
-            for read in graph.predecessors[vertex]:
-                release(read)
-            if not readers[vertex]:
-                free("recomputed", vertex)
-        for vertex in reversed(region.vertices):
-            if graph.cotangent_bytes[vertex]:
-                if turns_in_place(graph, vertex):
-                    free("cotangent", vertex)
-                else:
-                    allocate("cotangent", vertex, graph.cotangent_bytes[vertex])
-                for predecessor in graph.predecessors[vertex]:
-                    allocate("cotangent", predecessor, graph.cotangent_bytes[predecessor])
-                yield "backward", number, vertex, total, live
-            free("cotangent", vertex)
-            free("internal", vertex)
-            for read in graph.needs[vertex]:
-                release(read)
+    for phase, number, vertex in run.backward(schedule.regions, wanted, readers, release):
+        yield phase, number, vertex, run.total, run.live

@@ -4,14 +4,15 @@ One checkpoint round a whole function changes nothing: its recomputation may sta
 as the forward pass ends. Each checkpoint of a chain, however, ties its recomputation to the
 arrival of its own cotangents, so it cannot start before its turn. So each region of a
 schedule becomes one ``jax.checkpoint`` whose policy keeps the region's kept values by
-name; every reader inside the region reads the named value. Equations that are fused into
-several vertices are emitted again in each region that needs them.
+name; every reader inside the region reads the named value. A region with regions inside is a
+checkpoint round theirs. Equations that are fused into several vertices are emitted again in
+each region that needs them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -33,13 +34,25 @@ def name_of(root: int, position: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A stage made ready to run: which equations, what goes in and what comes out."""
+    """A stage made ready to run: which equations, what goes in and what comes out.
+
+    Attributes:
+      equations: those to emit, in order; none where there are steps inside.
+      inputs: values that it reads.
+      outputs: values that later steps or the result read.
+      kept: equations whose outputs are saved by the step's own policy.
+      named: those whose outputs carry a name, for its policy or that of a step round it.
+      checkpointed: whether it runs under ``jax.checkpoint``.
+      inside: steps to run in the place of ``equations``.
+    """
 
     equations: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     kept: frozenset[int]
+    named: frozenset[int]
     checkpointed: bool
+    inside: tuple[_Step, ...]
 
 
 def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any]]:
@@ -62,16 +75,21 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
         environment.update(zip(program.arguments, arguments, strict=True))
-        for step in steps:
-            given = [environment[value] for value in step.inputs]
-            results = _runner(program, step)(*given)
-            _check_types(program, step, results)
-            environment.update(zip(step.outputs, results, strict=True))
+        _run(program, steps, environment)
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
 
     return run
+
+
+def _run(program: Program, steps: Sequence[_Step], environment: dict[int, Any]) -> None:
+    """Runs steps one after the other and adds what they provide."""
+    for step in steps:
+        given = [environment[value] for value in step.inputs]
+        results = _runner(program, step)(*given)
+        _check_types(program, step, results)
+        environment.update(zip(step.outputs, results, strict=True))
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
@@ -101,6 +119,16 @@ def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
                 f"Region {number} of the plan keeps equation {strange[0]}, which it does not "
                 "compute. Make the plan again."
             )
+        if not stage.inside:
+            continue
+        if not stage.checkpointed or sorted(
+            root for one in stage.inside for root in one.roots
+        ) != sorted(stage.roots):
+            raise PlanFileError(
+                f"Region {number} of the plan has regions inside that do not add up to it. Make "
+                "the plan again."
+            )
+        _check_stages(program, stage.inside)
 
 
 def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
@@ -123,13 +151,14 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
 def _runner(program: Program, step: _Step) -> Callable[..., list[Any]]:
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
+        _run(program, step.inside, environment)
         for index in step.equations:
             equation = program.equations[index]
             inputs = [
                 environment[atom] if isinstance(atom, int) else atom.value
                 for atom in equation.inputs
             ]
-            if index not in step.kept or not step.checkpointed:
+            if index not in step.named:
                 results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
             elif equation.derivative_reads_kept:
                 results = _run_kept(equation, index, inputs)
@@ -213,6 +242,19 @@ def _named(value: Any, name: str) -> Any:
     return checkpoint_name(value, name)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A step of which it is not known yet what is read later."""
+
+    provided: tuple[int, ...]
+    equations: tuple[int, ...]
+    inputs: tuple[int, ...]
+    kept: frozenset[int]
+    named: frozenset[int]
+    checkpointed: bool
+    inside: tuple[_Draft, ...]
+
+
 def _steps(program: Program, stages: Sequence[Stage]) -> list[_Step]:
     maker = {
         value: index
@@ -221,73 +263,106 @@ def _steps(program: Program, stages: Sequence[Stage]) -> list[_Step]:
     }
     all_roots = {root for stage in stages for root in stage.roots}
     available = set(program.constants) | set(program.arguments)
-    drafts: list[tuple[Stage, list[int], list[int]]] = []
-    for stage in stages:
-        equations = _emitted(program, stage.roots, all_roots, maker, available)
-        made = {value for index in equations for value in program.equations[index].outputs}
-        inputs = _distinct(
-            value
-            for index in equations
-            for value in program.equations[index].value_inputs
-            if value not in made
-        )
-        drafts.append((stage, equations, inputs))
-        for root in stage.roots:
-            available.update(program.equations[root].outputs)
+    drafts = _drafts(program, stages, frozenset(), maker, available)
     # Outputs that are only another shape of a root are emitted without a checkpoint at the end.
     # So is, where no stage has it, what has side effects.
     left = {maker[value] for value in program.output_values if value in maker} | {
         index for index, equation in enumerate(program.equations) if equation.effects
     }
-    trailing = _emitted(
-        program,
-        sorted(left - all_roots),
-        all_roots,
-        maker,
-        available,
-    )
-    steps = []
-    wanted = set(program.output_values)
+    trailing = _emitted(program, sorted(left - all_roots), maker, available)
     if trailing:
-        made = {value for index in trailing for value in program.equations[index].outputs}
-        inputs = _distinct(
-            value
-            for index in trailing
-            for value in program.equations[index].value_inputs
-            if value not in made
-        )
-        steps.append(
-            _Step(
+        drafts.append(
+            _Draft(
+                provided=tuple(v for index in trailing for v in program.equations[index].outputs),
                 equations=tuple(trailing),
-                inputs=tuple(inputs),
-                outputs=tuple(value for value in made if value in wanted),
+                inputs=_inputs(program, trailing),
                 kept=frozenset(),
+                named=frozenset(),
                 checkpointed=False,
+                inside=(),
             )
         )
-        wanted -= made
-        wanted.update(inputs)
-    for stage, equations, inputs in reversed(drafts):
-        provided = [value for root in stage.roots for value in program.equations[root].outputs]
+    return _finished(drafts, set(program.output_values))
+
+
+def _drafts(
+    program: Program,
+    stages: Sequence[Stage],
+    named: frozenset[int],
+    maker: Mapping[int, int],
+    available: set[int],
+) -> list[_Draft]:
+    """Stages one after the other; what they provide is added to ``available``."""
+    drafts = []
+    for stage in stages:
+        own = frozenset(stage.kept) if stage.checkpointed else frozenset()
+        provided = tuple(v for root in stage.roots for v in program.equations[root].outputs)
+        if stage.inside:
+            equations: tuple[int, ...] = ()
+            inside = tuple(_drafts(program, stage.inside, named | own, maker, set(available)))
+            made: set[int] = set()
+            read = []
+            for one in inside:
+                read += [value for value in one.inputs if value not in made]
+                made.update(one.provided)
+            inputs = _distinct(read)
+        else:
+            equations = tuple(_emitted(program, stage.roots, maker, available))
+            inside = ()
+            inputs = _inputs(program, equations)
+        drafts.append(
+            _Draft(
+                provided=provided,
+                equations=equations,
+                inputs=inputs,
+                kept=own,
+                named=named | own,
+                checkpointed=stage.checkpointed,
+                inside=inside,
+            )
+        )
+        available.update(provided)
+    return drafts
+
+
+def _finished(drafts: Sequence[_Draft], wanted: set[int]) -> list[_Step]:
+    """The drafts with the outputs that are ``wanted`` in the end or by a later one."""
+    wanted = set(wanted)
+    steps = []
+    for draft in reversed(drafts):
+        outputs = tuple(value for value in draft.provided if value in wanted)
         steps.append(
             _Step(
-                equations=tuple(equations),
-                inputs=tuple(inputs),
-                outputs=tuple(value for value in provided if value in wanted),
-                kept=frozenset(stage.kept),
-                checkpointed=stage.checkpointed,
+                equations=draft.equations,
+                inputs=draft.inputs,
+                outputs=outputs,
+                kept=draft.kept,
+                named=draft.named,
+                checkpointed=draft.checkpointed,
+                inside=tuple(_finished(draft.inside, set(outputs))),
             )
         )
-        wanted.update(inputs)
+        wanted.difference_update(draft.provided)
+        wanted.update(draft.inputs)
     return steps[::-1]
+
+
+def _inputs(program: Program, equations: Sequence[int]) -> tuple[int, ...]:
+    """What the equations read and do not make themselves."""
+    made = {value for index in equations for value in program.equations[index].outputs}
+    return _distinct(
+        value
+        for index in equations
+        for value in program.equations[index].value_inputs
+        if value not in made
+    )
 
 
 def _emitted(
     program: Program,
     roots: Iterable[int],
-    all_roots: set[int],
-    maker: dict[int, int],
-    available: set[int],
+    maker: Mapping[int, int],
+    available: Set[int],
 ) -> list[int]:
     """The roots and the fused equations behind them, in program order."""
     found: set[int] = set()
@@ -303,5 +378,5 @@ def _emitted(
     return sorted(found)
 
 
-def _distinct(values: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(values))
+def _distinct(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))

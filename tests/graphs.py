@@ -205,6 +205,28 @@ def scheduled_graphs(draw: st.DrawFn, *, max_vertices: int = 10) -> tuple[Graph,
     return graph, draw(schedules(graph))
 
 
+@st.composite
+def nested_graphs(draw: st.DrawFn, *, max_vertices: int = 10) -> tuple[Graph, Schedule]:
+    """A graph and a schedule some of whose regions have chains of regions inside, and so on."""
+    graph, schedule = draw(scheduled_graphs(max_vertices=max_vertices))
+    regions = tuple(_with_some_inside(draw, region) for region in schedule.regions)
+    return graph, Schedule(regions=regions)
+
+
+def _with_some_inside(draw: st.DrawFn, region: Region) -> Region:
+    count = len(region.vertices)
+    if not region.checkpointed or count < 2 or draw(st.booleans()):
+        return region
+    starts = [0, *sorted(draw(st.sets(st.integers(1, count - 1), min_size=1, max_size=3))), count]
+    inside = []
+    for start, end in itertools.pairwise(starts):
+        vertices = region.vertices[start:end]
+        kept = tuple(vertex for vertex in vertices if draw(st.booleans()))
+        one = Region(vertices=vertices, kept=kept, checkpointed=draw(st.booleans()))
+        inside.append(_with_some_inside(draw, one) if one.checkpointed else one)
+    return dataclasses.replace(region, inside=tuple(inside))
+
+
 def subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
     """All subsets, the smallest first."""
     for size in range(len(items) + 1):

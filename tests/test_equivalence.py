@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -262,7 +263,29 @@ def all_together(program: Program) -> list[Stage]:
     return chain(program, roots, [False] * len(roots), [root % 3 == 0 for root in roots])
 
 
-@pytest.mark.parametrize("choose", [each_alone, all_together])
+def nested(program: Program) -> list[Stage]:
+    """The first half in one region with regions inside, and so on in each of them."""
+    return list(
+        itertools.chain.from_iterable(
+            [one] if not one.checkpointed else halves(one.roots) for one in all_together(program)
+        )
+    )
+
+
+def halves(roots: Sequence[int]) -> list[Stage]:
+    if len(roots) < 4:
+        return [Stage(roots=tuple(roots), kept=(), checkpointed=False)]
+    middle = len(roots) // 2
+    first = Stage(
+        roots=tuple(roots[:middle]),
+        kept=tuple(roots[:middle:3]),
+        checkpointed=True,
+        inside=tuple(halves(roots[:middle])),
+    )
+    return [first, *halves(roots[middle:])]
+
+
+@pytest.mark.parametrize("choose", [each_alone, all_together, nested])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_hand_made_regions(name: str, choose: Callable[[Program], list[Stage]]) -> None:
     example = EXAMPLES[name]()

@@ -13,6 +13,7 @@ def decision(fate="kept", **changes):
         "source": "train.py:3 (loss)",
         "region": 0,
         "fate": fate,
+        "times": 1 if fate == "recomputed" else 0,
         "bytes": MIB,
         "seconds": 1e-6,
         "flops": 1000,
@@ -33,8 +34,8 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
         "budget_bytes": None,
         "solver": "portfolio",
         "stages": [
-            {"roots": [0], "kept": [0], "checkpointed": True},
-            {"roots": [1], "kept": [], "checkpointed": False},
+            {"roots": [0], "kept": [0], "checkpointed": True, "inside": []},
+            {"roots": [1], "kept": [], "checkpointed": False, "inside": []},
         ],
         "decisions": list(decisions),
         "predicted": {

@@ -66,7 +66,8 @@ def test_missing_vertex_is_refused() -> None:
 def test_unknown_vertex_is_refused(vertex: int) -> None:
     refused(
         chain_of(Region(vertices=tuple(sorted((0, 1, 2, 3, vertex))))),
-        f"Region 0 holds vertex {vertex}, but there are only 4 vertices, numbered from 0.",
+        f"Region 0 of the schedule holds vertex {vertex}, but there are only 4 vertices, numbered "
+        "from 0.",
     )
 
 
@@ -78,13 +79,16 @@ def test_vertex_in_two_regions_is_refused() -> None:
 
 
 def test_unordered_region_is_refused() -> None:
-    refused(chain_of(Region(vertices=(0, 2, 1, 3))), "The vertices of region 0 are not ascending.")
+    refused(
+        chain_of(Region(vertices=(0, 2, 1, 3))),
+        "The vertices of region 0 of the schedule are not ascending.",
+    )
 
 
 def test_keeping_what_another_region_computes_is_refused() -> None:
     refused(
         chain_of(Region(vertices=(0, 1), kept=(1, 2)), Region(vertices=(2, 3))),
-        "Region 0 keeps 'c', which another region computes.",
+        "Region 0 of the schedule keeps 'c', which another region computes.",
     )
 
 
@@ -103,3 +107,43 @@ def test_side_effects_under_a_checkpoint_are_refused() -> None:
         effects,
     )
     plain(effects).check(effects)
+
+
+def inner(*vertices: int) -> Region:
+    return Region(vertices=vertices, checkpointed=False)
+
+
+def test_regions_may_nest() -> None:
+    deep = Region(vertices=(0, 1), inside=(Region(vertices=(0,)), inner(1)))
+    chain_of(Region(vertices=(0, 1, 2), inside=(deep, inner(2))), inner(3)).check(CHAIN)
+
+
+def test_regions_inside_must_add_up_to_the_region() -> None:
+    refused(
+        chain_of(Region(vertices=(0, 1, 2), inside=(Region(vertices=(0,)), inner(2))), inner(3)),
+        "The regions inside region 0 of the schedule do not hold the same vertices as that region.",
+    )
+
+
+def test_regions_inside_come_in_order() -> None:
+    refused(
+        chain_of(Region(vertices=(0, 1), inside=(Region(vertices=(1,)), inner(0))), inner(2, 3)),
+        "Vertex 'b' reads 'a', which a later region computes.",
+    )
+
+
+def test_a_region_inside_is_checked_like_any_other() -> None:
+    refused(
+        chain_of(Region(vertices=(0, 1), inside=(Region(vertices=()), inner(0, 1))), inner(2, 3)),
+        "Region 0 of the regions inside region 0 of the schedule is empty.",
+    )
+
+
+def test_only_a_checkpoint_has_regions_inside() -> None:
+    refused(
+        chain_of(
+            Region(vertices=(0, 1), checkpointed=False, inside=(inner(0), inner(1))), inner(2, 3)
+        ),
+        "Region 0 of the schedule has regions inside but no checkpoint of its own: put them in its "
+        "place.",
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -18,7 +19,7 @@ from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import Live, evaluate, simulate
-from tests.graphs import INSTANCES, chain_edges, graphs, scheduled_graphs
+from tests.graphs import INSTANCES, chain_edges, graphs, nested_graphs, scheduled_graphs
 
 # ------------------------------------------------------------------------------ the slow replay
 
@@ -288,6 +289,66 @@ def test_checkpointed_region_leaves_its_boundary_and_runs_again() -> None:
     assert result.stored_bytes == 6
     assert result.recomputed == (0, 1)
     assert (result.overhead_seconds, result.recomputed_flops) == (2.0, 30)
+
+
+def test_region_inside_a_region_runs_twice() -> None:
+    inside = (region(0), free(1))
+    outer = Region(vertices=(0, 1), inside=inside)
+    assert story(CHAIN, outer, free(2, 3))[-5:] == [
+        ("r", 0, 4 + (3)),  # to get at 1, and freed
+        ("r", 1, 4 + 3 + (3)),
+        ("b", 1, 4 + 3 + (3 + 4)),  # 0 is a boundary inside: its backward step reads it
+        ("r", 0, 4 + (4)),
+        ("b", 0, 4 + (4)),
+    ]
+    result = simulate(CHAIN, Schedule(regions=(outer, free(2, 3))))
+    assert result.stored == (1, 2, 3)
+    assert result.recomputed == (0, 0, 1)
+    assert (result.overhead_seconds, result.recomputed_flops) == (3.0, 40)
+
+
+def test_halving_a_chain_again_and_again_takes_the_logarithm() -> None:
+    """Memory O(log n) for O(n log n) steps, as Chen et al. (2016), section 4.4, have it."""
+    count = 1024
+    graph = Graph.from_edges([1] * count, chain_edges(count))
+
+    def halves(start: int, stop: int) -> tuple[Region, ...]:
+        vertices = tuple(range(start, stop))
+        if stop - start == 1:
+            return (free(*vertices),)
+        middle = (start + stop) // 2
+        first = halves(start, middle)
+        inside = first if len(first) > 1 else ()
+        return (Region(vertices=vertices[: middle - start], inside=inside), *halves(middle, stop))
+
+    result = simulate(graph, Schedule(regions=halves(0, count)))
+    assert len(result.recomputed) == count * 10 // 2
+    assert result.peak_bytes <= 10 + 4
+    assert simulate(graph, plain(graph)).peak_bytes > count
+
+
+@hypothesis.given(scheduled_graphs())
+def test_a_chain_of_one_inside_changes_nothing(drawn: tuple[Graph, Schedule]) -> None:
+    graph, schedule = drawn
+    wrapped = tuple(
+        dataclasses.replace(one, inside=(free(*one.vertices),)) if one.checkpointed else one
+        for one in schedule.regions
+    )
+    assert simulate(graph, Schedule(regions=wrapped)) == simulate(graph, schedule)
+
+
+@hypothesis.given(nested_graphs())
+@hypothesis.settings(max_examples=300)
+def test_nested_regions_free_everything_and_keep_the_story(drawn: tuple[Graph, Schedule]) -> None:
+    graph, schedule = drawn
+    wanted = simulator.demand(graph, schedule)
+    *_, (*_, live) = simulator._replay(graph, schedule, wanted)
+    assert live == {}
+    found = simulate(graph, schedule)
+    assert sum(item.bytes for item in found.alive) == found.peak_bytes
+    flat = tuple(dataclasses.replace(one, inside=()) for one in schedule.regions)
+    least = Counter(simulate(graph, Schedule(regions=flat)).recomputed)
+    assert not least - Counter(found.recomputed), "nesting runs more, never less"
 
 
 def test_boundary_that_is_kept_by_name_is_not_run_again() -> None:
