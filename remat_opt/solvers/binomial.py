@@ -1,0 +1,567 @@
+"""Chains reversed with few snapshots: Revolve, and its counterpart for links that differ.
+
+Problem. A chain of n steps must be run backward, from its last step to its first. Every backward
+step needs the state that its own step starts from; a state that is not in memory is computed
+again from an earlier one, as often as it takes. (Revolve) All steps alike, at most s states
+(snapshots) in memory at a time: the fewest steps to compute again. (Under a budget) Steps with
+bytes and seconds of their own, at most M bytes in memory: the least seconds to compute again.
+
+Steps are the links of the graph. A vertex v is a cut if nothing before it is read past it, by a
+forward or a backward step; a link is what lies after one cut up to and including the next, and
+its state is the value of that cut. On a chain every vertex is a link. A graph whose only cuts are
+its first and last vertex is refused.
+
+Method, Revolve. With one step the state is there. Otherwise advance m steps from the first state,
+store the state reached, reverse the n - m steps after it with the s - 1 snapshots that are left,
+drop it, and reverse the m steps before it with s. So
+
+    t(1, s) = 0,    t(n, 1) = n (n - 1) / 2,
+    t(n, s) = min over 0 < m < n of  m + t(m, s) + t(n - m, s - 1).
+
+s counts the stored initial state, but not the state that a step in its turn starts from. With
+beta(s, r) = binomial(s + r, s), the number of steps that can be reversed with s snapshots if none
+is advanced over more than r times, and r the least number with n <= beta(s, r), it is
+
+    t(n, s) = r n - beta(s + 1, r - 1).
+
+Method, executed. The first m steps are a checkpointed region with a chain of regions inside, and
+the rest is the chain that follows it:
+
+    chain(a, b, s) = region [a, m) with chain(a, m, s) inside, then chain(m, b, s - 1),
+
+down to one step, which is not checkpointed, since its backward step follows at once. This repeats
+exactly the t(n, s) steps of the paper. Revolve runs t(n, s) advances and n turns: the forward
+step that each backward step has just before it, and that the paper does not count. The executed
+form runs the same steps; n of them, n - 1 advances and the turn of the last step, are the forward
+pass itself, which nobody would call recomputation, and t(n, s) + n - n are left. The n - 1 other
+turns are among them: a step that is its own region runs again in its turn. Where backward steps
+read nothing that their own step computes, those turns are dead code, and t(n, s) - (n - 1) steps
+are left.
+
+Method, under a budget. least(i, j, m) is the least time to compute links i to j once more, if the
+state before them is in memory, and to run them backward within m bytes beside that state. (Where
+j is the last link, it runs in the forward pass, whose time is not counted.) Either
+
+  save    run link i, hold what its backward step reads, go on with i + 1 .. j, run it backward;
+          alone if i = j; or
+  nest    for some k: run i .. k - 1 and hold only the last state, go on with k .. j, then
+          reverse i .. k - 1 as a problem of its own: least(k, j, m - state) + least(i, k - 1, m).
+
+Saved links become regions without a checkpoint, nested ones regions with regions inside. Memory
+is counted in slots. If all bytes of the model are multiples of a slot of which the budget holds
+no more than ``slots``, that slot is used and nothing is rounded. If not, the budget is divided
+into ``slots`` and bytes are rounded up, so that what is found fits; the same table with bytes
+rounded down gives a bound.
+
+Model of memory. It is the referee's, on links (``link_figures``): values are freed after their last
+reader, a cotangent waits while what lies before it is computed again, and the referee's rules for
+a step hold inside links. The state before a link is taken to be read until the link has run
+backward, and all that is computed again to be read.
+
+Why not a ready-made tool: published implementations drive a program of their own step by step;
+here the answer must be a nest of checkpointed regions, and its memory the referee's.
+
+Complexity: O(1) for t(n, s), O(n^2 s) for its table. Under a budget O(n^3 slots) time and
+O(n^2 slots) memory for n links, bounded by ``MOST_ENTRIES``.
+
+Guarantee. Revolve: the fewest steps of all schedules that store whole states. Under a budget:
+optimal among all nests of saved and checkpointed links in the model of memory where nothing was
+rounded (status OPTIMAL); else within the gap to the bound. The model's peak and seconds are the
+referee's on a chain whose backward steps read their own value and the one before; on other graphs
+they are never less. ``least_budget`` is exact in the model, whatever the slots.
+
+Left out: keeping part of a link (a link is saved or computed again as a whole), the last region
+of a chain under a checkpoint (it would only cost more), several snapshots for one state.
+
+Reference: Griewank & Walther, *Algorithm 799: Revolve* (ACM TOMS 26, 2000), section 2, for t,
+beta and r; Gruslys et al., *Memory-efficient backpropagation through time* (NIPS 2016), for the
+table over a budget; Beaumont et al., *Optimal checkpointing for heterogeneous chains* (2019), for
+saving links between checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule
+from remat_opt.solvers.base import Candidate, Infeasible, Refused, Solution, Status, judge
+from remat_opt.solvers.link_figures import measure
+
+#: Into how many slots a budget is divided where its bytes have no common measure as coarse.
+SLOTS = 500
+#: A budget's table is refused beyond this number of entries (8 bytes each).
+MOST_ENTRIES = 30_000_000
+#: Nests of checkpoints deeper than this are refused.
+MOST_REPETITIONS = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reversal:
+    """How Revolve reverses a chain.
+
+    Attributes:
+      steps: n, the links of the graph.
+      snapshots: s, states in memory at a time, the initial one included.
+      repetitions: r; no link runs again more often.
+      recomputed_steps: t(n, s), how many links run again, each counted as often as it does.
+    """
+
+    steps: int
+    snapshots: int
+    repetitions: int
+    recomputed_steps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Nest:
+    """How a chain is reversed under a budget, in the model of memory.
+
+    Attributes:
+      links: number of links.
+      depth: how many checkpoints lie within one another at most.
+      peak_bytes: most bytes in memory.
+      overhead_seconds: time of what runs again.
+      slot_bytes: the unit in which memory was counted.
+    """
+
+    links: int
+    depth: int
+    peak_bytes: int
+    overhead_seconds: float
+    slot_bytes: int
+
+
+def links(graph: Graph) -> tuple[range, ...]:
+    """The vertices of each link, in order."""
+    farthest = [max((vertex, *found)) for vertex, found in enumerate(graph.successors())]
+    for vertex, needs in enumerate(graph.needs):
+        for needed in needs:
+            farthest[needed] = max(farthest[needed], vertex)
+    stops, reached = [], 0
+    for vertex in range(len(graph)):
+        if reached <= vertex:  # nothing before this vertex is read past it
+            stops.append(vertex + 1)
+        reached = max(reached, farthest[vertex])
+    return tuple(itertools.starmap(range, itertools.pairwise([0, *stops])))
+
+
+def _refusal(graph: Graph, found: Sequence[range]) -> Refused | None:
+    # The first vertex is always a cut, as nothing is before it, and the last one.
+    if len(found) > 2 or len(graph) <= 2 or found[0][-1] > 0:
+        return None
+    return Refused(
+        message=f"The graph of {len(graph)} vertices has no cut between the first and the last: "
+        "after each of them something before it is still read, so there is no chain of links to "
+        "reverse. Use arbitrary_graph.solve or dynamic_program.approximate."
+    )
+
+
+# ------------------------------------------------------------------------------------- Revolve
+
+
+def beta(snapshots: int, repetitions: int) -> int:
+    """How many steps s snapshots can reverse with at most r repetitions of each.
+
+    >>> beta(3, 2)
+    10
+    """
+    return math.comb(snapshots + repetitions, snapshots) if repetitions >= 0 else 0
+
+
+def repetition_number(steps: int, snapshots: int) -> int:
+    """r: the least number of repetitions with n <= beta(s, r)."""
+    high = 1
+    while beta(snapshots, high) < steps:
+        high *= 2
+    low = -1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if beta(snapshots, middle) < steps:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def recomputed_steps(steps: int, snapshots: int) -> int:
+    """t(n, s) by its closed form.
+
+    >>> [recomputed_steps(10, snapshots) for snapshots in (1, 2, 3, 9, 10)]
+    [45, 20, 15, 9, 9]
+    """
+    repetitions = repetition_number(steps, snapshots)
+    return repetitions * steps - beta(snapshots + 1, repetitions - 1)
+
+
+def recomputed_steps_table(steps: int, snapshots: int) -> list[list[int]]:
+    """The table t(n, s) by its recurrence: entry [s][n] for all s and n up to those given.
+
+    >>> recomputed_steps_table(4, 2)[2]
+    [0, 0, 1, 2, 4]
+    """
+    table = [[0] * (steps + 1), [count * (count - 1) // 2 for count in range(steps + 1)]]
+    for _ in range(2, snapshots + 1):
+        fewer, row = table[-1], [0, 0]
+        for count in range(2, steps + 1):
+            row.append(min(m + row[m] + fewer[count - m] for m in range(1, count)))
+        table.append(row[: steps + 1])
+    return table
+
+
+def split(steps: int, snapshots: int) -> int:
+    """The least m that is best in the recurrence of t(n, s), for n > 1.
+
+    m must need r - 1 repetitions with s snapshots, and n - m no more than r with s - 1, or be
+    on the border of the next number.
+
+    >>> split(10, 3), split(7, 1)
+    (4, 6)
+    """
+    if snapshots == 1:
+        return steps - 1
+    repetitions = repetition_number(steps, snapshots)
+    return max(beta(snapshots, repetitions - 2), steps - beta(snapshots - 1, repetitions), 1)
+
+
+def solve(graph: Graph, snapshots: int) -> Solution[Reversal] | Refused:
+    """Revolve on the links of a graph, all taken to be alike.
+
+    Args:
+      graph: what to plan.
+      snapshots: s, how many states may be in memory at a time, the initial one included; that one
+        is made of the program's arguments and takes no temporary bytes.
+
+    Returns:
+      A solution whose objective is t(n, s); or a refusal.
+    """
+    found = links(graph)
+    if refused := _refusal(graph, found):
+        return refused
+    steps = len(found)
+    if snapshots < 1:
+        return Refused(
+            message=f"{snapshots} snapshots reverse nothing: the initial state is one of them. "
+            "Give 1 or more."
+        )
+    if any(graph.pinned):
+        return Refused(
+            message=f"Vertex {graph.names[graph.pinned.index(True)]!r} has side effects and must "
+            "not run again, and Revolve runs all but the last link again. Use "
+            "binomial.least_overhead, which saves its link."
+        )
+    repetitions = repetition_number(steps, snapshots)
+    if repetitions > MOST_REPETITIONS:
+        enough = snapshots
+        while beta(enough, MOST_REPETITIONS) < steps:
+            enough += 1
+        return Refused(
+            message=f"With {snapshots} snapshots, {steps} links take {repetitions} checkpoints "
+            f"within one another; the limit is {MOST_REPETITIONS}. Give {enough} snapshots or more."
+        )
+    objective = recomputed_steps(steps, snapshots)
+    return Solution(
+        schedule=Schedule(regions=_regions(found, revolve(steps, snapshots))),
+        figures=Reversal(
+            steps=steps,
+            snapshots=snapshots,
+            repetitions=repetitions,
+            recomputed_steps=objective,
+        ),
+        status=Status.OPTIMAL,
+        objective=float(objective),
+        bound=float(objective),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Links ``start`` to ``stop - 1`` of a chain: saved, or reversed later as the parts inside.
+
+    Attributes:
+      start: the first link.
+      stop: the link after the last; ``start + 1`` where the link is saved.
+      inside: empty where the link is saved.
+    """
+
+    start: int
+    stop: int
+    inside: tuple[Part, ...] = ()
+
+
+def revolve(steps: int, snapshots: int, *, start: int = 0) -> tuple[Part, ...]:
+    """chain(start, start + steps, s): the parts in order; the last is a saved link."""
+    parts = []
+    stop = start + steps
+    while stop - start > 1:
+        middle = start + split(stop - start, snapshots)
+        inside = revolve(middle - start, snapshots, start=start)
+        parts.append(Part(start=start, stop=middle, inside=inside))
+        start = middle
+        snapshots = max(snapshots - 1, 1)
+    return (*parts, Part(start=start, stop=stop))
+
+
+def _regions(found: Sequence[range], parts: Sequence[Part]) -> tuple[Region, ...]:
+    """Parts as regions; saved links in a row are one region."""
+    regions = []
+    for saved, group in itertools.groupby(parts, key=lambda part: not part.inside):
+        row = list(group)
+        if saved:
+            vertices = tuple(range(found[row[0].start].start, found[row[-1].stop - 1].stop))
+            regions.append(Region(vertices=vertices, checkpointed=False))
+            continue
+        for part in row:
+            vertices = tuple(range(found[part.start].start, found[part.stop - 1].stop))
+            inside = _regions(found, part.inside)
+            # One region that saves everything is what a checkpoint does by itself.
+            nested = inside if len(inside) > 1 else ()
+            regions.append(Region(vertices=vertices, inside=nested))
+    return tuple(regions)
+
+
+# ------------------------------------------------------------------------------ under a budget
+
+
+_NEVER = 1 << 62
+
+
+class _Chain:
+    """The choices at every pair of links: what each takes by itself, and what it holds."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.ranges = links(graph)
+        readers = graph.successors()
+        self.links = tuple(measure(graph, part, readers[part[-1]]) for part in self.ranges)
+        self.last = len(self.links) - 1
+        self.states = np.array([link.state_bytes for link in self.links], dtype=np.int64)
+        self._waiting = [link.waiting_bytes for link in self.links]
+        self._seconds = np.cumsum([0.0, *(link.again.seconds for link in self.links)])
+        # For each first link, the most memory of running from there up to every other.
+        self._first = [self._running(start, rerun=False) for start in range(len(self.links))]
+        self._again = [self._running(start, rerun=True) for start in range(len(self.links))]
+
+    def _running(self, start: int, *, rerun: bool) -> np.ndarray:
+        most, found, pinned = 0, [], False
+        for number in range(start, len(self.links)):
+            link = self.links[number]
+            run = link.again if rerun else link.first
+            most = max(most, run.bytes if number == start else run.bytes_with_input)
+            pinned = pinned or link.pinned
+            found.append(_NEVER if pinned else most)
+        return np.array(found, dtype=np.int64)
+
+    def save(self, i: int, j: int) -> tuple[int, int, float]:
+        """Bytes that saving link i needs at least, bytes it then holds, seconds."""
+        link = self.links[i]
+        if j == self.last:
+            run = link.first_saved
+        else:
+            run = link.again_last if i == j else link.again_saved
+        needed = max(self._waiting[j] + run.bytes, link.backward_bytes)
+        return needed, link.held_bytes, run.seconds
+
+    def nest(self, i: int, j: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same of running i .. k - 1 for the state alone, for every k from i + 1 to j."""
+        running = (self._first if j == self.last else self._again)[i][: j - i]
+        needed = np.minimum(running, _NEVER - self._waiting[j]) + self._waiting[j]
+        seconds = self._seconds[i + 1 : j + 1] - self._seconds[i]
+        return needed, self.states[i:j], np.zeros(j - i) if j == self.last else seconds
+
+    def figures(self, parts: Sequence[Part], j: int) -> tuple[int, float, int]:
+        """Peak, seconds and depth of a chain of parts that ends in link j, without rounding."""
+        peak, seconds, depth = 0, 0.0, 0
+        for part in reversed(parts):
+            if not part.inside:
+                needed, held, own = self.save(part.start, j)
+                peak = max(needed, held + peak if part.start < j else 0)
+            else:
+                all_needed, all_held, all_own = self.nest(part.start, j)
+                place = part.stop - part.start - 1
+                inner, again, deep = self.figures(part.inside, part.stop - 1)
+                own = float(all_own[place]) + again
+                peak = max(int(all_needed[place]), int(all_held[place]) + peak, inner)
+                depth = max(depth, deep + 1)
+            seconds += own
+        return peak, seconds, depth
+
+
+class _Table:
+    """least(i, j, m) for all links and all m that are multiples of a slot."""
+
+    def __init__(self, chain: _Chain, slot: int, slots: int, *, up: bool) -> None:
+        self.chain, self._slot, self._up = chain, slot, up
+        count = len(chain.links)
+        self._levels = np.arange(slots + 1)
+        # The last column is what memory below 0 leads to.
+        self.least = np.full((count, count, slots + 2), np.inf)
+        for i in reversed(range(count)):
+            for j in range(i, count):
+                self.least[i, j, :-1] = self._costs(i, j, self._levels).min(axis=0)
+
+    def _in_slots(self, bytes_: np.ndarray) -> np.ndarray:
+        return -(-bytes_ // self._slot) if self._up else bytes_ // self._slot
+
+    def _costs(self, i: int, j: int, levels: np.ndarray) -> np.ndarray:
+        """The cost of every choice (row) at the levels: save, then nest by descending k."""
+        saved_needed, saved_held, saved_seconds = self.chain.save(i, j)
+        needed, held, seconds = self.chain.nest(i, j)
+        needed = self._in_slots(np.array([saved_needed, *needed[::-1]], dtype=np.int64))
+        held = self._in_slots(np.array([saved_held, *held[::-1]], dtype=np.int64))
+        costs = np.array([saved_seconds, *seconds[::-1]])[:, None] + np.zeros(len(levels))
+        if i < j:
+            # Row 0 goes on with i + 1, row 1 with k = j, row 2 with j - 1 and so on.
+            then = np.array([i + 1, *range(j, i, -1)])[:, None]
+            left = np.maximum(levels - held[:, None], -1)
+            costs += self.least[then, j, left]
+            costs[1:] += self.least[i, i:j][::-1, levels]
+        costs[levels < needed[:, None]] = np.inf
+        return costs
+
+    def choose(self, i: int, j: int, level: int) -> tuple[int, int]:
+        """The best choice with so much memory: 0 to save, or k; and the level left after it."""
+        place = int(np.argmin(self._costs(i, j, np.array([level]))[:, 0]))
+        if not place:
+            held = self.chain.links[i].held_bytes
+        else:
+            held = self.chain.links[j - place].state_bytes
+        stop = j + 1 - place if place else 0
+        return stop, level - int(self._in_slots(np.array([held]))[0])
+
+
+def _parts(
+    choose: Callable[[int, int, int], tuple[int, int]], i: int, j: int, level: int
+) -> tuple[Part, ...]:
+    parts: list[Part] = []
+    while i <= j:
+        stop, left = choose(i, j, level)
+        inside = _parts(choose, i, stop - 1, level) if stop else ()
+        parts.append(Part(start=i, stop=stop or i + 1, inside=inside))
+        i, level = parts[-1].stop, left
+    return tuple(parts)
+
+
+def least_budget(graph: Graph) -> int | Refused:
+    """The least peak of any nest, in the model of memory, in bytes."""
+    if refused := _refusal(graph, links(graph)):
+        return refused
+    chain = _Chain(graph)
+    return chain.figures(_least_parts(chain), chain.last)[0]
+
+
+def _least_parts(chain: _Chain) -> tuple[Part, ...]:
+    """The nest of least peak: the recursion of least(i, j, m), with the peak as its value."""
+    count = len(chain.links)
+    least = np.zeros((count + 1, count), dtype=np.int64)
+    chosen = np.zeros((count, count), dtype=np.int64)
+    for i in reversed(range(count)):
+        for j in range(i, count):
+            needed, held, _ = chain.save(i, j)
+            saved = max(needed, held + int(least[i + 1, j]) if i < j else 0)
+            all_needed, all_held, _ = chain.nest(i, j)
+            nested = np.maximum(all_needed, np.maximum(all_held + least[i + 1 : j + 1, j], 0))
+            nested = np.maximum(nested, least[i, i:j])
+            peaks = np.array([saved, *nested[::-1]])
+            place = int(np.argmin(peaks))
+            least[i, j] = peaks[place]
+            chosen[i, j] = j + 1 - place if place else 0
+    return _parts(lambda i, j, level: (int(chosen[i, j]), level), 0, chain.last, 0)
+
+
+Answer = Solution[Nest] | Infeasible | Refused
+
+
+def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> Answer:
+    """The nest within a budget that computes the least again.
+
+    Args:
+      graph: what to plan.
+      budget_bytes: bound on the peak in the model of memory.
+      slots: into how many parts to divide the budget where it cannot be counted exactly in so
+        many.
+
+    Returns:
+      A solution whose objective is the overhead in seconds, in the model; or that none is within
+      the budget, with the least one; or a refusal.
+    """
+    found = _prepare(graph, budget_bytes, slots)
+    if isinstance(found, Refused):
+        return found
+    chain, slot, levels = found
+    fallback = _least_parts(chain)
+    least_bytes = chain.figures(fallback, chain.last)[0]
+    if least_bytes > budget_bytes:
+        return Infeasible(budget_bytes=budget_bytes, least_bytes=least_bytes)
+    table = _Table(chain, slot, levels, up=True)
+    reached = bool(np.isfinite(table.least[0, chain.last, levels]))
+    parts = _parts(table.choose, 0, chain.last, levels) if reached else fallback
+    peak, seconds, depth = chain.figures(parts, chain.last)
+    bound = seconds
+    if slot != _common_measure(graph):
+        table = _Table(chain, slot, levels, up=False)
+        proven = float(table.least[0, chain.last, levels])
+        # Sums of the same seconds in another order are the same.
+        bound = proven if proven < seconds * (1 - 1e-12) else seconds
+    return Solution(
+        schedule=Schedule(regions=_regions(chain.ranges, parts)),
+        figures=Nest(
+            links=len(chain.links),
+            depth=depth,
+            peak_bytes=peak,
+            overhead_seconds=seconds,
+            slot_bytes=slot,
+        ),
+        status=Status.FEASIBLE if bound < seconds else Status.OPTIMAL,
+        objective=seconds,
+        bound=bound,
+    )
+
+
+def frontier(graph: Graph, *, slots: int = SLOTS) -> list[Candidate] | Refused:
+    """The best nests for all budgets, with the referee's figures, by ascending budget.
+
+    Args:
+      graph: what to plan.
+      slots: into how many parts to divide the peak of the chain with every link saved.
+    """
+    found = _prepare(graph, math.inf, slots)
+    if isinstance(found, Refused):
+        return found
+    chain, slot, levels = found
+    table = _Table(chain, slot, levels, up=True)
+    costs = table.least[0, chain.last, : levels + 1]
+    schedules = [Schedule(regions=_regions(chain.ranges, _least_parts(chain)))]
+    for level in np.flatnonzero(costs < np.concatenate([[np.inf], costs[:-1]])):
+        parts = _parts(table.choose, 0, chain.last, int(level))
+        schedules.append(Schedule(regions=_regions(chain.ranges, parts)))
+    return [judge(graph, schedule) for schedule in dict.fromkeys(schedules)]
+
+
+def _prepare(graph: Graph, budget_bytes: float, slots: int) -> tuple[_Chain, int, int] | Refused:
+    """The chain, the bytes of a slot, and how many slots the budget holds."""
+    if refused := _refusal(graph, links(graph)):
+        return refused
+    chain = _Chain(graph)
+    count = len(chain.links)
+    everything = tuple(Part(start=i, stop=i + 1) for i in range(count))
+    budget = max(0, math.floor(min(budget_bytes, chain.figures(everything, chain.last)[0])))
+    slot = _common_measure(graph)
+    if budget // slot > slots:
+        slot = -(-budget // slots)
+    entries = count**2 * (budget // slot + 2)
+    if entries > MOST_ENTRIES:
+        return Refused(
+            message=f"{count} links and {budget // slot} slots take a table of {entries} entries; "
+            f"the limit is {MOST_ENTRIES}. Give fewer slots, or use dynamic_program.approximate."
+        )
+    return chain, slot, budget // slot
+
+
+def _common_measure(graph: Graph) -> int:
+    """The largest number that all bytes of the model are multiples of."""
+    return math.gcd(*graph.bytes, *graph.cotangent_bytes, *graph.internal_bytes) or 1
