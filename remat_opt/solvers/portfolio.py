@@ -1,19 +1,21 @@
-"""The default solver: many kept sets, each with its best chains of regions, judged by one referee.
+"""The default solver: many kept sets, the best chains of regions for them, one referee.
 
 Problem. For every budget, a schedule of least overhead; in other words the frontier of
 (peak bytes, overhead).
 
 Method. The kept sets on the convex hull of (kept bytes, cost of recomputation) come from
-``min_cut``, once for the time of a recomputation and once for its FLOPs (two views of the
-same cost: the first is short of what a memory-bound kernel can hide, the second of what it
-cannot). Between neighbours on the hull that lie far apart, mixtures are added. For each
-kept set ``region_chain`` gives the chain of least peak, and chains for larger bounds, whose
-free last region is larger. ``simulator`` judges all of them.
+``min_cut``. Then two searches, whose models of memory differ, so that where one is wrong the other
+may be right. ``joint_chain`` takes a dozen kept sets and gives every region a fate of its own,
+nested ones included; it reaches deepest. ``region_chain`` takes one kept set for the whole program:
+all of the hull, with mixtures between neighbours that lie far apart, and for each the chain of
+least peak, and chains for larger bounds, whose free last region is larger. ``simulator`` judges
+all of them.
 
 The candidates do not depend on the budget. So a larger budget never gives a larger
 overhead, and the plans for many budgets cost one sweep.
 
-Complexity: (cuts + mixtures) * (bounds + 1) chains and replays; both counts are fixed.
+Complexity: (cuts + mixtures) * (bounds + 1) chains and replays, and one joint search; all counts
+are fixed.
 
 Guarantee: none of optimality; every figure is the referee's. Deterministic.
 """
@@ -21,10 +23,12 @@ Guarantee: none of optimality; every figure is the referee's. Deterministic.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule, plain
-from remat_opt.solvers import min_cut, region_chain
+from remat_opt.simulator import evaluate
+from remat_opt.solvers import joint_chain, min_cut, region_chain
 from remat_opt.solvers.base import Candidate, judge
 
 #: Hull neighbours further apart than this share of the plain peak get mixtures between them.
@@ -40,35 +44,55 @@ _MOST_BOUNDS = 40
 #: A kept set is only worth trying if it differs in kept bytes by more than this share of the
 #: plain peak from one already tried, or in cost by more than this share of the forward pass.
 _RESOLUTION = 0.004
+#: Kept sets for the joint search, and the ratio of bytes between the largest and the smallest.
+_JOINT_SETS = 12
+_RATIO = 64
 
 
 def frontier(graph: Graph) -> list[Candidate]:
-    """Candidates for all budgets, the unchanged function among them.
+    """The ``schedules`` with the referee's figures."""
+    return [judge(graph, schedule) for schedule in schedules(graph)]
+
+
+def schedules(graph: Graph) -> list[Schedule]:
+    """Distinct schedules for all budgets, the unchanged function first.
 
     Args:
-      graph: what to plan.
-
-    Returns:
-      Distinct schedules with the referee's figures, in the order found.
+      graph: what to plan; its ``seconds`` are what recomputation costs.
     """
-    unchanged = judge(graph, plain(graph))
-    candidates = [unchanged]
-    seen: set[Schedule] = {unchanged.schedule}
-    for kept, gap_bytes in _kept_sets(graph, unchanged.peak_bytes).items():
+    unchanged = plain(graph)
+    peak_bytes = evaluate(graph, unchanged).peak_bytes
+    hull = min_cut.breakpoints(graph)
+    found = [unchanged]
+    found += joint_chain.schedules(graph, _spread(hull))
+    found += _one_kept_set_each(graph, hull, peak_bytes)
+    return list(dict.fromkeys(found))
+
+
+def _spread(hull: Sequence[min_cut.Cut]) -> list[tuple[int, ...]]:
+    """Kept sets from all over the hull, in equal ratios of their bytes."""
+    most = hull[0].bytes
+    if not most:
+        return [hull[0].kept]
+    least = most / _RATIO
+    wanted = [least * _RATIO ** (step / (_JOINT_SETS - 1)) for step in range(_JOINT_SETS)]
+    chosen = {min(hull, key=lambda cut: abs(cut.bytes - share)).kept for share in wanted}
+    return [cut.kept for cut in hull if cut.kept in chosen]
+
+
+def _one_kept_set_each(
+    graph: Graph, hull: Sequence[min_cut.Cut], plain_peak_bytes: int
+) -> Iterator[Schedule]:
+    for kept, gap_bytes in _kept_sets(graph, hull, plain_peak_bytes).items():
         figures = region_chain.segments(graph, kept)
         least = region_chain.least_bound(figures)
-        room = max(0.0, unchanged.peak_bytes - least)
-        shares = {*_BOUND_SHARES, *_shares_across(gap_bytes, room, unchanged.peak_bytes)}
+        room = max(0.0, plain_peak_bytes - least)
+        shares = {*_BOUND_SHARES, *_shares_across(gap_bytes, room, plain_peak_bytes)}
         for boundaries in region_chain.relaxed_chains(
             figures, [least + share * room for share in sorted(shares)]
         ):
-            if boundaries is None:
-                continue
-            schedule = region_chain.schedule_of(graph, kept, boundaries)
-            if schedule not in seen:
-                seen.add(schedule)
-                candidates.append(judge(graph, schedule))
-    return candidates
+            if boundaries is not None:
+                yield region_chain.schedule_of(graph, kept, boundaries)
 
 
 def _shares_across(gap_bytes: float, room_bytes: float, plain_peak_bytes: int) -> list[float]:
@@ -83,40 +107,34 @@ def _shares_across(gap_bytes: float, room_bytes: float, plain_peak_bytes: int) -
     return [min(1.0, gap_bytes / room_bytes) * step / count for step in range(1, count)]
 
 
-def _kept_sets(graph: Graph, plain_peak_bytes: int) -> dict[tuple[int, ...], float]:
-    """Kept sets from both hulls, mixtures included, near-duplicates left out.
+def _kept_sets(
+    graph: Graph, hull: Sequence[min_cut.Cut], plain_peak_bytes: int
+) -> dict[tuple[int, ...], float]:
+    """Kept sets of the hull, mixtures included, near-duplicates left out.
 
     Returns:
       For each kept set the bytes that the next larger one keeps more.
     """
-    forward_seconds = graph.forward_seconds or 1.0
-    flop_seconds = forward_seconds / (graph.forward_flops or 1)
-    # The small share of time breaks ties between vertices that take no FLOPs.
-    by_flops = [
-        flops * flop_seconds + 1e-3 * seconds
-        for flops, seconds in zip(graph.flops, graph.seconds, strict=True)
-    ]
+    resolution = _RESOLUTION * (graph.forward_seconds or 1.0)
     gap_bytes = _GAP_SHARE * plain_peak_bytes
+    cuts = list(hull)
+    for left, right in itertools.pairwise(hull):
+        if left.bytes - right.bytes > gap_bytes:
+            mixed = list(min_cut.mixtures(graph, left, right))
+            stride = max(1, -(-len(mixed) // _MOST_MIXTURES))
+            cuts += mixed[stride // 2 :: stride]
+    taken: list[min_cut.Cut] = []
+    for cut in sorted(cuts, key=lambda one: (-one.bytes, one.seconds, one.kept)):
+        previous = taken[-1] if taken else None
+        if (
+            previous is None
+            or cut is hull[-1]
+            or previous.bytes - cut.bytes > _RESOLUTION * plain_peak_bytes
+            or abs(cut.seconds - previous.seconds) > resolution
+        ):
+            taken.append(cut)
     found: dict[tuple[int, ...], float] = {}
-    for costs in (graph.seconds, by_flops):
-        hull = min_cut.breakpoints(graph, seconds=costs)
-        cuts = list(hull)
-        for left, right in itertools.pairwise(hull):
-            if left.bytes - right.bytes > gap_bytes:
-                mixed = list(min_cut.mixtures(graph, left, right, seconds=costs))
-                stride = max(1, -(-len(mixed) // _MOST_MIXTURES))
-                cuts += mixed[stride // 2 :: stride]
-        taken: list[min_cut.Cut] = []
-        for cut in sorted(cuts, key=lambda one: (-one.bytes, one.seconds, one.kept)):
-            previous = taken[-1] if taken else None
-            if (
-                previous is None
-                or cut is hull[-1]
-                or previous.bytes - cut.bytes > _RESOLUTION * plain_peak_bytes
-                or abs(cut.seconds - previous.seconds) > _RESOLUTION * forward_seconds
-            ):
-                taken.append(cut)
-        for previous, cut in zip([None, *taken[:-1]], taken, strict=True):
-            gap = float(previous.bytes - cut.bytes) if previous else 0.0
-            found[cut.kept] = max(gap, found.get(cut.kept, 0.0))
+    for previous, cut in zip([None, *taken[:-1]], taken, strict=True):
+        gap = float(previous.bytes - cut.bytes) if previous else 0.0
+        found[cut.kept] = max(gap, found.get(cut.kept, 0.0))
     return found

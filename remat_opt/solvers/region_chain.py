@@ -43,7 +43,8 @@ import numpy as np
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
-from remat_opt.simulator import demand, turns_in_place
+from remat_opt.simulator import demand
+from remat_opt.solvers.lifetimes import cotangent_profile, crossing_bytes, lifetimes, positions
 
 #: Strains that ``relaxed_chains`` tries, as shares of that of the first chain found.
 _STRAIN_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -76,8 +77,8 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     is_kept[list(kept)] = True
     whole = Schedule(regions=(Region(vertices=tuple(range(count)), kept=tuple(kept)),))
     again = demand(graph, whole).recomputed[0]
-    last_reader, last_need, end_use = _lifetimes(graph, again)
-    cotangents = _cotangent_profile(graph)
+    last_reader, last_need, end_use = lifetimes(graph, again)
+    cotangents = cotangent_profile(graph)
 
     # Kept values still alive at backward step t: those not yet past their last reader.
     kept_alive = np.zeros(count + 1)
@@ -91,8 +92,8 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     needed = np.zeros(count, dtype=bool)
     needed[sorted({n for needs in graph.needs for n in needs})] = True
 
-    positions = _positions(graph, is_kept, end_use, most_positions)
-    number = len(positions)
+    edges = positions(crossing_bytes(graph, end_use, is_kept), most_positions)
+    number = len(edges)
     workspace = np.full((number, number), np.inf)
     exports = np.zeros((number, number))
     strains = np.full((number, number), np.inf)
@@ -114,86 +115,23 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
         # Provided by the run of the vertex, kept or not, and held until its backward step.
         alive[vertex:] += internal[vertex]
         free_alive[vertex:] += internal[vertex]
-        while row > 0 and positions[row] > vertex:
+        while row > 0 and edges[row] > vertex:
             row -= 1
-        if positions[row] == vertex:
+        if edges[row] == vertex:
             profile = np.maximum.accumulate((fixed + alive)[vertex:])
-            ends = positions[row + 1 :]
+            ends = edges[row + 1 :]
             workspace[row, row + 1 :] = profile[ends - vertex - 1]
             strained = np.maximum.accumulate((cotangents + alive)[vertex:])
             strains[row, row + 1 :] = strained[ends - vertex - 1]
             exports[row, row + 1 :] = export_alive[ends]
             free[row] = (fixed + free_alive)[vertex:].max()
     return Segments(
-        positions=positions,
+        positions=edges,
         workspace_bytes=workspace,
         exports_bytes=exports,
         strain_bytes=strains,
         free_bytes=free,
     )
-
-
-def _lifetimes(graph: Graph, again: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """When each value is read backward, in one region that spans the program.
-
-    Returns:
-      last_reader: the earliest vertex whose backward step, or whose recomputation, reads it
-        (backward runs from high to low, so that is the last reader of a stored value).
-      last_need: the earliest vertex whose backward step reads it, which is the last reader
-        of a recomputed value; the number of vertices if only recomputation reads it.
-      end_use: the latest vertex whose backward step or recomputation reads it; a boundary
-        at or before it must export the value.
-    """
-    count = len(graph)
-    last_need = np.full(count, count)
-    end_use = np.full(count, -1)
-    for vertex in range(count):
-        for needed in graph.needs[vertex]:
-            last_need[needed] = min(last_need[needed], vertex)
-            end_use[needed] = max(end_use[needed], vertex)
-    last_reader = last_need.copy()
-    for vertex in sorted(again):
-        for predecessor in graph.predecessors[vertex]:
-            last_reader[predecessor] = min(last_reader[predecessor], vertex)
-            end_use[predecessor] = max(end_use[predecessor], vertex)
-    return last_reader, last_need, end_use
-
-
-def _cotangent_profile(graph: Graph) -> np.ndarray:
-    """Bytes of cotangents alive at the backward step of each vertex; regions do not matter."""
-    count = len(graph)
-    change = np.zeros(count + 1)
-    # The cotangent of v lives from the step of its last forward reader down to its own.
-    newest = list(range(count))
-    for vertex, predecessors in enumerate(graph.predecessors):
-        if graph.cotangent_bytes[vertex]:
-            for predecessor in predecessors:
-                newest[predecessor] = max(newest[predecessor], vertex)
-    for vertex in range(count):
-        size = graph.cotangent_bytes[vertex]
-        if size:
-            reused = newest[vertex] > vertex and turns_in_place(graph, vertex)
-            start = vertex + 1 if reused else vertex
-            change[start] += size
-            change[newest[vertex] + 1] -= size
-    return np.cumsum(change)[:count]
-
-
-def _positions(graph: Graph, is_kept: np.ndarray, end_use: np.ndarray, most: int) -> np.ndarray:
-    """Candidate boundaries: those that the fewest bytes cross, spread over the program."""
-    count = len(graph)
-    crossing = np.zeros(count + 2)
-    for vertex in range(count):
-        if not is_kept[vertex] and end_use[vertex] > vertex:
-            crossing[vertex + 1] += graph.bytes[vertex]
-            crossing[end_use[vertex] + 1] -= graph.bytes[vertex]
-    crossing = np.cumsum(crossing)[: count + 1]
-    inner = np.arange(1, count)
-    if len(inner) > most:
-        # The cheapest position of each of `most` equal stretches.
-        stretches = np.array_split(inner, most)
-        inner = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])
-    return np.concatenate(([0], inner, [count]))
 
 
 def chains(

@@ -219,9 +219,10 @@ def test_chain_needs_about_the_square_root_of_its_length() -> None:
     graph = Graph.from_edges([1] * 100, [(vertex, vertex + 1) for vertex in range(99)])
     candidates = frontier(graph)
     assert candidates[0].peak_bytes == 100 + 2
-    least = min(candidates, key=lambda one: one.peak_bytes)
-    assert least.peak_bytes <= 16
-    assert least.overhead_seconds <= graph.forward_seconds
+    once = [one for one in candidates if one.overhead_seconds <= graph.forward_seconds]
+    assert min(one.peak_bytes for one in once) <= 16
+    # With regions that nest, the logarithm: Chen et al. (2016), section 4.4.
+    assert min(one.peak_bytes for one in candidates) <= 10
 
 
 def test_cheap_half_of_a_network_is_recomputed_first() -> None:

@@ -1,0 +1,328 @@
+"""Boundaries, fates and nesting decided together, for all budgets at once.
+
+Problem. Cut the order of execution into a chain of regions, give each its own fate, and find for
+every amount of memory the chain that recomputes the least. A region, from one position to a later
+one, is either
+
+  saved    no checkpoint: all that its backward steps read is held;
+  kept     a checkpoint that keeps the part of one of several given kept sets that lies in it; or
+  nested   a checkpoint that keeps nothing, and with a chain of regions inside, of the same kinds.
+
+What later regions read is held anyway, so every checkpoint keeps it too, and it is not recomputed.
+
+Method. While a region runs backward, memory holds what the regions before it hold, and its own
+needs. So with m bytes left at position i, the least cost of the way to position j is
+
+    way(i, j, m) = min over k and fate of  cost(i, k) + way(k, j, m - held(i, k)),
+                   where needs(i, k) <= m,
+
+and the last region is saved, since its backward pass follows at once. What lies inside a nested
+region obeys the same recursion, but before, all of it runs again: a nested region from i to k costs
+cost(i, k) of keeping nothing and way(i, k, m), and holds what crosses its end. Bytes are counted in
+slots, in several tables from coarse to fine: the finer one ends where the coarser one has few slots
+left. Nesting is tried at fewer positions than cutting, at those that the fewest bytes cross.
+
+Why not a ready-made tool: it is a shortest path whose states are position and memory left; the
+tables are filled with numpy.
+
+Complexity: for p positions, q of them for nesting, f fates and s slots, O(p^2 f s) and O(q^3 f s)
+additions; all four are bounded by constants. The figures of all regions take O(f n^2) for n
+vertices.
+
+Guarantee: for every number of slots the least cost in this model of memory, in which a value is
+held from the first step that makes it needed to its last reader, and bytes are rounded to the
+nearest slot. The cost is never less than what the schedule really takes. ``simulator`` is the
+judge of the result.
+
+Left out: the memory of the forward pass alone, and of running again what lies between boundaries;
+kept values of a nested region.
+
+Reference: the recursion is that of dynamic programming over a chain (Gruslys et al., 2016;
+Beaumont et al., 2019) with the fates of a minimum cut (``min_cut``) in place of all or nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.simulator import demand, evaluate
+from remat_opt.solvers.lifetimes import (
+    cotangent_profile,
+    crossing_bytes,
+    lifetimes,
+    positions,
+)
+
+#: Positions at which regions may be cut, and those of them at which nested ones may.
+MOST_POSITIONS = 96
+MOST_NESTED = 28
+#: Slots of a table, and how much less memory each table has than the one before.
+SLOTS = 256
+_SCALES = (1.0, 0.4, 0.15)
+#: Costs that differ by less than this share of a forward pass make no new schedule.
+_RESOLUTION = 1e-3
+#: Fates: index 0 is saved, 1 keeps nothing, and then come the given kept sets.
+_SAVED, _NOTHING = 0, 1
+
+
+def schedules(graph: Graph, kept_sets: Sequence[Sequence[int]]) -> list[Schedule]:
+    """Schedules from the least memory up, one for every step of the cost.
+
+    Args:
+      graph: what to plan.
+      kept_sets: what regions may keep; saving and keeping nothing are always among the fates.
+    """
+    most_bytes = evaluate(graph, plain(graph)).peak_bytes
+    if not most_bytes:
+        return [plain(graph)]
+    regions = _Regions(graph, kept_sets)
+    found: dict[Schedule, None] = {}
+    for scale in _SCALES:
+        found.update(dict.fromkeys(_Table(regions, scale * most_bytes / SLOTS).schedules()))
+    return list(found)
+
+
+class _Regions:
+    """The figures of every region between two positions, for every fate.
+
+    ``needs[f, a, b]``, ``held[f, a, b]`` and ``cost[f, a, b]``: of fate f from position a to
+    position b; infinite needs where there is no such region.
+    """
+
+    def __init__(self, graph: Graph, kept_sets: Sequence[Sequence[int]]) -> None:
+        self.graph = graph
+        whole = frozenset(range(len(graph)))
+        self.end_use = lifetimes(graph, self._again(frozenset()))[2]
+        crossing = crossing_bytes(graph, self.end_use)
+        self.positions = positions(crossing, MOST_POSITIONS)
+        self.nested = positions(crossing[self.positions], MOST_NESTED).tolist()
+        self.kept = [whole, frozenset[int](), *map(frozenset, kept_sets)]
+        needed = frozenset(n for needs in graph.needs for n in needs)
+        parts = [self._figures(needed, frozenset(), saved=True)]
+        parts += [self._figures(kept, self._again(kept), saved=False) for kept in self.kept[1:]]
+        self.needs, self.held, self.cost = (np.stack(part) for part in zip(*parts, strict=True))
+        # What has side effects must not run again.
+        pinned = np.concatenate(([0], np.cumsum(graph.pinned)))[self.positions]
+        self.pinned = (pinned[None, :] - pinned[:, None]) > 0
+        self.needs[1:, self.pinned] = np.inf
+        # Of fates that are alike in a region, one will do.
+        for fate in range(len(self.kept) - 1, 0, -1):
+            for other in range(1, fate):
+                worse = (
+                    (self.needs[other] <= self.needs[fate])
+                    & (self.held[other] <= self.held[fate])
+                    & (self.cost[other] <= self.cost[fate])
+                )
+                self.needs[fate][worse] = np.inf
+
+    def _again(self, kept: frozenset[int]) -> frozenset[int]:
+        """What runs again where all regions keep their part of ``kept``."""
+        whole = Region(vertices=tuple(range(len(self.graph))), kept=tuple(sorted(kept)))
+        return demand(self.graph, Schedule(regions=(whole,))).recomputed[0]
+
+    def _figures(
+        self, kept: frozenset[int], again: frozenset[int], *, saved: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        graph, end_use = self.graph, self.end_use
+        count, number = len(graph), len(self.positions)
+        last_reader, last_need, _ = lifetimes(graph, again)
+        cotangents = cotangent_profile(graph)
+        row_of = {int(position): row for row, position in enumerate(self.positions[:-1])}
+        needs = np.full((number, number), np.inf)
+        held = np.zeros((number, number))
+        cost = np.zeros((number, number))
+        # Going down over the start of the region, values join one after the other.
+        alive = np.zeros(count)
+        waiting = np.zeros(count + 1)
+        running = np.zeros(count + 1)
+        for vertex in range(count - 1, -1, -1):
+            size, internal = graph.bytes[vertex], graph.internal_bytes[vertex]
+            last_use = max(vertex, int(end_use[vertex]))
+            if vertex in kept and last_reader[vertex] < count:
+                alive[last_reader[vertex] :] += size
+                waiting[vertex + 1 :] += size
+            else:
+                if vertex in again:
+                    alive[last_need[vertex] :] += size
+                waiting[vertex + 1 : last_use + 1] += size
+            if vertex in again:
+                # What crosses the end is there, unless it has residuals that have no name.
+                running[(vertex if internal else last_use) + 1 :] += graph.seconds[vertex]
+            if internal:
+                alive[vertex:] += internal
+                if saved:
+                    waiting[vertex + 1 :] += internal
+            if vertex in row_of:
+                row = row_of[vertex]
+                ends = self.positions[row + 1 :]
+                profile = np.maximum.accumulate((cotangents + alive)[vertex:])
+                needs[row, row + 1 :] = profile[ends - vertex - 1]
+                held[row, row + 1 :] = waiting[ends]
+                cost[row, row + 1 :] = running[ends]
+        return needs, held, cost
+
+
+class _Table:
+    """``way`` for all amounts of memory that are multiples of a slot.
+
+    ``_rest[i]`` leads to the end of the program, ``_again[first, last]`` is inside a nested region.
+    A choice is the number of an option: 0 for the saved last region, then those of ``_options(i)``,
+    then the nested ones.
+    """
+
+    def __init__(self, regions: _Regions, slot: float) -> None:
+        self._of = regions
+        self._levels = np.arange(SLOTS + 1)
+        needs = np.minimum(regions.needs / slot, 4 * SLOTS)
+        self._needs = np.ceil(needs - 0.5).astype(int)
+        self._held = np.rint(np.minimum(regions.held / slot, SLOTS + 1)).astype(int)
+        self._place = {position: place for place, position in enumerate(regions.nested)}
+        self._again, self._again_choice = self._fill_again()
+        self._rest, self._rest_choice = self._fill_rest()
+
+    def _options(self, i: int, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Fates and ends of the regions from i that fit at all, in a fixed order."""
+        fates, places = np.nonzero(self._needs[:, i, stops] <= SLOTS)
+        return fates, stops[places]
+
+    def _fill_again(self) -> tuple[np.ndarray, np.ndarray]:
+        of = self._of
+        # The end of the program is not that of a nested region.
+        nested = np.asarray(of.nested[:-1], dtype=int)
+        count = len(nested)
+        costs = np.full((count, count, SLOTS + 1), np.inf)
+        chosen = np.full((count, count, SLOTS + 1), -1, dtype=np.int32)
+        for first in range(count - 2, -1, -1):
+            i = int(nested[first])
+            stop = first + 1 + int(np.sum(~of.pinned[i, nested[first + 1 :]]))
+            ways, choices = costs[first, :stop], chosen[first, :stop]
+            fits = self._levels >= self._needs[_SAVED, i, nested[:stop], None]
+            fits[: first + 1] = False
+            ways[fits], choices[fits] = 0.0, 0
+            fates, ends = self._options(i, nested[first + 1 :])
+            for number, (fate, k) in enumerate(zip(fates, ends, strict=True), start=1):
+                then, held = self._place[int(k)], self._held[fate, i, k]
+                low = max(held, self._needs[fate, i, k])
+                way = of.cost[fate, i, k] + costs[then, :stop, low - held : SLOTS + 1 - held]
+                better = way < ways[:, low:]
+                ways[:, low:][better], choices[:, low:][better] = way[better], number
+            # A nested region needs what its chain needs, not what all of it at once does.
+            for then in range(first + 1, stop):
+                k = nested[then]
+                held = self._held[_NOTHING, i, k]
+                way = (
+                    of.cost[_NOTHING, i, k]
+                    + ways[then, held:]
+                    + costs[then, :stop, : SLOTS + 1 - held]
+                )
+                better = way < ways[:, held:]
+                ways[:, held:][better] = way[better]
+                choices[:, held:][better] = 1 + len(fates) + then
+        return costs, chosen
+
+    def _fill_rest(self) -> tuple[np.ndarray, np.ndarray]:
+        of = self._of
+        end = len(of.positions) - 1
+        # Before the levels, as many that stand for memory below nothing.
+        below = SLOTS + 1
+        costs = np.full((end, below + SLOTS + 1), np.inf)
+        ways = np.lib.stride_tricks.sliding_window_view(costs, SLOTS + 1, axis=1)
+        chosen = np.full((end, SLOTS + 1), -1, dtype=np.int32)
+        for i in range(end - 1, -1, -1):
+            fits = self._levels >= self._needs[_SAVED, i, end]
+            fates, ends = self._options(i, np.arange(i + 1, end))
+            way = of.cost[fates, i, ends, None] + ways[ends, below - self._held[fates, i, ends]]
+            way[self._levels < self._needs[fates, i, ends, None]] = np.inf
+            parts = [np.where(fits, 0.0, np.inf)[None, :], way]
+            if i in self._place:
+                first = self._place[i]
+                inner = np.asarray(of.nested[first + 1 : -1], dtype=int)
+                after = ways[inner, below - self._held[_NOTHING, i, inner]]
+                within = self._again[first, first + 1 :]
+                parts.append(of.cost[_NOTHING, i, inner, None] + within + after)
+            table = np.concatenate(parts)
+            chosen[i] = table.argmin(axis=0)
+            costs[i, below:] = table[chosen[i], self._levels]
+        return costs[:, below:], chosen
+
+    def schedules(self) -> list[Schedule]:
+        """One for every level at which the cost falls, from the least memory up."""
+        found = []
+        before = np.inf
+        for level in self._levels:
+            cost = self._rest[0, level]
+            if cost < before - _RESOLUTION * self._of.graph.forward_seconds:
+                before = cost
+                found.append(Schedule(regions=tuple(_merged(self._chain(0, int(level))))))
+        return found
+
+    def _chain(self, i: int, level: int) -> list[Region]:
+        end = len(self._of.positions) - 1
+        regions: list[Region] = []
+        while True:
+            choice = int(self._rest_choice[i, level])
+            if choice == 0:
+                return [*regions, self._region(_SAVED, i, end)]
+            fates, ends = self._options(i, np.arange(i + 1, end))
+            if choice <= len(fates):
+                fate, k = int(fates[choice - 1]), int(ends[choice - 1])
+                regions.append(self._region(fate, i, k))
+                level -= int(self._held[fate, i, k])
+            else:
+                first = self._place[i]
+                k = self._of.nested[first + choice - len(fates)]
+                regions.append(self._nest(first, self._place[k], level))
+                level -= int(self._held[_NOTHING, i, k])
+            i = k
+
+    def _nest(self, first: int, last: int, level: int) -> Region:
+        nested = self._of.nested
+        inside = tuple(_merged(self._inside(first, last, level)))
+        outer = self._region(_NOTHING, nested[first], nested[last])
+        return dataclasses.replace(outer, inside=inside if len(inside) > 1 else ())
+
+    def _inside(self, first: int, last: int, level: int) -> list[Region]:
+        nested = self._of.nested
+        regions: list[Region] = []
+        while True:
+            i = nested[first]
+            choice = int(self._again_choice[first, last, level])
+            if choice == 0:
+                return [*regions, self._region(_SAVED, i, nested[last])]
+            fates, ends = self._options(i, np.asarray(nested[first + 1 : -1], dtype=int))
+            if choice <= len(fates):
+                fate, k = int(fates[choice - 1]), int(ends[choice - 1])
+                regions.append(self._region(fate, i, k))
+                level -= int(self._held[fate, i, k])
+                first = self._place[k]
+            else:
+                between = choice - 1 - len(fates)
+                regions.append(self._nest(first, between, level))
+                level -= int(self._held[_NOTHING, i, nested[between]])
+                first = between
+
+    def _region(self, fate: int, i: int, k: int) -> Region:
+        start, stop = int(self._of.positions[i]), int(self._of.positions[k])
+        vertices = tuple(range(start, stop))
+        if fate == _SAVED:
+            return Region(vertices=vertices, checkpointed=False)
+        kept, end_use = self._of.kept[fate], self._of.end_use
+        named = tuple(v for v in vertices if v in kept or end_use[v] >= stop)
+        return Region(vertices=vertices, kept=named)
+
+
+def _merged(chain: Sequence[Region]) -> list[Region]:
+    """The chain with saved regions in a row made one."""
+    regions: list[Region] = []
+    for region in chain:
+        if regions and not (regions[-1].checkpointed or region.checkpointed):
+            vertices = regions.pop().vertices + region.vertices
+            regions.append(Region(vertices=vertices, checkpointed=False))
+        else:
+            regions.append(region)
+    return regions
