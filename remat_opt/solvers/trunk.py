@@ -1,0 +1,131 @@
+"""A program's graph as the papers draw one: a single result, and side results hung onto it.
+
+Problem. The papers' solvers for linear and arbitrary graphs know one target, the loss. A traced
+program has more: running statistics, metrics, auxiliary outputs; a ResNet has two small ones for
+every normalisation. To them each such vertex is a target, all of them have to be kept apart
+from one another, and no segment is independent of any other.
+
+Method. What the loss does not read, directly or through others, is merged into the latest vertex
+of the trunk that it hangs on: it costs next to nothing, and runs where that vertex runs. Among
+several sinks the loss is the one with the most work behind it.
+
+Why not a ready-made tool: networkx contracts edges one by one and has no notion of the merged
+figures.
+
+Complexity: linear in the edges.
+
+Guarantee: a schedule of the trunk, spread out again, is one of the whole graph.
+
+Left out: vertices with side effects are merged like others; the solvers leave their region free.
+
+Reference: none; it is what makes Feng & Huang (2018, 2021) applicable to programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trunk:
+    """The trunk of a graph, and the way back.
+
+    Attributes:
+      graph: the trunk, as a graph of its own.
+      groups: for each vertex of the trunk the vertices of the whole graph, ascending; the first
+        one is the vertex itself, the others are merged into it.
+    """
+
+    graph: Graph
+    groups: tuple[tuple[int, ...], ...]
+
+    def spread(self, schedule: Schedule) -> Schedule:
+        """A schedule of the trunk as one of the whole graph."""
+        return Schedule(regions=tuple(self._region(region) for region in schedule.regions))
+
+    def _region(self, region: Region) -> Region:
+        vertices = sorted(one for vertex in region.vertices for one in self.groups[vertex])
+        return dataclasses.replace(
+            region,
+            vertices=tuple(vertices),
+            kept=tuple(sorted(self.groups[vertex][0] for vertex in region.kept)),
+            inside=tuple(self._region(one) for one in region.inside),
+        )
+
+
+def trunk(graph: Graph) -> Trunk:
+    """The trunk of ``graph``."""
+    behind = _behind(graph, _loss(graph))
+    owner: dict[int, int] = {}
+    for vertex, predecessors in enumerate(graph.predecessors):
+        if vertex in behind:
+            owner[vertex] = vertex
+        else:
+            # Something that reads nothing runs with the first vertex.
+            owner[vertex] = max((owner[one] for one in predecessors), default=min(behind))
+    kept = sorted(behind)
+    number = {vertex: position for position, vertex in enumerate(kept)}
+    groups: list[list[int]] = [[vertex] for vertex in kept]
+    for vertex, into in owner.items():
+        if vertex != into:
+            groups[number[into]].append(vertex)
+
+    def mapped(vertex: int, found: Iterable[Sequence[int]]) -> tuple[int, ...]:
+        places = {number[owner[one]] for part in found for one in part}
+        return tuple(sorted(place for place in places if place <= number[vertex]))
+
+    return Trunk(
+        graph=Graph(
+            names=tuple(graph.names[vertex] for vertex in kept),
+            bytes=_summed(graph.bytes, groups),
+            seconds=tuple(math.fsum(graph.seconds[one] for one in group) for group in groups),
+            flops=_summed(graph.flops, groups),
+            predecessors=tuple(
+                tuple(
+                    place
+                    for place in mapped(group[0], (graph.predecessors[one] for one in group))
+                    if place < number[group[0]]
+                )
+                for group in groups
+            ),
+            needs=tuple(mapped(group[0], (graph.needs[one] for one in group)) for group in groups),
+            cotangent_bytes=_summed(graph.cotangent_bytes, groups),
+            internal_bytes=_summed(graph.internal_bytes, groups),
+            in_place=tuple(graph.in_place[vertex] for vertex in kept),
+            pinned=tuple(any(graph.pinned[one] for one in group) for group in groups),
+        ),
+        groups=tuple(map(tuple, groups)),
+    )
+
+
+def _summed(amounts: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(amounts[one] for one in group) for group in groups)
+
+
+def _loss(graph: Graph) -> int:
+    """The sink with the most work behind it; of equals, the last one."""
+    sinks = [vertex for vertex, readers in enumerate(graph.successors()) if not readers]
+    return max(
+        sinks,
+        key=lambda sink: (
+            math.fsum(graph.seconds[vertex] for vertex in _behind(graph, sink)),
+            sink,
+        ),
+    )
+
+
+def _behind(graph: Graph, sink: int) -> set[int]:
+    """The sink and all that it reads, directly or through others."""
+    found = {sink}
+    pending = [sink]
+    while pending:
+        for predecessor in graph.predecessors[pending.pop()]:
+            if predecessor not in found:
+                found.add(predecessor)
+                pending.append(predecessor)
+    return found
