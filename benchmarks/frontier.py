@@ -23,6 +23,7 @@ from benchmarks import networks
 from remat_opt import flop_count, measurement, planning, tracing
 from remat_opt.api import objective_of
 from remat_opt.plan import Plan
+from remat_opt.solvers.base import Overhead
 from remat_opt.units import format_bytes, format_share
 
 #: Each policy of ``jax.checkpoint_policies`` that takes no argument, aliases left out.
@@ -100,7 +101,7 @@ def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[
     signature = tracing.Signature(has_aux=plain.has_aux)
     program = tracing.trace(plain.loss_fn, *plain.arguments, signature=signature)
     start = time.perf_counter()
-    planning.problem(program, target)
+    planning.problem(program, target, measure=Overhead(overhead))
     sweep_seconds = time.perf_counter() - start
 
     def plan_within(budget_bytes: int | None) -> Plan:

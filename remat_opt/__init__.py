@@ -8,7 +8,8 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from remat_opt.api import apply_plan, compare, make_plan, measure, optimal_remat
+from remat_opt import solvers
+from remat_opt.api import apply_plan, compare, frontier, make_plan, measure, optimal_remat
 from remat_opt.comparison import Comparison
 from remat_opt.errors import (
     BudgetError,
@@ -23,12 +24,14 @@ from remat_opt.errors import (
 )
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Plan
+from remat_opt.trade_off import Frontier
 
 __all__ = [
     "BudgetError",
     "Comparison",
     "CompileError",
     "DeviceError",
+    "Frontier",
     "GraphError",
     "MissingPackageError",
     "Measurement",
@@ -39,7 +42,9 @@ __all__ = [
     "UnitError",
     "apply_plan",
     "compare",
+    "frontier",
     "make_plan",
     "measure",
     "optimal_remat",
+    "solvers",
 ]

@@ -14,15 +14,28 @@ from typing import Any
 
 import jax
 
-from remat_opt import comparison, flop_count, measurement, planning, tracing, transform
+from remat_opt import (
+    comparison,
+    flop_count,
+    measurement,
+    planning,
+    solvers,
+    tracing,
+    trade_off,
+    transform,
+    verification,
+)
 from remat_opt.comparison import Comparison, Contender
 from remat_opt.device import Device
 from remat_opt.errors import PlanFileError, RematError
+from remat_opt.materialization import computes_nothing
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.program import Program
+from remat_opt.solvers import Solver
 from remat_opt.solvers.base import Overhead
 from remat_opt.tracing import Signature
+from remat_opt.trade_off import Frontier
 from remat_opt.units import format_bytes, format_share, parse_bytes
 
 
@@ -30,14 +43,16 @@ def objective_of(
     budget: str | int | float | None = None,
     max_overhead: float | None = None,
     overhead: str = "seconds",
+    reserve: str | int | None = None,
 ) -> Objective:
     """Reads the options that say what is wanted of a plan.
 
     Args:
       budget: bytes of temporaries, as an int or a text such as ``"6GiB"``; or, as a float,
-        a share of what the unchanged function needs.
+        a share of what the unchanged function needs; or ``"fit"``.
       max_overhead: share of a forward pass that may be recomputed.
       overhead: ``"seconds"`` or ``"flops"``, what recomputation is counted in.
+      reserve: bytes that ``budget="fit"`` leaves free.
 
     Raises:
       RematError: both are given, or a number is out of range.
@@ -51,6 +66,11 @@ def objective_of(
         counted = Overhead(overhead)
     except ValueError:
         raise RematError(f"overhead={overhead!r}: give 'seconds' or 'flops'.") from None
+    if reserve is not None and budget != "fit":
+        raise RematError(
+            f'reserve={reserve!r} is what budget="fit" leaves free of the device\'s memory; with '
+            f"budget={budget!r} it says nothing. Leave it out, or ask for the fit."
+        )
     if max_overhead is not None:
         is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
         if not (is_number and max_overhead >= 0 and math.isfinite(max_overhead)):
@@ -60,6 +80,9 @@ def objective_of(
         return Objective(max_overhead=float(max_overhead), overhead=counted)
     if budget is None:
         return Objective(overhead=counted)
+    if budget == "fit":
+        free = 0 if reserve is None else parse_bytes(reserve)
+        return Objective(fit=True, reserve_bytes=free, overhead=counted)
     if isinstance(budget, float):
         if not (budget > 0 and math.isfinite(budget)):
             raise RematError(
@@ -73,6 +96,24 @@ def objective_of(
             )
         return Objective(budget_share=budget, overhead=counted)
     return Objective(budget_bytes=parse_bytes(budget), overhead=counted)
+
+
+def solver_of(given: str | Solver) -> Solver:
+    """Reads the option that says who decides.
+
+    Raises:
+      RematError: there is no such solver, or it does not plan programs.
+    """
+    if isinstance(given, Solver):
+        return given
+    found = solvers.named(given) if isinstance(given, str) else None
+    if found is None:
+        fit = ", ".join(repr(row.name) for row in solvers.available() if row.plans_programs)
+        raise RematError(
+            f"solver={given!r}: give one of {fit}, or a record of remat_opt.solvers, such as "
+            "ApproximateDP(objective='memory')."
+        )
+    return found
 
 
 def _numbers(given: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -117,6 +158,7 @@ class Rematerialized:
         signature: Signature,
         device: str | Device,
         objective: Objective,
+        solver: Solver,
         plan: Plan | None,
     ) -> None:
         functools.update_wrapper(self, fn)
@@ -124,6 +166,7 @@ class Rematerialized:
         self._signature = signature
         self._device = device
         self._objective = objective
+        self._solver = solver
         self._given = plan
         self._plans: dict[str, Plan] = {}
 
@@ -150,6 +193,7 @@ class Rematerialized:
             self._signature,
             self._device,
             self._objective,
+            self._solver,
             self._given,
         )
         bound._plans = self._plans
@@ -165,9 +209,11 @@ class Rematerialized:
         Raises:
           BudgetError: the budget cannot be reached.
         """
-        return self._plan_of(
-            self._trace(tracing.bind_static(self._fn, self._signature, args, kwargs))
-        )
+        return self._plan_of(self.program(*args, **kwargs))
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The program that a call with such arguments traces to."""
+        return self._trace(tracing.bind_static(self._fn, self._signature, args, kwargs))
 
     def _trace(self, call: tracing.Call) -> Program:
         return tracing.trace_call(call, has_aux=self._signature.has_aux)
@@ -179,7 +225,7 @@ class Rematerialized:
             return self._given
         if fingerprint not in self._plans:
             device = measurement.resolve_device(self._device)
-            self._plans[fingerprint] = planning.make(program, device, self._objective)
+            self._plans[fingerprint] = planning.make(program, device, self._objective, self._solver)
         return self._plans[fingerprint]
 
 
@@ -200,29 +246,37 @@ def optimal_remat(
     budget: str | int | float | None = None,
     max_overhead: float | None = None,
     overhead: str = "seconds",
+    reserve: str | int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     device: str | Device = "attached",
+    solver: str | Solver = "portfolio",
     plan: Plan | str | os.PathLike[str] | None = None,
 ) -> Any:
     """Makes a loss function's gradient fit in less memory for the least extra compute.
 
-    Without options: least peak memory, with every value recomputed at most once.
+    Without options: least peak memory with at most one forward pass recomputed.
 
     Args:
       fn: the loss function. Left out, a decorator is returned.
       budget: temporaries are to stay within this, at the least overhead: bytes, a text such
-        as ``"6GiB"``, or a float, the share of what the unchanged function needs.
+        as ``"6GiB"``, or a float, the share of what the unchanged function needs; or
+        ``"fit"``, the device's memory, less arguments, outputs and ``reserve``.
       max_overhead: least memory for at most this share of a forward pass recomputed.
       overhead: ``"seconds"`` (of the device's roofline) or ``"flops"``.
+      reserve: bytes that ``budget="fit"`` leaves free, for all that lives on the device beside
+        the gradient step, such as the optimizer's state; nothing when left out.
       argnums: the positional argument(s) that ``jax.grad`` will be asked for. Of a decorated
         method they count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
       static_argnums: positional arguments that are Python values.
       static_argnames: keyword arguments that are Python values.
       device: the machine to plan for; ``"attached"`` is the one JAX runs on.
+      solver: who decides: a name that ``remat_opt.solvers.available()`` lists as fit for
+        programs, or one of its records with options, such as
+        ``remat_opt.solvers.ApproximateDP(objective="memory")``.
       plan: a plan, or a file of one, to follow instead of making one.
 
     Returns:
@@ -253,11 +307,13 @@ def optimal_remat(
             budget=budget,
             max_overhead=max_overhead,
             overhead=overhead,
+            reserve=reserve,
             argnums=argnums,
             has_aux=has_aux,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             device=device,
+            solver=solver,
             plan=plan,
         )
     if not callable(fn):
@@ -271,7 +327,8 @@ def optimal_remat(
         fn,
         signature_of(argnums, has_aux, static_argnums, static_argnames),
         device,
-        objective_of(budget, max_overhead, overhead),
+        objective_of(budget, max_overhead, overhead, reserve),
+        solver_of(solver),
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
 
@@ -282,12 +339,14 @@ def make_plan(
     budget: str | int | float | None = None,
     max_overhead: float | None = None,
     overhead: str = "seconds",
+    reserve: str | int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     device: str | Device = "attached",
-    verify: bool = False,
+    solver: str | Solver = "portfolio",
+    verify: bool | str = False,
     **kwargs: Any,
 ) -> Plan:
     """Plans a loss function at the shapes of its arguments, without running it.
@@ -298,13 +357,17 @@ def make_plan(
       budget: see ``optimal_remat``, as are the options that follow.
       max_overhead: likewise.
       overhead: likewise.
+      reserve: likewise.
       argnums: likewise.
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise.
       device: likewise.
-      verify: whether to compile the planned gradient for the device and write down, under
-        ``measured``, what the compiler says.
+      solver: likewise.
+      verify: True compiles the planned gradient for the device and writes down, under
+        ``measured``, what the compiler says. ``"compile"`` lets the compiler choose: several
+        plans are compiled, and the answer is the one that is best as compiled; within a budget
+        it truly is, or there is an error.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -312,34 +375,111 @@ def make_plan(
 
     Raises:
       BudgetError: the budget cannot be reached.
+      RematError: options out of range, or the solver does not take this program.
     """
     decorated = optimal_remat(
         fn,
         budget=budget,
         max_overhead=max_overhead,
         overhead=overhead,
+        reserve=reserve,
         argnums=argnums,
         has_aux=has_aux,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         device=device,
+        solver=solver,
     )
+    if verify not in (False, True, "compile"):
+        raise RematError(
+            f'verify={verify!r}: give True to compile the plan, or "compile" to choose by '
+            "compiling."
+        )
+    options: dict[str, Any] = {
+        "argnums": argnums,
+        "has_aux": has_aux,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+    }
+
+    def compiled(plan: Plan) -> Measurement:
+        planned = apply_plan(plan, fn, **options)
+        return measure_gradient(planned, *args, device=device, **options, **kwargs)
+
+    if verify == "compile":
+        program = decorated.program(*args, **kwargs)
+        if not computes_nothing(program):
+            objective = objective_of(budget, max_overhead, overhead, reserve)
+            problem = planning.problem(
+                program,
+                measurement.resolve_device(device),
+                measure=objective.overhead,
+                solver=solver_of(solver),
+            )
+            return verification.choose(problem, objective, compiled)
     plan: Plan = decorated.plan(*args, **kwargs)
-    if not verify:
-        return plan
-    return dataclasses.replace(
-        plan,
-        measured=measure_gradient(
-            decorated,
-            *args,
-            argnums=argnums,
-            has_aux=has_aux,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            device=device,
-            **kwargs,
-        ),
+    return dataclasses.replace(plan, measured=compiled(plan)) if verify else plan
+
+
+def frontier(
+    fn: Callable[..., Any],
+    *args: Any,
+    overhead: str = "seconds",
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    device: str | Device = "attached",
+    solver: str | Solver = "portfolio",
+    **kwargs: Any,
+) -> Frontier:
+    """The best plans over all budgets, predicted, without running or compiling anything.
+
+    Args:
+      fn: the loss function.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      overhead: see ``optimal_remat``, as are the options that follow.
+      argnums: likewise.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+      device: likewise.
+      solver: likewise.
+      **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+      A table and a picture, in a terminal or a notebook. ``rows`` are plain dictionaries; the
+      ``temporary_bytes`` of one, as a budget, give its plan.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import remat_opt
+      >>> def loss(w, x):
+      ...     for _ in range(8):
+      ...         x = jnp.sin(x @ w)
+      ...     return jnp.sum(x)
+      >>> shape = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> rows = remat_opt.frontier(loss, shape, shape, device="cpu").rows
+      >>> rows[-1]["of_plain"], rows[-1]["recomputed_flops_share"]
+      (1.0, 0.0)
+    """
+    signature = signature_of(argnums, has_aux, static_argnums, static_argnames)
+    target = fn._fn if isinstance(fn, Rematerialized) else fn
+    call = tracing.bind_static(target, signature, args, kwargs)
+    program = tracing.trace_call(call, has_aux=has_aux)
+    planning.check_differentiated(program)
+    if computes_nothing(program):
+        raise RematError(
+            f"{program.name!r} hands on its arguments or constants: there is nothing to plan."
+        )
+    counted = objective_of(overhead=overhead).overhead
+    problem = planning.problem(
+        program,
+        measurement.resolve_device(device),
+        measure=counted,
+        solver=solver_of(solver),
     )
+    return trade_off.of(problem, counted)
 
 
 def apply_plan(
@@ -446,6 +586,7 @@ def compare(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     device: str | Device = "attached",
+    solver: str | Solver = "portfolio",
     **kwargs: Any,
 ) -> Comparison:
     """Plans beside the unchanged function and ``jax.checkpoint``, by what the compiler says.
@@ -468,6 +609,7 @@ def compare(
       static_argnums: likewise.
       static_argnames: likewise.
       device: likewise.
+      solver: likewise.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -507,7 +649,9 @@ def compare(
     options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, **static}
 
     def ours(label: str, **wanted: Any) -> Contender:
-        decorated = optimal_remat(fn, overhead=overhead, device=target, **wanted, **options)
+        decorated = optimal_remat(
+            fn, overhead=overhead, device=target, solver=solver, **wanted, **options
+        )
 
         def make() -> tuple[Callable[..., Any], Plan]:
             return decorated, decorated.plan(*args, **kwargs)

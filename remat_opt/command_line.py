@@ -1,4 +1,4 @@
-"""``python -m remat_opt``: compare and plan from a shell, and list the devices.
+"""``python -m remat_opt``: compare, plan and frontiers from a shell; lists of devices and solvers.
 
 A loss function and its arguments are named as ``MODULE:FUNCTION``. The current directory is
 importable, as for ``python -m``. What goes wrong on purpose (``RematError``) is one line on
@@ -9,6 +9,7 @@ keeps its traceback.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import inspect
 import json
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_opt import api, report
+from remat_opt import api, report, solvers
 from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import RematError
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m remat_opt",
-        description="Rematerialisation that is planned: compare, plan, list devices.",
+        description="Rematerialisation that is planned: compare, plan, list devices and solvers.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -104,8 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--budget",
         metavar="BYTES|SHARE",
-        help="temporaries to stay within: 6GiB, or 0.4 for that share of the unchanged function's",
+        help="temporaries to stay within: 6GiB; 0.4 for that share of the unchanged function's; or "
+        "fit for the device's memory less arguments and outputs",
     )
+    plan.add_argument("--reserve", metavar="BYTES", help="what fit leaves free, such as 2GiB")
     plan.add_argument(
         "--max-overhead",
         type=float,
@@ -113,12 +116,24 @@ def _parser() -> argparse.ArgumentParser:
         help="least memory with at most this share of a forward pass recomputed, such as 0.05",
     )
     plan.add_argument(
-        "--verify", action="store_true", help="compile the planned gradient and show its figures"
+        "--verify",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=(True, "compile"),
+        metavar="compile",
+        help="compile the planned gradient and show its figures; with 'compile', compile several "
+        "plans and keep the best as compiled",
     )
     plan.add_argument("--save", metavar="FILE", help="write the plan, for optimal_remat(plan=FILE)")
     _add_output(plan, "the plan as --save writes it")
+    frontier = _command(commands, "frontier", _frontier, "show the best plans over all budgets")
+    _add_function(frontier)
+    _add_output(frontier, "one JSON object per plan")
     devices = _command(commands, "devices", _devices, "list the machines that can be planned for")
     _add_output(devices, "one JSON object per device")
+    listed = _command(commands, "solvers", _solvers, "list the algorithms there are")
+    _add_output(listed, "one JSON object per solver")
     return parser
 
 
@@ -129,7 +144,7 @@ def _command(
         name,
         help=purpose,
         description=purpose[0].upper() + purpose[1:] + ".",
-        epilog=None if name == "devices" else _EXAMPLE,
+        epilog=None if name in ("devices", "solvers") else _EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=run)
@@ -154,6 +169,12 @@ def _add_function(command: argparse.ArgumentParser) -> None:
         "--device", default="attached", help="a name that 'devices' lists (default: attached)"
     )
     command.add_argument(
+        "--solver",
+        default="portfolio",
+        metavar="NAME",
+        help="who decides: a name that 'solvers' lists (default: portfolio)",
+    )
+    command.add_argument(
         "--overhead",
         choices=("seconds", "flops"),
         default="seconds",
@@ -173,7 +194,7 @@ def _add_function(command: argparse.ArgumentParser) -> None:
 
 def _add_output(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--json", action="store_true", help=f"for machines: {what}")
-    if not what.endswith("device"):
+    if not what.endswith(("device", "solver")):
         command.add_argument("--html", metavar="FILE", help="write a page with pictures")
 
 
@@ -226,6 +247,7 @@ def _plan(options: argparse.Namespace) -> None:
         *args,
         budget=None if options.budget is None else _budget(options.budget),
         max_overhead=options.max_overhead,
+        reserve=options.reserve,
         verify=options.verify,
         **_common(options),
         **kwargs,
@@ -238,6 +260,19 @@ def _plan(options: argparse.Namespace) -> None:
             raise CommandError(f"{options.save!r} cannot be written: {error.strerror}.") from None
     if options.html:
         _write(options.html, report.page(f"{plan.function}: plan", plan._repr_html_()))
+
+
+def _frontier(options: argparse.Namespace) -> None:
+    fn, args, kwargs = _called(options)
+    found = api.frontier(fn, *args, **_common(options), **kwargs)
+    if options.json:
+        for row in found.rows:
+            heading = {"function": found.function, "device": found.device}
+            print(json.dumps({**heading, **row}))
+    else:
+        print(found)
+    if options.html:
+        _write(options.html, report.page(f"{found.function}: frontier", found._repr_html_()))
 
 
 def _devices(options: argparse.Namespace) -> None:
@@ -265,6 +300,15 @@ def _devices(options: argparse.Namespace) -> None:
     print(table.text())
 
 
+def _solvers(options: argparse.Namespace) -> None:
+    found = solvers.available()
+    if options.json:
+        for row in found:
+            print(json.dumps(dataclasses.asdict(row)))
+    else:
+        print(found)
+
+
 def _device_row(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
@@ -281,6 +325,7 @@ def _device_row(device: Device) -> dict[str, Any]:
 def _common(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": options.device,
+        "solver": options.solver,
         "overhead": options.overhead,
         "argnums": options.argnums,
         "has_aux": options.has_aux,

@@ -29,17 +29,24 @@ FORMAT = "remat_opt plan 1"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is wanted of a plan; with all fields at their defaults, the least peak memory.
+    """What is wanted of a plan.
+
+    With all fields at their defaults: the least peak memory for at most one forward pass
+    recomputed.
 
     Attributes:
       budget_bytes: least overhead with temporaries within this.
       budget_share: the same, as a share of what the unchanged function needs.
+      fit: the same, within the device's memory, less arguments, outputs and the reserve.
+      reserve_bytes: what ``fit`` leaves free beside them, for optimizer state and the like.
       max_overhead: least peak memory with at most this share of a forward pass recomputed.
       overhead: what recomputation is counted in.
     """
 
     budget_bytes: int | None = None
     budget_share: float | None = None
+    fit: bool = False
+    reserve_bytes: int = 0
     max_overhead: float | None = None
     overhead: Overhead = Overhead.SECONDS
 

@@ -108,6 +108,11 @@ def _asked(plan: Mapping[str, Any]) -> str:
     if plan["budget_bytes"] is not None:
         share = objective["budget_share"]
         said = f", {format_share(share)} of the unchanged function's" if share is not None else ""
+        if objective["fit"]:
+            said = (
+                ", the device's memory less arguments, outputs and a reserve of "
+                f"{format_bytes(objective['reserve_bytes'])}"
+            )
         return (
             f"least overhead (in {counted}) with temporaries within "
             f"{format_bytes(plan['budget_bytes'])}{said}"

@@ -17,22 +17,29 @@ from remat_opt import __version__
 from remat_opt import _jax_internals as internals
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
+from remat_opt.graph import Graph
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import Program
 from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.simulator import Simulation, simulate
-from remat_opt.solvers import portfolio
 from remat_opt.solvers.base import (
     Candidate,
     Overhead,
+    Refused,
     fastest_within,
     least_memory,
     smallest_within,
 )
+from remat_opt.solvers.catalogue import Portfolio, Solver
 from remat_opt.units import format_bytes
 
+#: What plans where nothing else is asked for.
+DEFAULT_SOLVER = Portfolio()
+
+#: Where the least memory is asked for, at most so many forward passes are recomputed.
+MOST_PASSES = 1.0
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
 #: How many of the arrays alive at the peak a plan writes down.
@@ -64,12 +71,14 @@ class Problem:
       program: the traced function.
       fingerprint: of the program.
       device: whose rates the seconds are in.
+      solver: where the schedules to choose from come from.
       sweep: the graph and the schedules to choose from.
     """
 
     program: Program
     fingerprint: str
     device: Device
+    solver: Solver
     sweep: Sweep
 
     @property
@@ -88,12 +97,22 @@ class Problem:
         return self.sweep.unchanged
 
 
-_sweeps: OrderedDict[tuple[str, Device], Sweep] = OrderedDict()
+_sweeps: OrderedDict[tuple[str, Device, Overhead, Solver], Sweep] = OrderedDict()
 
 
-def problem(program: Program, device: Device) -> Problem:
-    """Builds the graph and sweeps all budgets, or takes both from an earlier call."""
-    key = (program.fingerprint(), device)
+def problem(
+    program: Program,
+    device: Device,
+    *,
+    measure: Overhead = Overhead.SECONDS,
+    solver: Solver = DEFAULT_SOLVER,
+) -> Problem:
+    """Builds the graph and sweeps all budgets, or takes both from an earlier call.
+
+    Raises:
+      RematError: the solver does not take this program.
+    """
+    key = (program.fingerprint(), device, measure, solver)
     if key not in _sweeps:
         materialization = materialize(program, linearize(program), device)
         graph = materialization.graph
@@ -101,14 +120,28 @@ def problem(program: Program, device: Device) -> Problem:
             materialization=materialization,
             candidates=tuple(
                 dataclasses.replace(one, peak_bytes=one.peak_bytes + materialization.resident_bytes)
-                for one in portfolio.frontier(graph)
+                for one in _candidates(program, graph, measure, solver)
             ),
             unchanged=_simulate(materialization, plain(graph)),
         )
         if len(_sweeps) > _MOST_SWEEPS:
             _sweeps.popitem(last=False)
     _sweeps.move_to_end(key)
-    return Problem(program=program, fingerprint=key[0], device=device, sweep=_sweeps[key])
+    return Problem(
+        program=program, fingerprint=key[0], device=device, solver=solver, sweep=_sweeps[key]
+    )
+
+
+def _candidates(
+    program: Program, graph: Graph, measure: Overhead, solver: Solver
+) -> list[Candidate]:
+    found = solver.candidates(graph, measure)
+    if isinstance(found, Refused):
+        raise RematError(
+            f"The solver {solver.name!r} does not take {program.name!r}: {found.message} The "
+            "default, 'portfolio', takes any program."
+        )
+    return found
 
 
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
@@ -133,15 +166,12 @@ def solve(of: Problem, objective: Objective) -> Candidate:
     """
     candidates = list(of.candidates)
     measure = objective.overhead
+    most = overhead_limit(of, objective)
     if objective.max_overhead is not None:
-        graph = of.materialization.graph
-        forward = (
-            graph.forward_seconds if measure is Overhead.SECONDS else float(graph.forward_flops)
-        )
-        return smallest_within(candidates, objective.max_overhead * forward, measure)
+        return smallest_within(candidates, most, measure)
     budget_bytes = budget_bytes_of(of, objective)
     if budget_bytes is None:
-        return least_memory(candidates, measure)
+        return least_memory([one for one in candidates if one.overhead(measure) <= most], measure)
     found = fastest_within(candidates, budget_bytes, measure)
     if found is None:
         least = smallest_within(candidates, float("inf"), measure)
@@ -162,11 +192,54 @@ def solve(of: Problem, objective: Objective) -> Candidate:
     return found
 
 
+def overhead_limit(of: Problem, objective: Objective) -> float:
+    """The most recomputation where memory is minimised, in seconds or FLOPs.
+
+    Nested regions go deeper still, at a price that one has to ask for with a budget.
+    """
+    graph = of.materialization.graph
+    seconds = objective.overhead is Overhead.SECONDS
+    forward = graph.forward_seconds if seconds else float(graph.forward_flops)
+    return (MOST_PASSES if objective.max_overhead is None else objective.max_overhead) * forward
+
+
 def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
-    """The budget in bytes; a share is one of what the unchanged function needs."""
+    """The budget in bytes; a share is one of what the unchanged function needs.
+
+    Raises:
+      BudgetError: arguments, outputs and reserve alone fill the device's memory.
+    """
     if objective.budget_share is not None:
         return round(objective.budget_share * of.unchanged.peak_bytes)
-    return objective.budget_bytes
+    if not objective.fit:
+        return objective.budget_bytes
+    arguments, outputs = step_bytes(of.program, of.device)
+    room = of.device.memory_bytes - arguments - outputs - objective.reserve_bytes
+    if room <= 0:
+        raise BudgetError(
+            f"Nothing is left for temporaries on {of.device.name}: of its "
+            f"{format_bytes(of.device.memory_bytes)}, arguments take {format_bytes(arguments)}, "
+            f"outputs (gradients among them) {format_bytes(outputs)}, and "
+            f"{format_bytes(objective.reserve_bytes)} are reserved. Use a device with more "
+            "memory, shard the parameters, or reserve less.",
+            budget_bytes=max(room, 0),
+            least_peak_bytes=0,
+            pinning=(),
+        )
+    return room
+
+
+def step_bytes(program: Program, device: Device) -> tuple[int, int]:
+    """Bytes of arguments (closed-over arrays among them) and of outputs of a gradient step.
+
+    Outputs are those of the function and one gradient for each differentiated argument.
+    """
+
+    def total(values: Sequence[int]) -> int:
+        return sum(device.buffer_bytes(program.types[value]) for value in values)
+
+    arguments = total((*program.constants, *program.arguments))
+    return arguments, total(program.output_values) + total(program.differentiated)
 
 
 def stages(materialization: Materialization, schedule: Schedule) -> tuple[Stage, ...]:
@@ -186,26 +259,35 @@ def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...
     )
 
 
-def make(program: Program, device: Device, objective: Objective) -> Plan:
+def make(
+    program: Program, device: Device, objective: Objective, solver: Solver = DEFAULT_SOLVER
+) -> Plan:
     """Plans a program.
 
     Args:
       program: a traced function.
       device: whose rates to weigh recomputation with.
       objective: what is wanted.
+      solver: who decides.
 
     Raises:
       BudgetError: the budget cannot be reached.
+      RematError: nothing is differentiated, or the solver does not take this program.
     """
+    check_differentiated(program)
+    if computes_nothing(program):
+        return _nothing_to_plan(program, device, objective)
+    of = problem(program, device, measure=objective.overhead, solver=solver)
+    return describe(of, program, solve(of, objective), objective)
+
+
+def check_differentiated(program: Program) -> None:
+    """Raises RematError unless some argument is differentiated."""
     if not program.differentiated:
         raise RematError(
             "Nothing is differentiated: none of the arguments in argnums holds a floating-point "
             "array. Point argnums at the parameters."
         )
-    if computes_nothing(program):
-        return _nothing_to_plan(program, device, objective)
-    of = problem(program, device)
-    return describe(of, program, solve(of, objective), objective)
 
 
 def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> Plan:
@@ -271,7 +353,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         device=of.device.name,
         objective=objective,
         budget_bytes=budget_bytes_of(of, objective),
-        solver="portfolio",
+        solver=str(of.solver),
         stages=stages(materialization, chosen.schedule),
         decisions=tuple(decisions),
         predicted=Prediction(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import inspect
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 
 import remat_opt
-from remat_opt import api, linearization, planning
+from remat_opt import api, linearization, planning, solvers
+from remat_opt.device import Device, get_device
 from remat_opt.errors import BudgetError, RematError, TraceError
 from remat_opt.plan import Objective
 
@@ -73,6 +75,25 @@ def of_shape(tree: Any) -> Any:
             "6e+09 times that is hardly meant. For bytes, give an int or '6GiB'.",
         ),
         (
+            {"budget": 0.5, "reserve": "1GiB"},
+            "reserve='1GiB' is what budget=\"fit\" leaves free of the device's memory; with "
+            "budget=0.5 it says nothing. Leave it out, or ask for the fit.",
+        ),
+        (
+            {"solver": "simplex"},
+            "solver='simplex': give one of 'portfolio', 'approximate_dp', 'exact_dp', "
+            "'exhaustive', 'linear_chain', 'arbitrary_graph', 'random_choice', 'sublinear', "
+            "'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
+            "ApproximateDP(objective='memory').",
+        ),
+        (
+            {"solver": "min_cut"},
+            "solver='min_cut': give one of 'portfolio', 'approximate_dp', 'exact_dp', "
+            "'exhaustive', 'linear_chain', 'arbitrary_graph', 'random_choice', 'sublinear', "
+            "'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
+            "ApproximateDP(objective='memory').",
+        ),
+        (
             {"plan": remat_opt.make_plan(lambda x: x, 1.0, device="cpu"), "budget": 0.5},
             "plan= is given together with budget= or max_overhead=. A plan is already decided: "
             "leave the others out.",
@@ -92,6 +113,47 @@ def test_budgets_that_are_no_bytes(budget: Any) -> None:
         return
     with pytest.raises(RematError):
         remat_opt.optimal_remat(layers, budget=budget)
+
+
+@pytest.mark.parametrize("solver", [row.name for row in solvers.available() if row.plans_programs])
+def test_any_solver_plans_a_chain(solver: str) -> None:
+    def chain(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    weights, x = [jnp.full((16, 16), 0.1)] * 8, jnp.ones((64, 16))
+    plan = remat_opt.make_plan(chain, weights, x, solver=solver, budget=0.9, device="cpu")
+    assert plan.solver == solver
+    assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes
+    planned = jax.grad(remat_opt.apply_plan(plan, chain))(weights, x)
+    for found, expected in zip(planned, jax.grad(chain)(weights, x), strict=True):
+        assert jnp.allclose(found, expected)
+
+
+def test_solvers_do_not_share_a_plan() -> None:
+    weights, x = [jnp.ones((16, 16))] * 8, jnp.ones((64, 16))
+    plans = [
+        remat_opt.make_plan(layers, weights, x, solver=solver, device="cpu")
+        for solver in ("portfolio", solvers.ApproximateDP(objective="memory"), "portfolio")
+    ]
+    assert [plan.solver for plan in plans] == [
+        *("portfolio", "approximate_dp(objective='memory')", "portfolio")
+    ]
+    assert plans[0].stages == plans[2].stages != plans[1].stages
+
+
+def test_a_solver_that_does_not_take_the_program() -> None:
+    def two_inputs(w: jax.Array, x: jax.Array) -> jax.Array:
+        left, right = jnp.sin(x @ w), jnp.cos(x @ w)
+        return jnp.sum((left @ w) * (right @ w))
+
+    shape = jax.ShapeDtypeStruct((8, 8), "float32")
+    with pytest.raises(RematError) as caught:
+        remat_opt.make_plan(two_inputs, shape, shape, solver="linear_chain", device="cpu")
+    message = str(caught.value)
+    assert message.startswith("The solver 'linear_chain' does not take 'two_inputs': The graph is")
+    assert message.endswith("The default, 'portfolio', takes any program.")
 
 
 def test_only_functions_are_decorated() -> None:
@@ -150,6 +212,39 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
             layers, WEIGHTS, X, budget=error.least_peak_bytes, device="cpu"
         ).predicted.temporary_bytes
         == error.least_peak_bytes
+    )
+
+
+def small(memory_bytes: int) -> Device:
+    """A CPU with so much memory."""
+    return dataclasses.replace(get_device("cpu"), name="small", memory_bytes=memory_bytes)
+
+
+def test_fit_is_the_memory_less_arguments_outputs_and_reserve() -> None:
+    weights = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
+    x = jax.ShapeDtypeStruct((1024, 64), "float32")
+    # Arguments, a gradient for each weight, and the loss.
+    fixed = 8 * 64 * 64 * 4 + 1024 * 64 * 4 + 8 * 64 * 64 * 4 + 4
+    options: Any = {"budget": "fit", "device": small(2**23)}
+    plan = remat_opt.make_plan(layers, weights, x, **options)
+    assert plan.budget_bytes == 2**23 - fixed
+    assert plan.predicted.recomputed_share == 0, "the unchanged function fits"
+    tight = remat_opt.make_plan(layers, weights, x, reserve="6MiB", **options)
+    assert tight.budget_bytes == 2**21 - fixed
+    assert 0 < tight.predicted.temporary_bytes <= tight.budget_bytes
+    assert tight.predicted.recomputed_share > 0
+    assert "reserve of 6.00 MiB" in repr(tight)
+
+
+def test_fit_where_nothing_is_left() -> None:
+    weights = [jax.ShapeDtypeStruct((64, 64), "float32")] * 8
+    x = jax.ShapeDtypeStruct((1024, 64), "float32")
+    with pytest.raises(BudgetError) as caught:
+        remat_opt.make_plan(layers, weights, x, budget="fit", device=small(2**19))
+    assert str(caught.value) == (
+        "Nothing is left for temporaries on small: of its 512 KiB, arguments take 384 KiB, "
+        "outputs (gradients among them) 128 KiB, and 0 B are reserved. Use a device with more "
+        "memory, shard the parameters, or reserve less."
     )
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import remat_opt
-from remat_opt import command_line, device
+from remat_opt import command_line, device, solvers
 
 SOURCE = """
 import jax, jax.numpy as jnp
@@ -125,6 +125,21 @@ def test_devices(run):
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["name"] for row in rows] == list(device.available())
     assert rows[0]["memory_bytes"] == 64 * 1024**3
+
+
+def test_solvers(run):
+    status, out, _ = run("solvers")
+    assert status == 0
+    assert any(line.startswith("portfolio") for line in out.splitlines())
+    _, out, _ = run("solvers", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["name"] for row in rows] == [row.name for row in solvers.available()]
+
+
+def test_plan_by_another_solver(run):
+    status, out, _ = run("plan", "sample:loss", *ARGS, "--solver", "approximate_dp", "--json")
+    assert status == 0
+    assert json.loads(out)["plan"]["solver"] == "approximate_dp"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
         "device": "h200",
         "objective": {
             **{"budget_bytes": None, "budget_share": None, "max_overhead": None},
+            **{"fit": False, "reserve_bytes": 0},
             "overhead": "seconds",
             **(objective or {}),
         },

@@ -1,0 +1,133 @@
+"""The frontier: the best plans over all budgets, as figures to choose from.
+
+Nothing is compiled. What a point promises in memory is the budget that gives its plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from remat_opt import report
+from remat_opt.planning import Problem
+from remat_opt.solvers.base import Overhead, pareto
+from remat_opt.units import format_bytes, format_share
+
+#: Rows of the table in a terminal or a notebook; ``rows`` and the picture have them all.
+_MOST_ROWS = 24
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Frontier:
+    """The plans of one program that no other beats in both memory and overhead.
+
+    Attributes:
+      function: name of the loss function.
+      device: name of the device planned for.
+      overhead: what recomputation is counted in, ``seconds`` or ``flops``.
+      rows: one dictionary for each plan, by ascending memory: ``temporary_bytes``, predicted, and
+        the budget that gives this plan; ``of_plain``, as a share of the unchanged function's;
+        ``overhead_seconds_share`` and ``recomputed_flops_share`` of one forward pass;
+        ``regions``, and how many of them hold others, ``nested``.
+    """
+
+    function: str
+    device: str
+    overhead: str
+    rows: tuple[dict[str, Any], ...]
+
+    def to_json(self) -> str:
+        """The frontier as JSON text: the fields of this record."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __repr__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return report.section(
+            self._title(),
+            self._picture().svg(),
+            dataclasses.replace(self._table(), title="").html(),
+        )
+
+    def _title(self) -> str:
+        return f"Best plans of {self.function} for {self.device}"
+
+    def _table(self) -> report.Table:
+        stride = -(-len(self.rows) // _MOST_ROWS)
+        # The last row is the unchanged function, or what is as good.
+        shown = self.rows[::-1][::stride][::-1]
+        left = len(self.rows) - len(shown)
+        return report.Table(
+            title=self._title(),
+            headings=("temporaries", "of plain", "time", "recomputed FLOPs", "regions"),
+            rows=tuple(
+                (
+                    format_bytes(row["temporary_bytes"]),
+                    format_share(row["of_plain"]),
+                    format_share(row["overhead_seconds_share"]),
+                    format_share(row["recomputed_flops_share"]),
+                    f"{row['regions']}" + (f", {row['nested']} nested" if row["nested"] else ""),
+                )
+                for row in shown
+            ),
+            align="rrrrl",
+            footer="All predicted; time and FLOPs of recomputation as shares of one forward pass."
+            + (f" {left} more between them are in .rows." if left else ""),
+        )
+
+    def _picture(self) -> report.Scatter:
+        in_flops = self.overhead == Overhead.FLOPS.value
+        key = "recomputed_flops_share" if in_flops else "overhead_seconds_share"
+        counted = "FLOPs" if in_flops else "time"
+        return report.Scatter(
+            title=f"{self._title()}: memory against recomputation",
+            x=report.share_axis(f"recomputed {counted}, as a share of one forward pass"),
+            y=report.bytes_axis(
+                "temporaries, predicted", max(row["temporary_bytes"] for row in self.rows)
+            ),
+            series=(
+                report.Series(
+                    label="remat_opt",
+                    points=tuple(
+                        report.Point(
+                            x=row[key],
+                            y=row["temporary_bytes"],
+                            label=format_bytes(row["temporary_bytes"]),
+                        )
+                        for row in self.rows
+                    ),
+                    staircase=True,
+                ),
+            ),
+        )
+
+
+def of(problem: Problem, measure: Overhead) -> Frontier:
+    """The frontier of a problem whose candidates were found for ``measure``."""
+    graph = problem.materialization.graph
+    unchanged = problem.unchanged.peak_bytes
+    rows = []
+    for one in pareto(list(problem.candidates), measure):
+        regions = one.schedule.regions
+        rows.append(
+            {
+                "temporary_bytes": one.peak_bytes,
+                "of_plain": one.peak_bytes / unchanged if unchanged else 1.0,
+                "overhead_seconds_share": _share(one.overhead_seconds, graph.forward_seconds),
+                "recomputed_flops_share": _share(one.recomputed_flops, graph.forward_flops),
+                "regions": len(regions),
+                "nested": sum(bool(region.inside) for region in regions),
+            }
+        )
+    return Frontier(
+        function=problem.program.name,
+        device=problem.device.name,
+        overhead=measure.value,
+        rows=tuple(rows),
+    )
+
+
+def _share(amount: float, whole: float) -> float:
+    return amount / whole if whole else 0.0

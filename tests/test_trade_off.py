@@ -1,0 +1,65 @@
+"""The frontier: what its rows promise, and how it shows itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+from remat_opt.errors import RematError
+
+SHAPES = (
+    [jax.ShapeDtypeStruct((64, 64), "float32")] * 12,
+    jax.ShapeDtypeStruct((1024, 64), "float32"),
+)
+
+
+def layers(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w) + x
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize("overhead", ["seconds", "flops"])
+def test_rows_ascend_and_are_budgets(overhead: str) -> None:
+    found = remat_opt.frontier(layers, *SHAPES, device="cpu", overhead=overhead)
+    counted = {"seconds": "overhead_seconds_share", "flops": "recomputed_flops_share"}[overhead]
+    for left, right in itertools.pairwise(found.rows):
+        assert left["temporary_bytes"] < right["temporary_bytes"]
+        assert left[counted] > right[counted]
+    assert found.rows[-1]["of_plain"] <= 1
+    assert found.rows[-1][counted] == 0
+    for row in found.rows[:: len(found.rows) // 4]:
+        plan = remat_opt.make_plan(
+            layers, *SHAPES, device="cpu", overhead=overhead, budget=row["temporary_bytes"]
+        )
+        assert plan.predicted.temporary_bytes == row["temporary_bytes"]
+        assert plan.predicted.recomputed_share == pytest.approx(row["recomputed_flops_share"])
+        assert len(plan.stages) == row["regions"]
+
+
+def test_a_decorated_function_has_the_frontier_of_the_plain_one() -> None:
+    decorated = remat_opt.optimal_remat(layers, budget=0.5, device="cpu")
+    found = remat_opt.frontier(decorated, *SHAPES, device="cpu")
+    assert found == remat_opt.frontier(layers, *SHAPES, device="cpu")
+
+
+def test_it_shows_itself() -> None:
+    found = remat_opt.frontier(layers, *SHAPES, device="cpu")
+    lines = repr(found).splitlines()
+    assert lines[0] == "Best plans of layers for cpu"
+    assert lines[-2].split()[-1] == "1", "the unchanged function is one region"
+    assert "100 %" in lines[-2]
+    assert "<svg" in found._repr_html_()
+    assert json.loads(found.to_json())["rows"] == list(found.rows)
+
+
+def test_nothing_to_plan() -> None:
+    with pytest.raises(RematError) as caught:
+        remat_opt.frontier(lambda x: x, 1.0, device="cpu")
+    assert "there is nothing to plan" in str(caught.value)
