@@ -190,6 +190,18 @@ class Device:
         """Whether programs are compiled by a backend that JAX has in this process."""
         return isinstance(self.target, AttachedTarget)
 
+    @property
+    def fuses_into_products(self) -> bool:
+        """Whether a dot or convolution computes elementwise operands as it reads them.
+
+        XLA for TPU compiles both so: what lies between two products (an activation, a
+        normalisation, a softmax) is computed again inside each that reads it, forward and
+        backward, and never stored. It also reads float32 operands as bfloat16, unless the
+        program asks for more precision. NVIDIA's and the CPU's kernels are calls of a library,
+        and read what lies in memory.
+        """
+        return self.platform == "tpu"
+
     def flops_rate(self, dtype: object) -> float:
         """Floating-point operations per second for matrix products of ``dtype``.
 

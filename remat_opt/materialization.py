@@ -5,7 +5,8 @@ written to memory. A planner that counts every jaxpr value keeps the wrong thing
 is taken as materialised where
 
 * an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
-* an opaque equation reads it,
+* an opaque equation reads it (where a matrix product computes its operands as it reads them,
+  that is no reason: ``Device.fuses_into_products``),
 * it is an output of the program, or
 * several vertices would have to read more bytes to compute it again than it has itself
   (the sum that forms a residual stream).
@@ -32,6 +33,12 @@ from remat_opt.program import Program
 _ALIASES = frozenset(
     {"reshape", "squeeze", "expand_dims", "transpose", "name", "copy_p", "rev_bitcast"}
 )
+
+#: The equations into whose kernels some devices fuse what makes the operands.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+#: What those devices round float32 operands to, at JAX's default precision.
+_OPERAND_DTYPE = "bfloat16"
 
 #: A fused value is given a buffer when computing it again in each of several readers would
 #: read more than this many times its own bytes.
@@ -93,6 +100,7 @@ class _Builder:
             for value in equation.outputs
         }
         self.source = self._aliases()
+        self.narrow = self._narrow()
 
     def _aliases(self) -> dict[int, int]:
         """For each value the value whose bytes it shares (often itself)."""
@@ -107,8 +115,43 @@ class _Builder:
                     source[result] = source[operand]
         return source
 
+    def _narrow(self) -> dict[int, int]:
+        """The float32 values that are stored as bfloat16, with how many products read them.
+
+        Where products read float32 as bfloat16, the compiler rounds what nothing else reads
+        before it stores it: the result of a pooling in front of a convolution.
+        """
+        if not self.device.fuses_into_products:
+            return {}
+        readers: dict[int, int] = {}
+        others = {self.source[value] for value in self.program.output_values}
+        for index, equation in enumerate(self.program.equations):
+            if self._is_alias(index):
+                continue
+            if _reads_rounded(equation.operation):
+                for value in self._reads(index):
+                    readers[value] = readers.get(value, 0) + 1
+            else:
+                others.update(self._reads(index))
+            derivative = self.linearization.derivatives.get(index)
+            if derivative is not None:
+                others.update(equation.outputs[position] for position in derivative.outputs)
+        return {
+            value: count
+            for value, count in readers.items()
+            if value not in others and self.program.types[value].dtype == "float32"
+        }
+
     def _bytes(self, value: int) -> int:
-        return self.device.buffer_bytes(self.program.types[value])
+        """Bytes of a value where it is stored."""
+        kind = self.program.types[value]
+        if value in self.narrow:
+            kind = dataclasses.replace(kind, dtype=_OPERAND_DTYPE)
+        return self.device.buffer_bytes(kind)
+
+    def _cotangent_bytes(self, values: Iterable[int]) -> int:
+        """Bytes of the gradients with respect to some values: products write them in full."""
+        return sum(self.device.buffer_bytes(self.program.types[value]) for value in values)
 
     def _reads(self, index: int) -> list[int]:
         """The distinct computed values an equation reads, aliases resolved."""
@@ -126,14 +169,23 @@ class _Builder:
             self.costs[index].fusion is costs.Fusion.OPAQUE or self.program.equations[index].effects
         )
 
+    def _product(self, index: int) -> bool:
+        """Whether the equation computes elementwise operands as it reads them."""
+        return (
+            self.device.fuses_into_products
+            and self.program.equations[index].operation.primitive in _PRODUCTS
+        )
+
     def _forced(self) -> set[int]:
         """Values that are materialised whatever the fan-out."""
         forced: set[int] = set()
         for index, equation in enumerate(self.program.equations):
             if self._opaque(index) or self.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if self._opaque(index):
+            if self._opaque(index) and not self._product(index):
                 forced.update(self._reads(index))
+        # One array of half the width for several products is less than what it is made of.
+        forced.update(value for value, readers in self.narrow.items() if readers > 1)
         forced.update(
             self.source[value]
             for value in self.program.output_values
@@ -223,6 +275,7 @@ class _Builder:
                 "in_place pinned labels"
             ).split()
         }
+        active_values: list[list[int]] = []
         estimated = 0
         for vertex, root in enumerate(roots):
             equation = program.equations[root]
@@ -277,10 +330,15 @@ class _Builder:
             fields["flops"].append(flops)
             fields["predecessors"].append(tuple(sorted(predecessors)))
             fields["needs"].append(tuple(sorted(needs)))
-            fields["cotangent_bytes"].append(sum(self._bytes(v) for v in active))
+            active_values.append(active)
             fields["internal_bytes"].append(internal_bytes)
             fields["in_place"].append(self.costs[root].fusion is costs.Fusion.FUSIBLE)
             fields["pinned"].append(equation.effects)
+        fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
+        fields["cotangent_bytes"] = [
+            0 if vertex in fused else self._cotangent_bytes(active)
+            for vertex, active in enumerate(active_values)
+        ]
         labels = tuple(fields.pop("labels"))
         graph = Graph(**{name: tuple(entries) for name, entries in fields.items()})
         return Materialization(
@@ -300,6 +358,40 @@ class _Builder:
                 )
             ),
         )
+
+    def _fused_cotangents(
+        self,
+        roots: list[int],
+        predecessors: list[tuple[int, ...]],
+        active_values: list[list[int]],
+    ) -> set[int]:
+        """The vertices whose cotangent never reaches memory.
+
+        Where products compute their operands as they read them, a cotangent that comes out of
+        reductions alone (a small array, broadcast, times what is stored) needs no buffer: so
+        the one of a cross-entropy's logits. What a product writes does.
+        """
+        if not self.device.fuses_into_products:
+            return set()
+        successors: list[list[int]] = [[] for _ in roots]
+        for vertex, found in enumerate(predecessors):
+            for predecessor in found:
+                successors[predecessor].append(vertex)
+        kinds = [self.costs[root].fusion for root in roots]
+        fused: set[int] = set()
+        for vertex in reversed(range(len(roots))):
+            readers = [reader for reader in successors[vertex] if active_values[reader]]
+            if (
+                (self._product(roots[vertex]) or kinds[vertex] is costs.Fusion.FUSIBLE)
+                and readers
+                and all(
+                    kinds[reader] is costs.Fusion.REDUCTION
+                    or (kinds[reader] is costs.Fusion.FUSIBLE and reader in fused)
+                    for reader in readers
+                )
+            ):
+                fused.add(vertex)
+        return fused
 
     def _resident_bytes(self) -> int:
         """Zeros that XLA for NVIDIA GPUs holds for the backward pass of a max pooling.
@@ -341,6 +433,15 @@ class _Builder:
                 found.add(maker)
                 pending.append(maker)
         return sorted(found)
+
+
+def _reads_rounded(operation: Operation) -> bool:
+    """Whether the operation is a product at JAX's default precision."""
+    precision = operation.params.get("precision")
+    sides = precision if isinstance(precision, tuple) else (precision,)
+    return operation.primitive in _PRODUCTS and all(
+        side is None or str(side).endswith("DEFAULT") for side in sides
+    )
 
 
 def _compares_with_scalar(operation: Operation) -> bool:

@@ -71,8 +71,9 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
     ("device", "rows", "width", "least_share", "lower", "upper"),
     [
         ("cpu", 4096, 64, 0.3, 0.99, 1.01),
-        # XLA for TPU fuses more of a short region than the simulator believes: less is needed.
-        pytest.param("v5e", 65536, 128, 0.3, 0.5, 1.0, marks=TPU),
+        # XLA for TPU keeps a bfloat16 copy of the stream where only products read it backward,
+        # and arrays as small as these in its vector memory: less is needed.
+        pytest.param("v5e", 65536, 128, 0.25, 0.6, 0.85, marks=TPU),
     ],
 )
 def test_residual_net(
@@ -93,12 +94,23 @@ def test_residual_net(
             assert plan.measured.temporary_bytes <= upper * plan.budget_bytes
 
 
+def test_nested_regions_take_what_is_predicted() -> None:
+    """A budget that no chain of regions meets without computing values more than once."""
+    args = residual_net_arguments(4096, 64)
+    plan = planned(residual_net, args, "cpu", budget=0.2)
+    assert any(stage.inside for stage in plan.stages)
+    assert max(decision.times for decision in plan.decisions) > 1
+    assert plan.measured.temporary_bytes <= 0.21 * plain_bytes(residual_net, args, "cpu")
+    assert 0.99 <= plan.measured.temporary_bytes / plan.predicted.temporary_bytes <= 1.03
+
+
 @pytest.mark.parametrize(
-    ("device", "batch", "side", "channels", "least_share", "lower", "upper"),
+    ("device", "batch", "side", "channels", "budget", "least_share", "lower", "upper"),
     [
         # XLA's convolutions for CPU take work space of their own, which no graph shows.
-        ("cpu", 8, 32, 16, 0.45, 1.0, 2.5),
-        pytest.param("v5e", 64, 64, 128, 0.8, 0.7, 1.25, marks=TPU),
+        ("cpu", 8, 32, 16, 0.6, 0.45, 1.0, 2.5),
+        # The compiler packs loosely what fits the device many times over.
+        pytest.param("v5e", 64, 64, 128, 0.75, 0.6, 1.0, 1.3, marks=TPU),
     ],
 )
 def test_convolutional_net(
@@ -106,6 +118,7 @@ def test_convolutional_net(
     batch: int,
     side: int,
     channels: int,
+    budget: float,
     least_share: float,
     lower: float,
     upper: float,
@@ -114,7 +127,7 @@ def test_convolutional_net(
     unchanged = plain_bytes(convolutional_net, args, device)
     least = planned(convolutional_net, args, device)
     assert least.measured.temporary_bytes <= least_share * unchanged
-    for plan in (least, planned(convolutional_net, args, device, budget=0.6)):
+    for plan in (least, planned(convolutional_net, args, device, budget=budget)):
         ratio = plan.measured.temporary_bytes / plan.predicted.temporary_bytes
         assert lower <= ratio <= upper, (plan.objective, ratio)
 

@@ -24,10 +24,10 @@ W = jnp.ones((8, 8))
 
 
 def graph_of(
-    fn: Callable[..., Any], *args: Any, **options: Any
+    fn: Callable[..., Any], *args: Any, device: str = "cpu", **options: Any
 ) -> tuple[Program, Materialization, Graph]:
     program = tracing.trace(fn, *args, signature=Signature(**options))
-    found = materialize(program, linearize(program), get_device("cpu"))
+    found = materialize(program, linearize(program), get_device(device))
     return program, found, found.graph
 
 
@@ -180,3 +180,72 @@ def test_programs_that_compute_nothing_are_recognised() -> None:
     assert computes_nothing(trace(lambda x: x))
     assert computes_nothing(trace(lambda x: x.reshape(()).T))
     assert not computes_nothing(trace(jnp.sin))
+
+
+def two_layers(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.sin(x @ w)
+    return jnp.sum(x)
+
+
+def test_a_tpu_computes_operands_of_products_as_it_reads_them() -> None:
+    big = [jnp.ones((128, 128))] * 2, jnp.ones((256, 128))
+    for device in ("cpu", "h200"):
+        _, _, graph = graph_of(two_layers, *big, device=device)
+        assert names(graph) == ["dot_general", "sin", "dot_general", "reduce_sum"]
+    _, _, graph = graph_of(two_layers, *big, device="v5e")
+    assert names(graph) == ["dot_general", "dot_general", "reduce_sum"]
+    # The second product's derivative reads the sine, which is computed from the first.
+    assert graph.needs == ((), (0,), (1,))
+    # Of the cotangents only the one that the second product's backward step writes is stored:
+    # the second one's own is a cosine times a scalar.
+    assert graph.cotangent_bytes == (256 * 128 * 4, 0, 4)
+
+
+def test_a_tpu_stores_as_bfloat16_what_only_products_read() -> None:
+    def loss(weights, x):
+        pooled = lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID")
+        return jnp.sum(jnp.sin(pooled @ weights[0])) + jnp.sum(jnp.cos(pooled @ weights[1]))
+
+    def precise(weights, x):
+        with jax.default_matmul_precision("float32"):
+            return loss(weights, x)
+
+    def read_by_others_too(weights, x):
+        pooled = lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID")
+        return jnp.sum(jnp.sin(pooled @ weights[0])) + jnp.sum(jnp.cos(pooled))
+
+    weights, x = [jnp.ones((128, 128))] * 2, jnp.ones((256, 128))
+    full = 128 * 128 * 4
+    _, _, graph = graph_of(loss, weights, x, device="v5e")
+    assert graph.bytes[0] == full // 2
+    for other in (precise, read_by_others_too):
+        _, _, graph = graph_of(other, weights, x, device="v5e")
+        assert graph.bytes[0] == full
+    _, _, graph = graph_of(loss, weights, x, device="h200")
+    assert graph.bytes[0] == full
+
+
+def test_a_tpu_stores_once_what_several_products_read() -> None:
+    def loss(weights, x):
+        first = x @ weights[0]
+        shared = jax.nn.relu(first + x)
+        return jnp.sum(jnp.sin(shared @ weights[1]) + jnp.cos(shared @ weights[2]))
+
+    weights, x = [jnp.ones((128, 128))] * 3, jnp.ones((256, 128))
+    _, _, graph = graph_of(loss, weights, x, device="v5e")
+    assert names(graph)[:2] == ["dot_general", "custom_jvp_call"]
+    assert graph.bytes[:2] == (256 * 128 * 4, 256 * 128 * 2)
+
+
+def test_a_tpu_never_stores_the_cotangent_of_logits() -> None:
+    def loss(w, x, labels):
+        logits = x @ w
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
+
+    args = jnp.ones((128, 1024)), jnp.ones((256, 128)), jnp.zeros(256, int)
+    for device, expected in (("h200", 256 * 1024 * 4), ("v5e", 0)):
+        _, _, graph = graph_of(loss, *args, device=device)
+        (product,) = [v for v, name in enumerate(names(graph)) if name == "dot_general"]
+        assert graph.cotangent_bytes[product] == expected

@@ -527,3 +527,28 @@ class TestOtherProcesses:
         """
         result = run_python(code, JAX_PLATFORMS="cpu")
         assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("platform", "device", "temp", "peak", "expected"),
+    [
+        # 1,589 of heap with 1,323 alive at its peak: reported as 1,855, and a peak of 1,323.
+        ("tpu", "v5e", 1855, 1323 + 30 - 5, 1589),
+        # Host memory in the peak: what is reported stands.
+        ("tpu", "v5e", 1855, 9000, 1855),
+        ("cuda", "h200", 1855, 1323, 1855),
+    ],
+)
+def test_fragmentation_is_not_counted_twice(
+    platform: str, device: str, temp: int, peak: int, expected: int
+) -> None:
+    memory = SimpleNamespace(
+        temp_size_in_bytes=temp,
+        peak_memory_in_bytes=peak,
+        argument_size_in_bytes=10,
+        output_size_in_bytes=20,
+        alias_size_in_bytes=5,
+    )
+    target = get_device(device)
+    assert target.platform == platform
+    assert measurement._temporary_bytes(memory, target) == expected

@@ -55,8 +55,7 @@ def cotangent_profile(graph: Graph) -> np.ndarray:
     for vertex in range(count):
         size = graph.cotangent_bytes[vertex]
         if size:
-            reused = newest[vertex] > vertex and turns_in_place(graph, vertex)
-            start = vertex + 1 if reused else vertex
+            start = vertex + 1 if turns_in_place(graph, vertex) else vertex
             change[start] += size
             change[newest[vertex] + 1] -= size
     return np.cumsum(change)[:count]

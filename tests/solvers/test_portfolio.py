@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -15,7 +15,7 @@ import pytest
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
-from remat_opt.simulator import simulate
+from remat_opt.simulator import demand, simulate
 from remat_opt.solvers import base
 from remat_opt.solvers.base import (
     Candidate,
@@ -26,6 +26,7 @@ from remat_opt.solvers.base import (
     pareto,
     smallest_within,
 )
+from remat_opt.solvers.lifetimes import lifetimes
 from remat_opt.solvers.portfolio import frontier
 from tests.graphs import INSTANCES, graphs, network, sampled, subsets
 
@@ -104,6 +105,7 @@ def test_second_call_finds_the_same(graph: Graph) -> None:
 
 
 PRINT_CANDIDATES = """
+from remat_opt.solvers.lifetimes import lifetimes
 from remat_opt.solvers.portfolio import frontier
 from tests.graphs import INSTANCES, network, sampled
 
@@ -150,23 +152,37 @@ def test_unit_of_bytes_decides_nothing(graph: Graph) -> None:
 
 
 def all_schedules(graph: Graph) -> list[Candidate]:
-    """Every chain of regions with every kept set, the last region free."""
-    count = len(graph)
-    found = [judge(graph, plain(graph))]
-    for start in range(1, count):
-        last = Region(vertices=tuple(range(start, count)), checkpointed=False)
-        for inner in subsets(list(range(1, start))):
-            cuts = [0, *inner, start]
-            for kept in subsets(list(range(start))):
-                regions = [
-                    Region(
-                        vertices=tuple(range(first, stop)),
-                        kept=tuple(vertex for vertex in kept if first <= vertex < stop),
-                    )
-                    for first, stop in itertools.pairwise(cuts)
-                ]
-                found.append(judge(graph, Schedule(regions=(*regions, last))))
-    return found
+    """Every chain of regions, the last one free; every other free as well, or with any kept set,
+    or with any such chain inside, under a checkpoint that keeps nothing or what crosses its end."""
+    whole = Schedule(regions=(Region(vertices=tuple(range(len(graph)))),))
+    end_use = lifetimes(graph, demand(graph, whole).recomputed[0])[2]
+
+    def free(start: int, stop: int) -> Region:
+        return Region(vertices=tuple(range(start, stop)), checkpointed=False)
+
+    def fates(start: int, stop: int) -> Iterator[Region]:
+        vertices = tuple(range(start, stop))
+        yield free(start, stop)
+        for kept in subsets(list(vertices)):
+            yield Region(vertices=vertices, kept=kept)
+        crossing = tuple(vertex for vertex in vertices if end_use[vertex] >= stop)
+        for inside in chains(start, stop):
+            if len(inside) > 1:
+                for kept in {(), crossing}:
+                    yield Region(vertices=vertices, kept=kept, inside=inside)
+
+    @functools.cache
+    def chains(start: int, stop: int) -> list[tuple[Region, ...]]:
+        return [(free(start, stop),)] + [
+            (first, *rest)
+            for middle in range(start + 1, stop)
+            for first in fates(start, middle)
+            for rest in chains(middle, stop)
+            # Two free regions in a row are one.
+            if first.checkpointed or rest[0].checkpointed
+        ]
+
+    return [judge(graph, Schedule(regions=regions)) for regions in chains(0, len(graph))]
 
 
 def fastest(candidates: Sequence[Candidate], budget: float) -> float:

@@ -1,0 +1,147 @@
+"""Lifetimes, cotangents, crossings and positions, each against its definition written out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import plain
+from remat_opt.simulator import simulate
+from remat_opt.solvers.lifetimes import (
+    cotangent_profile,
+    crossing_bytes,
+    lifetimes,
+    positions,
+)
+from tests.graphs import chain_edges, graphs, kept_sets
+
+
+@st.composite
+def run_again(draw: st.DrawFn) -> tuple[Graph, frozenset[int]]:
+    graph = draw(graphs())
+    return graph, frozenset(draw(kept_sets(graph)))
+
+
+def backward_readers(graph: Graph, vertex: int) -> list[int]:
+    return [step for step in range(len(graph)) if vertex in graph.needs[step]]
+
+
+@hypothesis.given(run_again())
+def test_lifetimes_are_the_first_and_last_readers(drawn: tuple[Graph, frozenset[int]]) -> None:
+    graph, again = drawn
+    never = len(graph)
+    last_reader, last_need, end_use = lifetimes(graph, again)
+    for vertex in range(len(graph)):
+        steps = backward_readers(graph, vertex)
+        runs = [reader for reader in again if vertex in graph.predecessors[reader]]
+        assert last_need[vertex] == min(steps, default=never)
+        assert last_reader[vertex] == min(steps + runs, default=never)
+        assert end_use[vertex] == max(steps + runs, default=-1)
+
+
+def test_lifetimes_by_hand() -> None:
+    # Each step reads its input and its output; the third value runs again and reads the second.
+    graph = dataclasses.replace(
+        Graph.from_edges([4] * 4, chain_edges(4)), needs=((0,), (0,), (), (2, 3))
+    )
+    last_reader, last_need, end_use = lifetimes(graph, frozenset({2}))
+    assert last_reader.tolist() == [0, 2, 3, 3]
+    assert last_need.tolist() == [0, 4, 3, 3]
+    assert end_use.tolist() == [1, 2, 3, 3]
+
+
+def cotangents_by_replay(graph: Graph) -> list[int]:
+    """By the referee, on a graph of which nothing but the cotangents takes memory.
+
+    -1 where a vertex has none: its step is none of the referee's moments.
+    """
+    none = (0,) * len(graph)
+    bare = dataclasses.replace(graph, bytes=none, internal_bytes=none)
+    alive = {
+        moment.vertex: moment.live_bytes
+        for moment in simulate(bare, plain(bare)).moments
+        if moment.phase == "backward"
+    }
+    return [alive.get(vertex, -1) for vertex in range(len(graph))]
+
+
+@hypothesis.given(graphs())
+@hypothesis.settings(max_examples=300)
+def test_cotangents_are_those_of_the_referee(graph: Graph) -> None:
+    profile = cotangent_profile(graph)
+    assert len(profile) == len(graph)
+    for vertex, replayed in enumerate(cotangents_by_replay(graph)):
+        if graph.cotangent_bytes[vertex]:
+            assert profile[vertex] == replayed
+        else:
+            waiting = {
+                earlier
+                for later in range(vertex + 1, len(graph))
+                for earlier in graph.predecessors[later]
+                if earlier < vertex and graph.cotangent_bytes[later]
+            }
+            assert profile[vertex] == sum(graph.cotangent_bytes[earlier] for earlier in waiting)
+
+
+def test_cotangents_by_hand() -> None:
+    graph = dataclasses.replace(
+        Graph.from_edges([1, 2, 4, 8], chain_edges(4)), in_place=(False, False, True, False)
+    )
+    # The third step writes the cotangent of the second value over its own.
+    assert cotangent_profile(graph).tolist() == [1, 3, 2, 12]
+
+
+@hypothesis.given(run_again(), st.data())
+def test_crossing_bytes_are_those_of_the_values_read_later(
+    drawn: tuple[Graph, frozenset[int]], data: st.DataObject
+) -> None:
+    graph, again = drawn
+    end_use = lifetimes(graph, again)[2]
+    kept = set(data.draw(kept_sets(graph)))
+    mask = np.array([vertex in kept for vertex in range(len(graph))])
+
+    def crossing(position: int, left_out: set[int]) -> int:
+        return sum(
+            graph.bytes[vertex]
+            for vertex in range(position)
+            if end_use[vertex] >= position and vertex not in left_out
+        )
+
+    everywhere = range(len(graph) + 1)
+    assert crossing_bytes(graph, end_use).tolist() == [crossing(p, set()) for p in everywhere]
+    assert crossing_bytes(graph, end_use, mask).tolist() == [crossing(p, kept) for p in everywhere]
+
+
+@hypothesis.given(st.lists(st.integers(0, 5), min_size=2, max_size=40), st.integers(1, 12))
+def test_positions_are_the_cheapest_of_equal_stretches(crossing: list[int], most: int) -> None:
+    last = len(crossing) - 1
+    chosen = positions(np.asarray(crossing, dtype=float), most).tolist()
+    assert chosen == sorted(set(chosen))
+    assert chosen[0] == 0
+    assert chosen[-1] == last
+    inner = chosen[1:-1]
+    if last - 1 <= most:
+        assert inner == list(range(1, last)), "all of them where there are few"
+        return
+    # Equal stretches: their lengths differ by one at most, the longer ones first.
+    short, more = divmod(last - 1, most)
+    lengths = [short + 1] * more + [short] * (most - more)
+    start = 1
+    for position, length in zip(inner, lengths, strict=True):
+        stretch = range(start, start + length)
+        assert position == min(stretch, key=lambda one: (crossing[one], one))
+        start += length
+    assert start == last
+
+
+@pytest.mark.parametrize(
+    ("crossing", "most", "expected"),
+    [([0, 0], 3, [0, 1]), ([0, 9, 0], 3, [0, 1, 2]), ([0, 5, 3, 4, 1, 1, 0], 2, [0, 2, 4, 6])],
+)
+def test_positions_by_hand(crossing: list[int], most: int, expected: list[int]) -> None:
+    assert positions(np.asarray(crossing, dtype=float), most).tolist() == expected
