@@ -35,7 +35,7 @@ POLICIES = (
 )
 #: Budgets of ours, as shares of the way from the least peak to that of the plain gradient.
 #: Further ones are the compiled peaks of the default policies: the same memory, our way.
-STEPS = (0.03, 0.08, 0.13, 0.2, 0.3, 0.4, 0.55, 0.7, 0.85)
+STEPS = (0.03, 0.08, 0.13, 0.2, 0.25, 0.3, 0.4, 0.55, 0.7, 0.85)
 
 
 def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[str, Any]]:

@@ -173,24 +173,29 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """
     schedule.check(graph)
     wanted = demand(graph, schedule)
-    moments = tuple(
-        Moment(phase=phase, region=region, vertex=vertex, live_bytes=total)
-        for phase, region, vertex, total, _ in _replay(graph, schedule, wanted)
-    )
-    peak = max(range(len(moments)), key=lambda number: (moments[number].live_bytes, -number))
-    for number, (*_, live) in enumerate(_replay(graph, schedule, wanted)):
-        if number == peak:
-            alive = [
-                Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
-                for (role, vertex, _), size in live.items()
-                if size
-            ]
-            break
+    moments: list[Moment] = []
+    peak = -1
+    at_peak: _Live = {}
+
+    def tell(phase: str, region: int, vertex: int) -> None:
+        nonlocal peak, at_peak
+        total = run.total
+        if peak < 0 or total > moments[peak].live_bytes:
+            peak, at_peak = len(moments), dict(run.live)
+        moments.append(Moment(phase=phase, region=region, vertex=vertex, live_bytes=total))
+
+    run = _Replay(graph, tell)
+    run.whole(schedule, wanted)
+    alive = [
+        Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
+        for (role, vertex, _), size in at_peak.items()
+        if size
+    ]
     again = sorted(wanted.all_recomputed())
     return Simulation(
         peak_bytes=moments[peak].live_bytes,
         peak=peak,
-        moments=moments,
+        moments=tuple(moments),
         alive=tuple(sorted(alive, key=lambda item: (-item.bytes, item.vertex, item.role))),
         stored=tuple(sorted(wanted.stored)),
         stored_bytes=sum(graph.bytes[vertex] for vertex in wanted.stored),
@@ -218,9 +223,18 @@ class Figures:
 def evaluate(graph: Graph, schedule: Schedule) -> Figures:
     """Replays ``schedule`` on ``graph`` for its figures alone; it must be executable."""
     wanted = demand(graph, schedule)
-    again = sorted(wanted.all_recomputed())
+    peak = 0
+
+    def note(phase: str, region: int, vertex: int) -> None:
+        nonlocal peak
+        if run.total > peak:
+            peak = run.total
+
+    run = _Replay(graph, note)
+    run.whole(schedule, wanted)
+    again = list(wanted.all_recomputed())
     return Figures(
-        peak_bytes=max(total for *_, total, _ in _replay(graph, schedule, wanted)),
+        peak_bytes=peak,
         overhead_seconds=math.fsum(graph.seconds[vertex] for vertex in again),
         recomputed_flops=sum(graph.flops[vertex] for vertex in again),
     )
@@ -291,126 +305,129 @@ def _readers_of_chain(graph: Graph, regions: Sequence[Region], wanted: Demand) -
 
 
 class _Replay:
-    """One run of a schedule: what is alive, step by step."""
+    """One run of a schedule: what is alive, step by step.
 
-    def __init__(self, graph: Graph) -> None:
+    Attributes:
+      live: the arrays alive.
+      total: their bytes.
+    """
+
+    def __init__(self, graph: Graph, on_step: Callable[[str, int, int], None]) -> None:
+        """Starts with nothing alive.
+
+        Args:
+          graph: what to run.
+          on_step: called while each step runs, with its phase, region and vertex.
+        """
         self.graph = graph
         self.live: _Live = {}
         self.total = 0
+        self._on_step = on_step
 
-    def allocate(self, role: str, vertex: int, size: int, depth: int = 0) -> None:
+    def _allocate(self, role: str, vertex: int, size: int, depth: int = 0) -> None:
         if (role, vertex, depth) not in self.live:
             self.live[role, vertex, depth] = size
             self.total += size
 
-    def free(self, role: str, vertex: int, depth: int = 0) -> None:
+    def _free(self, role: str, vertex: int, depth: int = 0) -> None:
         self.total -= self.live.pop((role, vertex, depth), 0)
 
-    def forward(self, regions: Sequence[Region], wanted: Demand) -> Iterator[tuple[str, int, int]]:
+    def whole(self, schedule: Schedule, wanted: Demand) -> None:
+        """Runs the schedule forward and backward."""
+        self._forward(schedule.regions, wanted)
+        readers = _readers_of_chain(self.graph, schedule.regions, wanted)
+        stored: Counter[int] = Counter()
+        for one in readers:
+            stored.update(one.outer)
+
+        def release(read: int) -> None:
+            stored[read] -= 1
+            if not stored[read]:
+                self._free("forward", read)
+
+        for number in reversed(range(len(schedule.regions))):
+            self._backward(number, schedule.regions, number, wanted, readers, release, 0)
+
+    def _forward(self, regions: Sequence[Region], wanted: Demand) -> None:
         graph = self.graph
         readers = Counter(p for found in graph.predecessors for p in found)
         for number, region in enumerate(regions):
             for vertex in region.vertices:
-                self.allocate("forward", vertex, graph.bytes[vertex])
+                self._allocate("forward", vertex, graph.bytes[vertex])
                 if not region.checkpointed:
-                    self.allocate("internal", vertex, graph.internal_bytes[vertex])
-                yield "forward", number, vertex
-                for read in (*graph.predecessors[vertex], vertex):
-                    if read != vertex:
-                        readers[read] -= 1
+                    self._allocate("internal", vertex, graph.internal_bytes[vertex])
+                self._on_step("forward", number, vertex)
+                for read in graph.predecessors[vertex]:
+                    readers[read] -= 1
                     if not readers[read] and read not in wanted.stored:
-                        self.free("forward", read)
+                        self._free("forward", read)
+                if not readers[vertex] and vertex not in wanted.stored:
+                    self._free("forward", vertex)
 
-    def backward(
+    def _backward(
         self,
+        top: int,
         regions: Sequence[Region],
+        number: int,
         wanted: Demand,
         readers: Sequence[_Readers],
         release_outer: Callable[[int], None],
-        depth: int = 0,
-    ) -> Iterator[tuple[str, int, int]]:
-        for number in reversed(range(len(regions))):
-            region, inside = regions[number], wanted.inside[number]
-            local = readers[number].local
+        depth: int,
+    ) -> None:
+        """Runs one region of a chain backward, within region ``top`` of the whole schedule."""
+        region, inside = regions[number], wanted.inside[number]
+        local = readers[number].local
 
-            def release(read: int, local: Counter[int] = local) -> None:
-                if read in local:
-                    local[read] -= 1
-                    if not local[read]:
-                        self.free("recomputed", read, depth)
-                else:
-                    release_outer(read)
-
-            yield from self.recompute(
-                number, region, wanted.recomputed[number], local, release, depth
-            )
-            if inside is None:
-                yield from self.differentiate(number, region, release)
+        def release(read: int) -> None:
+            if read in local:
+                local[read] -= 1
+                if not local[read]:
+                    self._free("recomputed", read, depth)
             else:
-                for phase, _, vertex in self.backward(
-                    region.inside, inside, readers[number].inside, release, depth + 1
-                ):
-                    yield phase, number, vertex
+                release_outer(read)
 
-    def recompute(
+        self._recompute(top, region, wanted.recomputed[number], local, release, depth)
+        if inside is None:
+            self._differentiate(top, region, release)
+            return
+        for inner in reversed(range(len(region.inside))):
+            self._backward(
+                top, region.inside, inner, inside, readers[number].inside, release, depth + 1
+            )
+
+    def _recompute(
         self,
-        number: int,
+        top: int,
         region: Region,
         again: frozenset[int],
         local: Counter[int],
         release: Callable[[int], None],
         depth: int,
-    ) -> Iterator[tuple[str, int, int]]:
+    ) -> None:
         graph = self.graph
         internals = set(_with_internals(graph, region))
         for vertex in sorted(again):
-            self.allocate("recomputed", vertex, graph.bytes[vertex], depth)
+            self._allocate("recomputed", vertex, graph.bytes[vertex], depth)
             if vertex in internals:
-                self.allocate("internal", vertex, graph.internal_bytes[vertex])
-            yield "recompute", number, vertex
+                self._allocate("internal", vertex, graph.internal_bytes[vertex])
+            self._on_step("recompute", top, vertex)
             for read in graph.predecessors[vertex]:
                 release(read)
             if not local[vertex]:
-                self.free("recomputed", vertex, depth)
+                self._free("recomputed", vertex, depth)
 
-    def differentiate(
-        self, number: int, region: Region, release: Callable[[int], None]
-    ) -> Iterator[tuple[str, int, int]]:
+    def _differentiate(self, top: int, region: Region, release: Callable[[int], None]) -> None:
         graph = self.graph
         for vertex in reversed(region.vertices):
             if graph.cotangent_bytes[vertex]:
                 if turns_in_place(graph, vertex):
-                    self.free("cotangent", vertex)
+                    self._free("cotangent", vertex)
                 else:
-                    self.allocate("cotangent", vertex, graph.cotangent_bytes[vertex])
+                    self._allocate("cotangent", vertex, graph.cotangent_bytes[vertex])
                 for predecessor in graph.predecessors[vertex]:
-                    self.allocate("cotangent", predecessor, graph.cotangent_bytes[predecessor])
-                yield "backward", number, vertex
-            self.free("cotangent", vertex)
-            self.free("internal", vertex)
+                    self._allocate("cotangent", predecessor, graph.cotangent_bytes[predecessor])
+                self._on_step("backward", top, vertex)
+            self._free("cotangent", vertex)
+            self._free("internal", vertex)
             for read in graph.needs[vertex]:
                 release(read)
-
-
-def _replay(
-    graph: Graph, schedule: Schedule, wanted: Demand
-) -> Iterator[tuple[str, int, int, int, _Live]]:
-    """Yields for each step phase, region, vertex, live bytes, and the arrays alive.
-
-    The caller must not change the last, and must not hold on to it.
-    """
-    run = _Replay(graph)
-    for phase, number, vertex in run.forward(schedule.regions, wanted):
-        yield phase, number, vertex, run.total, run.live
-    readers = _readers_of_chain(graph, schedule.regions, wanted)
-    stored_readers: Counter[int] = Counter()
-    for one in readers:
-        stored_readers.update(one.outer)
-
-    def release(read: int) -> None:
-        stored_readers[read] -= 1
-        if not stored_readers[read]:
-            run.free("forward", read)
-
-    for phase, number, vertex in run.backward(schedule.regions, wanted, readers, release):
-        yield phase, number, vertex, run.total, run.live

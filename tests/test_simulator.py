@@ -195,12 +195,16 @@ def test_story_and_figures_agree(drawn: tuple[Graph, Schedule]) -> None:
     )
 
 
+def left_over(graph: Graph, schedule: Schedule) -> dict[tuple[str, int, int], int]:
+    run = simulator._Replay(graph, lambda phase, region, vertex: None)
+    run.whole(schedule, simulator.demand(graph, schedule))
+    return run.live
+
+
 @hypothesis.given(scheduled_graphs())
 def test_everything_is_freed_at_the_end(drawn: tuple[Graph, Schedule]) -> None:
     graph, schedule = drawn
-    steps = simulator._replay(graph, schedule, simulator.demand(graph, schedule))
-    *_, (*_, live) = steps  # one dictionary, changed on the way
-    assert live == {}
+    assert left_over(graph, schedule) == {}
 
 
 @hypothesis.given(graphs())
@@ -341,9 +345,7 @@ def test_a_chain_of_one_inside_changes_nothing(drawn: tuple[Graph, Schedule]) ->
 @hypothesis.settings(max_examples=300)
 def test_nested_regions_free_everything_and_keep_the_story(drawn: tuple[Graph, Schedule]) -> None:
     graph, schedule = drawn
-    wanted = simulator.demand(graph, schedule)
-    *_, (*_, live) = simulator._replay(graph, schedule, wanted)
-    assert live == {}
+    assert left_over(graph, schedule) == {}
     found = simulate(graph, schedule)
     assert sum(item.bytes for item in found.alive) == found.peak_bytes
     flat = tuple(dataclasses.replace(one, inside=()) for one in schedule.regions)

@@ -152,8 +152,11 @@ def test_unit_of_bytes_decides_nothing(graph: Graph) -> None:
 
 
 def all_schedules(graph: Graph) -> list[Candidate]:
-    """Every chain of regions, the last one free; every other free as well, or with any kept set,
-    or with any such chain inside, under a checkpoint that keeps nothing or what crosses its end."""
+    """Every chain of regions, the last one free, to any depth.
+
+    Every other region is free as well; or keeps any set; or has such a chain inside, under a
+    checkpoint that keeps nothing or what crosses its end.
+    """
     whole = Schedule(regions=(Region(vertices=tuple(range(len(graph)))),))
     end_use = lifetimes(graph, demand(graph, whole).recomputed[0])[2]
 
@@ -212,19 +215,20 @@ def gaps(seed: int) -> tuple[float, list[float]]:
 def test_near_the_best_of_all_schedules() -> None:
     """A ratchet: what is measured today, rounded to the safe side. Better may be written down.
 
-    The worst are graphs of three to five vertices, where one decision is a large share.
+    The worst are graphs of two to five vertices, where one decision is a large share: a value that
+    a later region reads is dropped after that, though its own region reads it again.
     """
-    measured = [gaps(seed) for seed in range(400)]
+    measured = [gaps(seed) for seed in range(200)]
     memory = sorted(least for least, _ in measured)
     assert statistics.median(memory) == 1.0
-    assert sum(one == 1.0 for one in memory) / len(memory) >= 0.85
-    assert memory[int(0.95 * len(memory))] <= 1.16
-    assert memory[-1] <= 1.81
+    assert sum(one == 1.0 for one in memory) / len(memory) >= 0.84
+    assert memory[int(0.95 * len(memory))] <= 1.24
+    assert memory[-1] <= 1.46
     for position in range(len(SHARES)):
         extra = sorted(overheads[position] for _, overheads in measured)
         assert statistics.median(extra) == 0.0
-        assert sum(one < 1e-9 for one in extra) / len(extra) >= 0.94
-        assert extra[-1] <= 0.37
+        assert sum(one < 1e-9 for one in extra) / len(extra) >= 0.97
+        assert extra[-1] <= 0.39
 
 
 def test_chain_needs_about_the_square_root_of_its_length() -> None:
@@ -236,9 +240,9 @@ def test_chain_needs_about_the_square_root_of_its_length() -> None:
     candidates = frontier(graph)
     assert candidates[0].peak_bytes == 100 + 2
     once = [one for one in candidates if one.overhead_seconds <= graph.forward_seconds]
-    assert min(one.peak_bytes for one in once) <= 16
+    assert min(one.peak_bytes for one in once) <= 15
     # With regions that nest, the logarithm: Chen et al. (2016), section 4.4.
-    assert min(one.peak_bytes for one in candidates) <= 10
+    assert min(one.peak_bytes for one in candidates) <= 9
 
 
 def test_cheap_half_of_a_network_is_recomputed_first() -> None:
@@ -247,7 +251,7 @@ def test_cheap_half_of_a_network_is_recomputed_first() -> None:
     candidates = frontier(graph)
     chosen = fastest_within(candidates, 0.75 * candidates[0].peak_bytes, Overhead.SECONDS)
     assert chosen is not None
-    assert chosen.overhead_seconds <= 0.16 * graph.forward_seconds
+    assert chosen.overhead_seconds <= 0.1 * graph.forward_seconds
 
 
 # ------------------------------------------------------------------------------ choosing one

@@ -262,9 +262,9 @@ def test_boundaries_are_near_the_best_by_the_referee() -> None:
     """A ratchet on what the model costs; a better model moves the figures down."""
     gaps = sorted(gap(seed) for seed in range(400))
     assert statistics.median(gaps) == 1.0
-    assert sum(one == 1.0 for one in gaps) / len(gaps) >= 0.88
-    assert gaps[int(0.95 * len(gaps))] <= 1.15
-    assert gaps[-1] <= 1.58
+    assert sum(one == 1.0 for one in gaps) / len(gaps) >= 0.9
+    assert gaps[int(0.95 * len(gaps))] <= 1.12
+    assert gaps[-1] <= 1.5
 
 
 # ------------------------------------------------------------------------------- schedules
