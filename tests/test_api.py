@@ -200,7 +200,8 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
     least = remat_opt.make_plan(layers, WEIGHTS, X, device="cpu")
     error = caught.value
     assert error.budget_bytes == 100
-    assert error.least_peak_bytes == least.predicted.temporary_bytes
+    # Less than where nothing is asked for, since that stops at one pass of recomputation.
+    assert error.least_peak_bytes < least.predicted.temporary_bytes
     assert error.pinning[0] == ("add f32[64,8]", 64 * 8 * 4)
     message = str(error)
     assert message.startswith("No plan has temporaries within 100 B: the least peak that ")

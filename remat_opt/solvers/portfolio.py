@@ -24,12 +24,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import evaluate
 from remat_opt.solvers import joint_chain, min_cut, region_chain
 from remat_opt.solvers.base import Candidate, judge
+
+_T = TypeVar("_T")
 
 #: Hull neighbours further apart than this share of the plain peak get mixtures between them.
 _GAP_SHARE = 0.05
@@ -44,6 +47,10 @@ _MOST_BOUNDS = 40
 #: A kept set is only worth trying if it differs in kept bytes by more than this share of the
 #: plain peak from one already tried, or in cost by more than this share of the forward pass.
 _RESOLUTION = 0.004
+#: Work to be done for a large graph, in vertices: for flow problems, for kept sets with chains of
+#: their own, and for schedules of the joint search. Up to some 500 vertices it leaves out nothing.
+_FLOW_WORK, _CHAIN_WORK, _JOINT_WORK = 50_000, 50_000, 100_000
+_FEWEST = 12
 #: Kept sets for the joint search, and the ratio of bytes between the largest and the smallest.
 _JOINT_SETS = 12
 _RATIO = 64
@@ -62,11 +69,24 @@ def schedules(graph: Graph) -> list[Schedule]:
     """
     unchanged = plain(graph)
     peak_bytes = evaluate(graph, unchanged).peak_bytes
-    hull = min_cut.breakpoints(graph)
+    hull = min_cut.breakpoints(graph, most_cuts=min(96, _affordable(graph, _FLOW_WORK)))
     found = [unchanged]
-    found += joint_chain.schedules(graph, _spread(hull))
+    joint = joint_chain.schedules(graph, _spread(hull))
+    found += _thinned(joint, _affordable(graph, _JOINT_WORK))
     found += _one_kept_set_each(graph, hull, peak_bytes)
     return list(dict.fromkeys(found))
+
+
+def _affordable(graph: Graph, work: int) -> int:
+    """How many times something may be done that takes time in the number of vertices."""
+    return max(_FEWEST, work // len(graph))
+
+
+def _thinned(items: Sequence[_T], most: int) -> list[_T]:
+    """At most so many of the items, evenly, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 
 def _spread(hull: Sequence[min_cut.Cut]) -> list[tuple[int, ...]]:
@@ -83,7 +103,8 @@ def _spread(hull: Sequence[min_cut.Cut]) -> list[tuple[int, ...]]:
 def _one_kept_set_each(
     graph: Graph, hull: Sequence[min_cut.Cut], plain_peak_bytes: int
 ) -> Iterator[Schedule]:
-    for kept, gap_bytes in _kept_sets(graph, hull, plain_peak_bytes).items():
+    kept_sets = list(_kept_sets(graph, hull, plain_peak_bytes).items())
+    for kept, gap_bytes in _thinned(kept_sets, _affordable(graph, _CHAIN_WORK)):
         figures = region_chain.segments(graph, kept)
         least = region_chain.least_bound(figures)
         room = max(0.0, plain_peak_bytes - least)
