@@ -77,7 +77,7 @@ def test_least_bound_is_that_of_the_best_of_all_chains(
 
 @pytest.mark.slow
 @hypothesis.given(planned(max_vertices=10, pinned=True))
-@hypothesis.settings(max_examples=600)
+@hypothesis.settings(max_examples=2000)
 def test_least_bound_is_that_of_the_best_of_all_chains_on_many_graphs(
     drawn: tuple[Graph, tuple[int, ...]],
 ) -> None:
