@@ -38,7 +38,9 @@ POLICIES = (
 STEPS = (0.03, 0.08, 0.13, 0.2, 0.25, 0.3, 0.4, 0.55, 0.7, 0.85)
 
 
-def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[str, Any]]:
+def rows(
+    network: str, batch: int, device: str, overhead: str, only: frozenset[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Compiles and yields one row after the other.
 
     Args:
@@ -48,6 +50,7 @@ def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[
       overhead: what our plans count recomputation in. The table's axis is FLOPs, so that
         is the default of the command line; ``seconds`` finds plans that are faster by the
         device's roofline, and that this table can show as worse.
+      only: labels of the rows to compile; all if None. Some compilers take minutes for each.
 
     Yields:
       ``kind`` (plain, policy, ours), ``label``, ``predicted_temporary_bytes`` (ours),
@@ -58,6 +61,9 @@ def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[
     counting = {"has_aux": plain.has_aux}
     forward = flop_count.forward_flops(plain.loss_fn, *plain.arguments)
     unchanged = flop_count.gradient_flops(plain.loss_fn, *plain.arguments, **counting)
+
+    def wanted(label: str) -> bool:
+        return only is None or label in only
 
     def row(kind: str, label: str, loss_fn: Callable[..., Any], **more: Any) -> dict[str, Any]:
         given: dict[str, Any] = {
@@ -83,19 +89,23 @@ def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[
             "compile_seconds": round(found.compile_seconds, 2),
         }
 
-    unplanned = row("plain", "plain", plain.loss_fn)
-    yield unplanned
+    unplanned: dict[str, Any] = {}
+    if wanted("plain"):
+        unplanned = row("plain", "plain", plain.loss_fn)
+        yield unplanned
     defaults = []
     for name in POLICIES:
-        policy = getattr(jax.checkpoint_policies, name)
-        defaults.append(
-            row("policy", f"{name}, whole", jax.checkpoint(plain.loss_fn, policy=policy))
-        )
-        yield defaults[-1]
+        if wanted(f"{name}, whole"):
+            policy = getattr(jax.checkpoint_policies, name)
+            defaults.append(
+                row("policy", f"{name}, whole", jax.checkpoint(plain.loss_fn, policy=policy))
+            )
+            yield defaults[-1]
     for name in POLICIES:
-        wrapped = networks.build(network, batch, block_policy=name)
-        defaults.append(row("policy", f"{name}, per block", wrapped.loss_fn))
-        yield defaults[-1]
+        if wanted(f"{name}, per block"):
+            wrapped = networks.build(network, batch, block_policy=name)
+            defaults.append(row("policy", f"{name}, per block", wrapped.loss_fn))
+            yield defaults[-1]
 
     target = measurement.resolve_device(device)
     signature = tracing.Signature(has_aux=plain.has_aux)
@@ -114,10 +124,16 @@ def rows(network: str, batch: int, device: str, overhead: str) -> Iterator[dict[
         budgets[f"{step:.0%} of the way up"] = round(least.temporary_bytes + step * room_bytes)
     for default in defaults:
         needed_bytes = default.get("temporary_bytes", 0)
-        if least.temporary_bytes <= needed_bytes < unplanned.get("temporary_bytes", 0):
+        if (
+            least.temporary_bytes
+            <= needed_bytes
+            < unplanned.get("temporary_bytes", needed_bytes + 1)
+        ):
             budgets[f"within {default['label']}"] = needed_bytes
     seen: set[Any] = set()
     for label, budget_bytes in budgets.items():
+        if not wanted(label):
+            continue
         start = time.perf_counter()
         plan = plan_within(budget_bytes)
         plan_seconds = sweep_seconds + time.perf_counter() - start
@@ -155,9 +171,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="h200")
     parser.add_argument("--overhead", default="flops", choices=("flops", "seconds"))
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="LABEL",
+        help="compile this row (may be given several times); all rows if left out",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
-    for row in rows(options.network, options.batch, options.device, options.overhead):
+    only = frozenset(options.only) if options.only else None
+    for row in rows(options.network, options.batch, options.device, options.overhead, only):
         print(json.dumps(row) if options.json else _table_line(row), flush=True)
     return 0
 
