@@ -42,7 +42,13 @@ SOLVERS: tuple[Solver, ...] = (
 BUDGETS = (None, 0.5)
 
 
-def rows(network: str, batch: int, device: str, budgets: tuple[float | None, ...]) -> Iterator[Any]:
+def rows(
+    network: str,
+    batch: int,
+    device: str,
+    budgets: tuple[float | None, ...],
+    only: frozenset[str] | None = None,
+) -> Iterator[Any]:
     """Plans, compiles and yields one row after the other.
 
     Args:
@@ -50,6 +56,7 @@ def rows(network: str, batch: int, device: str, budgets: tuple[float | None, ...
       batch: examples in a batch.
       device: name of the device to plan and compile for.
       budgets: shares of what the unchanged function needs; None for the least memory.
+      only: the solvers to take, as plans call them; all if None.
 
     Yields:
       ``solver``, ``budget_share``, ``predicted_temporary_bytes``, ``temporary_bytes``,
@@ -64,6 +71,8 @@ def rows(network: str, batch: int, device: str, budgets: tuple[float | None, ...
     unchanged = flop_count.gradient_flops(built.loss_fn, *built.arguments, **counting)
     compiled: dict[Any, Any] = {}
     for solver in SOLVERS:
+        if only is not None and str(solver) not in only:
+            continue
         for budget in budgets:
             given: dict[str, Any] = {
                 "network": network,
@@ -127,10 +136,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="h200")
     parser.add_argument("--least-only", action="store_true", help="only plans of least memory")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="SOLVER",
+        help="take this solver (may be given several times); all if left out",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
+    only = frozenset(options.only) if options.only else None
     budgets = BUDGETS[:1] if options.least_only else BUDGETS
-    for row in rows(options.network, options.batch, options.device, budgets):
+    for row in rows(options.network, options.batch, options.device, budgets, only):
         print(json.dumps(row) if options.json else _table_line(row), flush=True)
     return 0
 
