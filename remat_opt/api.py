@@ -215,6 +215,20 @@ class Rematerialized:
         """The program that a call with such arguments traces to."""
         return self._trace(tracing.bind_static(self._fn, self._signature, args, kwargs))
 
+    def problem(self, program: Program) -> planning.Problem:
+        """All that is to be decided about a program, which must compute something.
+
+        Raises:
+          RematError: nothing is differentiated, or the solver does not take the program.
+        """
+        planning.check_differentiated(program)
+        return planning.problem(
+            program,
+            measurement.resolve_device(self._device),
+            measure=self._objective.overhead,
+            solver=self._solver,
+        )
+
     def _trace(self, call: tracing.Call) -> Program:
         return tracing.trace_call(call, has_aux=self._signature.has_aux)
 
@@ -410,13 +424,7 @@ def make_plan(
         program = decorated.program(*args, **kwargs)
         if not computes_nothing(program):
             objective = objective_of(budget, max_overhead, overhead, reserve)
-            problem = planning.problem(
-                program,
-                measurement.resolve_device(device),
-                measure=objective.overhead,
-                solver=solver_of(solver),
-            )
-            return verification.choose(problem, objective, compiled)
+            return verification.choose(decorated.problem(program), objective, compiled)
     plan: Plan = decorated.plan(*args, **kwargs)
     return dataclasses.replace(plan, measured=compiled(plan)) if verify else plan
 
@@ -463,23 +471,23 @@ def frontier(
       >>> rows[-1]["of_plain"], rows[-1]["recomputed_flops_share"]
       (1.0, 0.0)
     """
-    signature = signature_of(argnums, has_aux, static_argnums, static_argnames)
-    target = fn._fn if isinstance(fn, Rematerialized) else fn
-    call = tracing.bind_static(target, signature, args, kwargs)
-    program = tracing.trace_call(call, has_aux=has_aux)
+    decorated = optimal_remat(
+        fn._fn if isinstance(fn, Rematerialized) else fn,
+        overhead=overhead,
+        argnums=argnums,
+        has_aux=has_aux,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        device=device,
+        solver=solver,
+    )
+    program = decorated.program(*args, **kwargs)
     planning.check_differentiated(program)
     if computes_nothing(program):
         raise RematError(
             f"{program.name!r} hands on its arguments or constants: there is nothing to plan."
         )
-    counted = objective_of(overhead=overhead).overhead
-    problem = planning.problem(
-        program,
-        measurement.resolve_device(device),
-        measure=counted,
-        solver=solver_of(solver),
-    )
-    return trade_off.of(problem, counted)
+    return trade_off.of(decorated.problem(program), Overhead(overhead))
 
 
 def apply_plan(

@@ -131,3 +131,9 @@ def test_other_ways_to_verify_are_refused() -> None:
     assert str(caught.value) == (
         "verify='run': give True to compile the plan, or \"compile\" to choose by compiling."
     )
+
+
+def test_nothing_differentiated_is_an_error_here_too() -> None:
+    with pytest.raises(RematError) as caught:
+        remat_opt.make_plan(lambda n: jnp.sum(n * n), 3, device="cpu", verify="compile")
+    assert str(caught.value).startswith("Nothing is differentiated: ")
