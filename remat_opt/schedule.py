@@ -116,6 +116,18 @@ def _reads_later(graph: Graph, vertex: int, predecessor: int) -> GraphError:
     )
 
 
+def merged(regions: Sequence[Region]) -> list[Region]:
+    """The chain with regions without a checkpoint that stand in a row made one."""
+    found: list[Region] = []
+    for region in regions:
+        if found and not (found[-1].checkpointed or region.checkpointed):
+            vertices = found.pop().vertices + region.vertices
+            found.append(Region(vertices=vertices, checkpointed=False))
+        else:
+            found.append(region)
+    return found
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One region in terms of equations.

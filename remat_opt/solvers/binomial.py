@@ -523,7 +523,13 @@ def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> 
 
 
 def frontier(graph: Graph, *, slots: int = SLOTS) -> list[Candidate] | Refused:
-    """The best nests for all budgets, with the referee's figures, by ascending budget.
+    """The ``schedules`` with the referee's figures."""
+    found = schedules(graph, slots=slots)
+    return found if isinstance(found, Refused) else [judge(graph, one) for one in found]
+
+
+def schedules(graph: Graph, *, slots: int = SLOTS) -> list[Schedule] | Refused:
+    """The best nests for all budgets, by ascending budget.
 
     Args:
       graph: what to plan.
@@ -535,11 +541,11 @@ def frontier(graph: Graph, *, slots: int = SLOTS) -> list[Candidate] | Refused:
     chain, slot, levels = found
     table = _Table(chain, slot, levels, up=True)
     costs = table.least[0, chain.last, : levels + 1]
-    schedules = [Schedule(regions=_regions(chain.ranges, _least_parts(chain)))]
+    nests = [Schedule(regions=_regions(chain.ranges, _least_parts(chain)))]
     for level in np.flatnonzero(costs < np.concatenate([[np.inf], costs[:-1]])):
         parts = _parts(table.choose, 0, chain.last, int(level))
-        schedules.append(Schedule(regions=_regions(chain.ranges, parts)))
-    return [judge(graph, schedule) for schedule in dict.fromkeys(schedules)]
+        nests.append(Schedule(regions=_regions(chain.ranges, parts)))
+    return list(dict.fromkeys(nests))
 
 
 def _prepare(graph: Graph, budget_bytes: float, slots: int) -> tuple[_Chain, int, int] | Refused:

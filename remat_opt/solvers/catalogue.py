@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from remat_opt import report
 from remat_opt.graph import Graph
@@ -46,7 +46,7 @@ class Solver(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What plans call it."""
+        """What plans call it; a class variable will do."""
 
     @abc.abstractmethod
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
@@ -83,10 +83,7 @@ class Solver(abc.ABC):
 class Portfolio(Solver):
     """The default: minimum cuts and chains of regions."""
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "portfolio"
+    name: ClassVar[str] = "portfolio"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
@@ -104,10 +101,7 @@ class ApproximateDP(Solver):
 
     objective: str = "time"
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "approximate_dp"
+    name: ClassVar[str] = "approximate_dp"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
@@ -132,10 +126,7 @@ class ExactDP(Solver):
 
     objective: str = "time"
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "exact_dp"
+    name: ClassVar[str] = "exact_dp"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
@@ -156,10 +147,7 @@ class ExactDP(Solver):
 class Exhaustive(Solver):
     """All canonical strategies of a small graph, one after the other."""
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "exhaustive"
+    name: ClassVar[str] = "exhaustive"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
@@ -177,10 +165,7 @@ class Exhaustive(Solver):
 class LinearChain(Solver):
     """Re-forwarding's solver for linear graphs: one kept set, for the least memory."""
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "linear_chain"
+    name: ClassVar[str] = "linear_chain"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
@@ -191,10 +176,7 @@ class LinearChain(Solver):
 class ArbitraryGraph(Solver):
     """Re-forwarding's solver for any graph: one kept set, for the least memory."""
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "arbitrary_graph"
+    name: ClassVar[str] = "arbitrary_graph"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
@@ -211,10 +193,7 @@ class RandomChoice(Solver):
 
     seed: int = 0
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "random_choice"
+    name: ClassVar[str] = "random_choice"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
@@ -231,22 +210,20 @@ class Revolve(Solver):
 
     snapshots: int | None = None
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "revolve"
+    name: ClassVar[str] = "revolve"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
+        snapshots = self.snapshots
+        if snapshots is not None:
+            return _on_trunk(graph, lambda given: binomial.solve(given, snapshots))
         seen = trunk.trunk(graph)
-        if self.snapshots is not None:
-            return _on_trunk(graph, lambda given: binomial.solve(given, self.snapshots or 0))
         found: list[Schedule] = []
         refused = None
         # Powers of two, and with n - 1 snapshots every step but the last runs again once.
         steps = len(binomial.links(seen.graph))
-        for snapshots in sorted({*(2**power for power in range(steps.bit_length())), steps - 1}):
-            answer = binomial.solve(seen.graph, snapshots)
+        for number in sorted({*(2**power for power in range(steps.bit_length())), steps - 1}):
+            answer = binomial.solve(seen.graph, number)
             if isinstance(answer, Solution):
                 found.append(seen.spread(answer.schedule))
             else:
@@ -264,18 +241,15 @@ class HeterogeneousChain(Solver):
 
     slots: int = binomial.SLOTS
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "heterogeneous_chain"
+    name: ClassVar[str] = "heterogeneous_chain"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
         seen = trunk.trunk(graph)
-        found = binomial.frontier(seen.graph, slots=self.slots)
+        found = binomial.schedules(seen.graph, slots=self.slots)
         if isinstance(found, Refused):
             return found
-        return [seen.spread(one.schedule) for one in found]
+        return [seen.spread(one) for one in found]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,10 +262,7 @@ class Sublinear(Solver):
 
     nested: bool = True
 
-    @property
-    def name(self) -> str:
-        """See ``Solver``."""
-        return "sublinear"
+    name: ClassVar[str] = "sublinear"
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""

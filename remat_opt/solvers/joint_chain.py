@@ -49,7 +49,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_opt.graph import Graph
-from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.schedule import Region, Schedule, merged, plain
 from remat_opt.simulator import demand, evaluate
 from remat_opt.solvers.lifetimes import (
     cotangent_profile,
@@ -258,7 +258,7 @@ class _Table:
             cost = self._rest[0, level]
             if cost < before - _RESOLUTION * self._of.graph.forward_seconds:
                 before = cost
-                found.append(Schedule(regions=tuple(_merged(self._chain(0, int(level))))))
+                found.append(Schedule(regions=tuple(merged(self._chain(0, int(level))))))
         return found
 
     def _chain(self, i: int, level: int) -> list[Region]:
@@ -282,7 +282,7 @@ class _Table:
 
     def _nest(self, first: int, last: int, level: int) -> Region:
         nested = self._of.nested
-        inside = tuple(_merged(self._inside(first, last, level)))
+        inside = tuple(merged(self._inside(first, last, level)))
         outer = self._region(_NOTHING, nested[first], nested[last])
         return dataclasses.replace(outer, inside=inside if len(inside) > 1 else ())
 
@@ -314,15 +314,3 @@ class _Table:
         kept, end_use = self._of.kept[fate], self._of.end_use
         named = tuple(v for v in vertices if v in kept or end_use[v] >= stop)
         return Region(vertices=vertices, kept=named)
-
-
-def _merged(chain: Sequence[Region]) -> list[Region]:
-    """The chain with saved regions in a row made one."""
-    regions: list[Region] = []
-    for region in chain:
-        if regions and not (regions[-1].checkpointed or region.checkpointed):
-            vertices = regions.pop().vertices + region.vertices
-            regions.append(Region(vertices=vertices, checkpointed=False))
-        else:
-            regions.append(region)
-    return regions

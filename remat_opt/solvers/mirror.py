@@ -44,7 +44,7 @@ from collections.abc import Sequence
 
 from remat_opt.allocator import Execution
 from remat_opt.graph import Graph
-from remat_opt.schedule import Region, Schedule
+from remat_opt.schedule import Region, Schedule, merged
 from remat_opt.simulator import simulate
 
 
@@ -292,19 +292,7 @@ def _chain(mirror: Sequence[int], vertices: tuple[int, ...], most: int) -> list[
                 inside=tuple(inside) if len(inside) > 1 else (),
             )
         )
-    return _joined(regions)
-
-
-def _joined(regions: Sequence[Region]) -> list[Region]:
-    """The chain with regions in a row that recompute nothing made one."""
-    found: list[Region] = []
-    for region in regions:
-        if found and not (found[-1].checkpointed or region.checkpointed):
-            vertices = found.pop().vertices + region.vertices
-            found.append(Region(vertices=vertices, checkpointed=False))
-        else:
-            found.append(region)
-    return found
+    return merged(regions)
 
 
 def mirror_counts(graph: Graph, schedule: Schedule) -> tuple[int, ...]:

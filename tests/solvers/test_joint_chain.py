@@ -5,11 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -22,6 +18,7 @@ from remat_opt.simulator import evaluate, simulate
 from remat_opt.solvers import joint_chain
 from remat_opt.solvers.joint_chain import schedules
 from tests.graphs import INSTANCES, chain_edges, graphs, kept_sets
+from tests.hash_order import printed_with_two_seeds
 from tests.solvers.joint_oracle import Model, all_ways, least_cost
 
 
@@ -414,16 +411,6 @@ for graph in (INSTANCES["dense_9"], network(6), *(sampled(s, max_vertices=12) fo
 
 
 def test_order_of_hashes_decides_nothing() -> None:
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", PRINT_SCHEDULES],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parents[2],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "31337")
-    ]
+    printed = printed_with_two_seeds(PRINT_SCHEDULES)
     assert printed[0].count("Schedule(") > 50
     assert printed[0] == printed[1]

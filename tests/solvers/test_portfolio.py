@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -29,6 +25,7 @@ from remat_opt.solvers.base import (
 from remat_opt.solvers.lifetimes import lifetimes
 from remat_opt.solvers.portfolio import frontier
 from tests.graphs import INSTANCES, graphs, network, sampled, subsets
+from tests.hash_order import printed_with_two_seeds
 
 # --------------------------------------------------------------------------- what must hold
 
@@ -105,7 +102,6 @@ def test_second_call_finds_the_same(graph: Graph) -> None:
 
 
 PRINT_CANDIDATES = """
-from remat_opt.solvers.lifetimes import lifetimes
 from remat_opt.solvers.portfolio import frontier
 from tests.graphs import INSTANCES, network, sampled
 
@@ -116,17 +112,7 @@ for graph in (INSTANCES["dense_9"], network(6), *(sampled(s, max_vertices=12) fo
 
 
 def test_order_of_hashes_decides_nothing() -> None:
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", PRINT_CANDIDATES],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parents[2],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "31337")
-    ]
+    printed = printed_with_two_seeds(PRINT_CANDIDATES)
     assert printed[0].count("Candidate(") > 50
     assert printed[0] == printed[1]
 
