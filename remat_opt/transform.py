@@ -242,19 +242,6 @@ def _named(value: Any, name: str) -> Any:
     return checkpoint_name(value, name)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """A step of which it is not known yet what is read later."""
-
-    provided: tuple[int, ...]
-    equations: tuple[int, ...]
-    inputs: tuple[int, ...]
-    kept: frozenset[int]
-    named: frozenset[int]
-    checkpointed: bool
-    inside: tuple[_Draft, ...]
-
-
 def _steps(program: Program, stages: Sequence[Stage]) -> list[_Step]:
     maker = {
         value: index
@@ -272,8 +259,8 @@ def _steps(program: Program, stages: Sequence[Stage]) -> list[_Step]:
     trailing = _emitted(program, sorted(left - all_roots), maker, available)
     if trailing:
         drafts.append(
-            _Draft(
-                provided=tuple(v for index in trailing for v in program.equations[index].outputs),
+            _Step(
+                outputs=tuple(v for index in trailing for v in program.equations[index].outputs),
                 equations=tuple(trailing),
                 inputs=_inputs(program, trailing),
                 kept=frozenset(),
@@ -291,8 +278,11 @@ def _drafts(
     named: frozenset[int],
     maker: Mapping[int, int],
     available: set[int],
-) -> list[_Draft]:
-    """Stages one after the other; what they provide is added to ``available``."""
+) -> list[_Step]:
+    """Stages one after the other, with all that they provide as outputs.
+
+    What they provide is added to ``available``.
+    """
     drafts = []
     for stage in stages:
         own = frozenset(stage.kept) if stage.checkpointed else frozenset()
@@ -304,17 +294,17 @@ def _drafts(
             read = []
             for one in inside:
                 read += [value for value in one.inputs if value not in made]
-                made.update(one.provided)
+                made.update(one.outputs)
             inputs = _distinct(read)
         else:
             equations = tuple(_emitted(program, stage.roots, maker, available))
             inside = ()
             inputs = _inputs(program, equations)
         drafts.append(
-            _Draft(
-                provided=provided,
+            _Step(
                 equations=equations,
                 inputs=inputs,
+                outputs=provided,
                 kept=own,
                 named=named | own,
                 checkpointed=stage.checkpointed,
@@ -325,24 +315,15 @@ def _drafts(
     return drafts
 
 
-def _finished(drafts: Sequence[_Draft], wanted: set[int]) -> list[_Step]:
-    """The drafts with the outputs that are ``wanted`` in the end or by a later one."""
+def _finished(drafts: Sequence[_Step], wanted: set[int]) -> list[_Step]:
+    """The drafts with those outputs alone that are ``wanted`` in the end or by a later one."""
     wanted = set(wanted)
     steps = []
     for draft in reversed(drafts):
-        outputs = tuple(value for value in draft.provided if value in wanted)
-        steps.append(
-            _Step(
-                equations=draft.equations,
-                inputs=draft.inputs,
-                outputs=outputs,
-                kept=draft.kept,
-                named=draft.named,
-                checkpointed=draft.checkpointed,
-                inside=tuple(_finished(draft.inside, set(outputs))),
-            )
-        )
-        wanted.difference_update(draft.provided)
+        outputs = tuple(value for value in draft.outputs if value in wanted)
+        inside = tuple(_finished(draft.inside, set(outputs)))
+        steps.append(dataclasses.replace(draft, outputs=outputs, inside=inside))
+        wanted.difference_update(draft.outputs)
         wanted.update(draft.inputs)
     return steps[::-1]
 
