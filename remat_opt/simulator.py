@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
+from remat_opt.spans import spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,19 +223,10 @@ class Figures:
 
 def evaluate(graph: Graph, schedule: Schedule) -> Figures:
     """Replays ``schedule`` on ``graph`` for its figures alone; it must be executable."""
-    wanted = demand(graph, schedule)
-    peak = 0
-
-    def note(phase: str, region: int, vertex: int) -> None:
-        nonlocal peak
-        if run.total > peak:
-            peak = run.total
-
-    run = _Replay(graph, note)
-    run.whole(schedule, wanted)
-    again = list(wanted.all_recomputed())
+    found = spans(graph, schedule)
+    again = found.again.tolist()
     return Figures(
-        peak_bytes=peak,
+        peak_bytes=found.peak_bytes,
         overhead_seconds=math.fsum(graph.seconds[vertex] for vertex in again),
         recomputed_flops=sum(graph.flops[vertex] for vertex in again),
     )

@@ -1,0 +1,76 @@
+"""A graph once more as numpy arrays, for figures that are taken of many schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat_opt.graph import Graph
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """Who reads whom, one entry for each pair, ascending by the reader.
+
+    Attributes:
+      reader: the vertex that reads.
+      read: the vertex whose value it reads.
+    """
+
+    reader: np.ndarray
+    read: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GraphArrays:
+    """The figures of a graph, one entry for each vertex, and its edges; none may be written to.
+
+    Attributes:
+      bytes: see ``Graph``.
+      seconds: see ``Graph``.
+      cotangent_bytes: see ``Graph``.
+      internal_bytes: see ``Graph``.
+      forward: reads of a vertex's own computation.
+      backward: reads of its backward step.
+      turns_in_place: whether its backward step writes a predecessor's cotangent over its own.
+    """
+
+    bytes: np.ndarray
+    seconds: np.ndarray
+    cotangent_bytes: np.ndarray
+    internal_bytes: np.ndarray
+    forward: Reads
+    backward: Reads
+    turns_in_place: np.ndarray
+
+
+@functools.lru_cache(maxsize=8)
+def arrays_of(graph: Graph) -> GraphArrays:
+    """The arrays of a graph; those of the last few graphs are kept."""
+    cotangent_bytes = np.asarray(graph.cotangent_bytes, dtype=np.int64)
+    forward = _reads(graph.predecessors)
+    size = cotangent_bytes[forward.read]
+    fits = (size > 0) & (size <= cotangent_bytes[forward.reader])
+    turns_in_place = np.zeros(len(graph), dtype=bool)
+    turns_in_place[forward.reader[fits]] = True
+    turns_in_place &= np.asarray(graph.in_place, dtype=bool)
+    return GraphArrays(
+        bytes=np.asarray(graph.bytes, dtype=np.int64),
+        seconds=np.asarray(graph.seconds, dtype=float),
+        cotangent_bytes=cotangent_bytes,
+        internal_bytes=np.asarray(graph.internal_bytes, dtype=np.int64),
+        forward=forward,
+        backward=_reads(graph.needs),
+        turns_in_place=turns_in_place,
+    )
+
+
+def _reads(lists: Sequence[Sequence[int]]) -> Reads:
+    counts = [len(found) for found in lists]
+    return Reads(
+        reader=np.repeat(np.arange(len(lists)), counts),
+        read=np.array([read for found in lists for read in found], dtype=np.int64),
+    )

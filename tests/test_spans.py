@@ -1,0 +1,77 @@
+"""Spans against the simulator, which counts readers down instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import hypothesis
+import pytest
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.simulator import simulate
+from remat_opt.spans import spans
+from tests.graphs import INSTANCES, chain_edges, graphs, nested_graphs, scheduled_graphs
+
+
+def agree(graph: Graph, schedule: Schedule) -> None:
+    found, told = spans(graph, schedule), simulate(graph, schedule)
+    assert found.peak_bytes == told.peak_bytes
+    assert sorted(found.again.tolist()) == list(told.recomputed)
+    assert math.fsum(graph.seconds[one] for one in found.again) == told.overhead_seconds
+    assert (found.first <= found.last).all()
+    # At the peak, the arrays are those that the story lists.
+    for step in range(int(found.last.max()) + 1):
+        alive = found.bytes[(found.first <= step) & (step <= found.last)]
+        if alive.sum() == told.peak_bytes:
+            assert sorted(alive[alive > 0].tolist()) == sorted(one.bytes for one in told.alive)
+            break
+    else:
+        pytest.fail("no step reaches the peak")
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_agrees_on_the_unchanged_function(name: str) -> None:
+    agree(INSTANCES[name], plain(INSTANCES[name]))
+
+
+@hypothesis.given(scheduled_graphs())
+@hypothesis.settings(max_examples=200)
+def test_agrees_on_chains_of_regions(drawn: tuple[Graph, Schedule]) -> None:
+    agree(*drawn)
+
+
+@hypothesis.given(nested_graphs(max_vertices=14))
+@hypothesis.settings(max_examples=600)
+def test_agrees_where_regions_nest(drawn: tuple[Graph, Schedule]) -> None:
+    agree(*drawn)
+
+
+@hypothesis.given(graphs(pinned=False))
+def test_agrees_where_regions_are_out_of_order(graph: Graph) -> None:
+    """All vertices that read nothing come first, whatever their numbers."""
+    first = tuple(vertex for vertex, found in enumerate(graph.predecessors) if not found)
+    then = tuple(vertex for vertex, found in enumerate(graph.predecessors) if found)
+    regions = [Region(vertices=vertices) for vertices in (first, then) if vertices]
+    agree(graph, Schedule(regions=tuple(regions)))
+
+
+def test_by_hand() -> None:
+    """Two values under a checkpoint, then the loss; each step reads its input and its output."""
+    graph = Graph.from_edges([4, 5, 6], chain_edges(3))
+    graph = dataclasses.replace(graph, cotangent_bytes=(0, 0, 0))
+    schedule = Schedule(
+        regions=(Region(vertices=(0, 1)), Region(vertices=(2,), checkpointed=False))
+    )
+    found = spans(graph, schedule)
+    # Forward 0, 1, 2; backward 2; again 0; backward 1, 0. The loss reads what is stored of 1.
+    arrays = zip(found.first, found.last, found.bytes, strict=True)
+    assert [tuple(map(int, one)) for one in arrays] == [
+        (0, 1, 4),
+        (1, 3, 5),
+        (2, 3, 6),
+        (4, 7, 4),
+        (5, 6, 5),
+    ]
+    assert sorted(found.again.tolist()) == [0, 1]
