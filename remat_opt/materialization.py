@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from remat_opt import costs
@@ -332,12 +332,16 @@ class _Builder:
             fields["needs"].append(tuple(sorted(needs)))
             active_values.append(active)
             fields["internal_bytes"].append(internal_bytes)
-            fields["in_place"].append(self.costs[root].fusion is costs.Fusion.FUSIBLE)
             fields["pinned"].append(equation.effects)
         fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
         fields["cotangent_bytes"] = [
             0 if vertex in fused else self._cotangent_bytes(active)
             for vertex, active in enumerate(active_values)
+        ]
+        fields["in_place"] = [
+            self.costs[root].fusion is costs.Fusion.FUSIBLE
+            and _hands_on(vertex, fields["predecessors"], fields["cotangent_bytes"])
+            for vertex, root in enumerate(roots)
         ]
         labels = tuple(fields.pop("labels"))
         graph = Graph(**{name: tuple(entries) for name, entries in fields.items()})
@@ -433,6 +437,29 @@ class _Builder:
                 found.add(maker)
                 pending.append(maker)
         return sorted(found)
+
+
+def _hands_on(
+    vertex: int, predecessors: Sequence[tuple[int, ...]], cotangent_bytes: Sequence[int]
+) -> bool:
+    """Whether the buffer of a vertex's cotangent becomes that of one of its predecessors.
+
+    It takes one of the same size. And where the vertex also reads a reduction of that predecessor,
+    as a normalisation reads a mean, the old cotangent is read twice: by the sums that are the
+    reduction's cotangent, then together with them. The compiler writes the new one beside it.
+    """
+    size = cotangent_bytes[vertex]
+    reduced: set[int] = set()
+    pending = [read for read in predecessors[vertex] if cotangent_bytes[read] < size]
+    while pending:
+        for read in predecessors[pending.pop()]:
+            if read not in reduced:
+                reduced.add(read)
+                if cotangent_bytes[read] < size:
+                    pending.append(read)
+    return any(
+        cotangent_bytes[read] == size and read not in reduced for read in predecessors[vertex]
+    )
 
 
 def _reads_rounded(operation: Operation) -> bool:
