@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.solver_table import SOLVERS
 from remat_opt.graph import Graph
-from remat_opt.solvers import integer_program
+from remat_opt.solvers import staged_program
 from remat_opt.solvers.base import Overhead, Refused, fastest_within
-from remat_opt.solvers.integer_program import Staged
+from remat_opt.solvers.staged_program import Staged
 
 GRAPHS, MOST_VERTICES = 60, 10
 #: Budgets, as shares of the way from the least peak to that of the unchanged function.
@@ -54,14 +54,14 @@ def rows() -> Iterator[dict[str, Any]]:
     tasks: list[tuple[Graph, float, float]] = []
     nodes = 0
     for graph in graphs:
-        least = integer_program.least_peak(graph)
-        unchanged = integer_program.least_overhead(graph, float("inf"))
+        least = staged_program.least_peak(graph)
+        unchanged = staged_program.least_overhead(graph, float("inf"))
         assert isinstance(least, Staged)
         assert isinstance(unchanged, Staged)
         for share in SHARES:
             room = unchanged.peak_bytes - least.peak_bytes
             budget = least.peak_bytes + round(share * room)
-            best = integer_program.least_overhead(graph, budget)
+            best = staged_program.least_overhead(graph, budget)
             assert isinstance(best, Staged)
             nodes += best.nodes
             tasks.append((graph, budget, best.bound))

@@ -22,6 +22,7 @@ from remat_opt.solvers import (
     binomial,
     dynamic_program,
     exhaustive,
+    integer_program,
     linear_chain,
     portfolio,
     random_choice,
@@ -159,6 +160,35 @@ class Exhaustive(Solver):
             least,
             lambda budget: exhaustive.least_overhead(graph, budget, last_block_free=True),
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IntegerProgram(Solver):
+    """The best chains of regions of a small graph, by branch and bound.
+
+    Attributes:
+      depth: how deep regions may nest; 1 for none inside another.
+    """
+
+    depth: int = 1
+
+    name: ClassVar[str] = "integer_program"
+
+    def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
+        """See ``Solver``."""
+        least = integer_program.least_peak(graph, depth=self.depth)
+        if isinstance(least, Refused):
+            return least
+        found = [least.schedule]
+        room_bytes = judge(graph, plain(graph)).peak_bytes - least.figures.peak_bytes
+        for step in range(BUDGETS):
+            budget = least.figures.peak_bytes + room_bytes * step / BUDGETS
+            answer = integer_program.least_overhead(graph, budget, depth=self.depth)
+            if isinstance(answer, Solution):
+                found.append(answer.schedule)
+                if not answer.objective:
+                    break
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +365,14 @@ _TABLE = (
         paper=f"{_KUSUMOTO}, 4.1",
     ),
     Row(
+        name="integer_program",
+        plans_programs=True,
+        takes=f"graphs that take at most {integer_program.MOST_BINARIES} binaries",
+        guarantee="exact over chains of regions, nested to a depth: the yardstick",
+        complexity="exponential; 2 n binaries for each depth",
+        paper="this project, after Jain et al. 2020",
+    ),
+    Row(
         name="linear_chain",
         plans_programs=True,
         takes="chains, once side results are hung onto the trunk",
@@ -407,10 +445,10 @@ _TABLE = (
         paper="this project",
     ),
     Row(
-        name="integer_program",
+        name="staged_program",
         plans_programs=False,
         takes="small graphs",
-        guarantee="exact over all schedules, with bound and gap: the yardstick",
+        guarantee="exact over all schedules, executable or not, with bound and gap",
         complexity="exponential; O(n^2) binaries",
         paper="Jain et al. 2020",
     ),
@@ -445,6 +483,7 @@ _RECORDS: tuple[type[Solver], ...] = (
     ApproximateDP,
     ExactDP,
     Exhaustive,
+    IntegerProgram,
     LinearChain,
     ArbitraryGraph,
     RandomChoice,

@@ -1,71 +1,57 @@
-"""The least recomputation that any staged schedule takes within a budget: an integer program.
+"""The least recomputation of any executable schedule within a budget: an integer program.
 
-Problem. Within M bytes, run the forward and the backward steps of a graph with the least
-recomputation, where every value may be dropped at any time and computed again at any later one, as
-often as it pays. The answer need not be a chain of checkpointed regions, and seldom is: it is the
-yardstick for those that are.
+Problem. Cut the order of execution into a chain of regions, which may nest to a given depth d, say
+for every vertex whether each region that holds it keeps it, and recompute the least within M bytes,
+as the simulator counts them. ``staged_program`` bounds schedules of any kind, most of which JAX
+cannot execute; what this one finds can be.
 
-Method. The steps that must run, n forward and up to n backward, run in the order of the graph and
-back. Each opens a stage, t = 1 .. T, and ends it; before it, within the stage, values that are
-not in memory may be computed again, in the order of the graph. For stage t and vertex i, of those
-that have run by then and have a backward step to come:
+Method. Forward, everything runs: call that level 0. When the turn of a region of level l = 1 .. d
+comes, in the backward pass, it runs again what it must: level l. Then come its regions of level
+l + 1, in reverse, or, at level d, the backward steps of its vertices, in reverse: level d + 1. What
+a step of level k reads of vertex u is a copy that some level l <= k has made, or the stored one,
+level 0. The binaries are
 
-    R[t,i] = 1   i runs in stage t (for the forward step of stage t itself: a constant)
-    S[t,i] = 1   i's value is in memory when stage t begins
-    F[t,i,k]     i's value is freed after k, which reads it, has run in stage t
+    same[l,v]   v - 1 and v are in one region of level l
+    drop[l,v]   the region of level l that holds v does not keep it
 
-Least sum of cost[i] R[t,i], with, p ranging over the predecessors of i,
+and from these follow, as continuous variables that are whole where the binaries are,
 
-    R[t,i] <= R[t,p] + S[t,p]                      what a run reads is in memory        (1)
-    1 = R[t,p] + S[t,p]                            likewise what the stage's step reads (2)
-    R[t,i] + S[t,i] <= 1                           what is in memory is not run         (3)
-    S[t+1,i] + sum over k of F[t,i,k] <= R[t,i] + S[t,i]     held or freed, once        (4)
-    F[t,i,k] <= R[t,k]                             freed after a step that runs,        (5)
-    F[t,i,k] + R[t,l] <= R[t,i] + S[t,i]           and that no other reader l follows   (6)
-    U[t,k] = C[t] + sum over i of b[i] S[t,i] + sum over i <= k of b[i] R[t,i]
-             - sum over l < k, i of b[i] F[t,i,l] <= M                                  (7)
+    same[l,u,v] = 1    all of u .. v are in one region of level l                     (1)
+    here[l,u,v] = 1    so they are, and it does not keep u                            (2)
+    again[l,v] >= 1    v runs again at level l: a step (k,w) that runs, k >= l, reads v,
+                       here[l,v,w], and not here[q,v,w] for l < q <= k                (3)
+    alive[l,u,m,v] >= 1   level l's copy of u is there while step (m,v) runs: some
+                       such reader (k,w) of it is not before (m,v)                    (4)
 
-where b are bytes and C[t] the cotangents alive, which are no variables: backward steps run once,
-in a fixed order. R and S are binary. F need not be: nothing forces a value to be freed, and at
-whole R and S whatever allows it allows it entirely. Residuals that only a run provides
-(``internal_bytes``) have binaries of their own for being made and held, and a vertex whose value
-is in memory may run for them. HiGHS solves it through scipy, by branch and bound.
+Two steps (k,w) and (m,v) run in this order: let j be the deepest level of which w and v share a
+region. If k <= j or m <= j, the lower level runs first, and of one level the lower vertex; else the
+higher vertex. Each of these cases is a sum of ``same``, so (4) is a row for each reader. Least sum
+of cost[v] again[l,v] with, for every step (m,v), run or not,
 
-Memory is the simulator's, to the byte: what is allowed differs, not what is counted. Values may be
-dropped and computed again in the forward pass as well, and part of a region at one time and part
-at another.
+    sum over l, u of b[u] alive[l,u,m,v] + b[v] again[m,v] + C[m,v] <= M              (5)
 
-Why not a ready-made tool: HiGHS is one. The published program is for another framework's graphs.
+where C are the cotangents, which depend on where v's region of level m ends. Where a step does not
+run, (5) is what is alive between others, which is no more than at one of them. Residuals without a
+name and vertices with side effects bring a binary for whether each region is checkpointed. HiGHS
+solves it through scipy, by branch and bound.
 
-Complexity: exponential. About 2 n^2 binaries and 2 e n continuous variables for n vertices and e
-edges: milliseconds for 8 vertices, up to minutes for 25 where the budget is tight. Beyond
-``MOST_BINARIES`` it refuses; it stops at ``NODE_LIMIT`` nodes of the search tree, never at a
-clock.
+Why not a ready-made tool: HiGHS is one.
 
-Guarantee. Status OPTIMAL: no schedule of that kind recomputes less, to a millionth of the dearest
-vertex. FEASIBLE: ``bound`` is proven, and so is ``gap``. What is returned is within the budget to
-the byte, by replay. Where sizes are rounded, a budget less than a share n / ``GRAINS`` above the
-least one can be called infeasible. The kind holds all that chains of regions can do, nested ones
-included, as long as their vertices are intervals of the graph's order and no chain inside a
-region ends in a checkpoint (which only adds to it). So none of these recomputes less within the
-same peak of the simulator.
+Complexity: exponential. 2 n d binaries, and O(n^2 d^2) rows for each reader of a vertex.
 
-Left out: computing a value twice within one stage, or out of the graph's order, either of which
-can save memory where a backward step reads values far apart; other orders of the steps; computing
-cotangents again; and a program restricted to what chains of regions can do.
+Guarantee. Status OPTIMAL: no schedule of that kind recomputes less. The kind is all chains of
+regions, nested to depth d, whose vertices are intervals of the graph's order. Every figure is the
+simulator's. FEASIBLE: ``bound`` is proven; where sizes have to be rounded, that is what is left.
 
-Reference: Jain et al., *Checkmate: Breaking the Memory Wall with Optimal Tensor
-Rematerialization* (MLSys 2020), section 4. Readings: there, gradients are values that may be
-dropped and computed again as any other, each from all of its readers' gradients at once; here
-they add up in place, as they do in JAX. There, F is pinned from both sides; here from above only,
-which is enough. The right sides of (4) and (6) could be 1; these make the relaxation tighter.
+Left out: regions that change the order of execution, and deeper nesting than asked for.
+
+Reference: the formulation is ours; the staged one is that of Jain et al. (MLSys 2020).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -73,136 +59,102 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 
 from remat_opt.graph import Graph
-from remat_opt.simulator import turns_in_place
-from remat_opt.solvers.base import Infeasible, Overhead, Refused, Status
+from remat_opt.schedule import Region, Schedule, merged
+from remat_opt.simulator import demand
+from remat_opt.solvers.base import Candidate, Infeasible, Overhead, Refused, Solution, Status, judge
+from remat_opt.solvers.lifetimes import cotangents
 
+#: How deep regions nest where nothing else is asked for: 1 for none inside another.
+DEPTH = 2
 #: Programs with more binary variables are refused.
-MOST_BINARIES = 1_500
+MOST_BINARIES = 80
 #: The search stops after this many nodes of its tree.
-NODE_LIMIT = 1_000
-#: Bytes are counted in units of which the budget holds no more than this. Where a common measure
-#: of all sizes is finer, they are rounded: up for the answer, and down for the bound.
+NODE_LIMIT = 2_000
+#: See ``staged_program``.
 GRAINS = 10_000
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One step that must run, and what runs again before it.
-
-    Attributes:
-      phase: ``forward`` or ``backward``.
-      vertex: whose step it is.
-      held: the vertices whose values are in memory when the stage begins, ascending.
-      held_internal: those whose residuals without a name are.
-      again: the vertices that run again before the step, ascending.
-    """
-
-    phase: str
-    vertex: int
-    held: tuple[int, ...]
-    held_internal: tuple[int, ...]
-    again: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """A schedule in stages, which is not one of regions.
-
-    Attributes:
-      stages: one for each forward step and each backward step, in order.
-      status: ``OPTIMAL`` or ``FEASIBLE``.
-      objective: the figure that was minimised: the overhead in seconds or FLOPs, or the peak.
-      bound: a proven lower limit on it.
-      gap: how far apart these are, as a share of the objective.
-      nodes: nodes of the search tree.
-      binaries: binary variables of the program.
-      peak_bytes: most bytes in memory.
-      overhead_seconds: time of what runs again.
-      recomputed_flops: operations of what runs again.
-    """
-
-    stages: tuple[Stage, ...]
-    status: Status
-    objective: float
-    bound: float
-    gap: float
-    nodes: int
-    binaries: int
-    peak_bytes: int
-    overhead_seconds: float
-    recomputed_flops: int
 
 
 def least_overhead(
     graph: Graph,
     budget_bytes: float,
     *,
+    depth: int = DEPTH,
     measure: Overhead = Overhead.SECONDS,
     node_limit: int = NODE_LIMIT,
     most_binaries: int = MOST_BINARIES,
-) -> Staged | Infeasible | Refused:
-    """The least recomputation within a budget.
+) -> Solution[Candidate] | Infeasible | Refused:
+    """The least recomputation of a chain of regions within a budget.
 
     Args:
       graph: what to plan.
       budget_bytes: bound on the peak of temporaries, as the simulator counts it.
+      depth: how deep regions may nest; 1 for none inside another.
       measure: what recomputation is counted in.
       node_limit: nodes of the search tree after which the search stops.
       most_binaries: refuse programs with more binary variables.
 
     Returns:
-      A schedule in stages; or that none is within the budget, with the least one; or a refusal.
+      A schedule, its objective in seconds or FLOPs; or that none is within the budget, with the
+      least one; or a refusal.
     """
     by_measure = graph.seconds if measure is Overhead.SECONDS else graph.flops
     unit = max(by_measure) or 1
     costs = [cost / unit for cost in by_measure]
-
-    def objective(stages: tuple[Stage, ...]) -> float:
-        return math.fsum(by_measure[vertex] for stage in stages for vertex in stage.again)
-
-    found = _search(graph, costs, budget_bytes, node_limit, most_binaries)
+    found = _search(graph, depth, costs, budget_bytes, node_limit, most_binaries)
     if isinstance(found, Refused):
         return found
-    bound = objective(found.lowest) if found.lowest else found.proven * unit
-    if found.stages:
-        return _staged(graph, found, found.stages, objective(found.stages), bound)
-    if not found.infeasible:
-        return Refused(
-            message=f"No schedule within {budget_bytes} bytes was found in {node_limit} nodes; "
-            f"any takes {bound:g} {measure.value} of recomputation or more. Raise node_limit, or "
-            "use dynamic_program.approximate."
-        )
-    least = _search(graph, None, math.inf, node_limit, most_binaries)
-    assert not isinstance(least, Refused), "it has as many binary variables as the first"
-    if not (least.stages and least.lowest):
-        return Refused(
-            message=f"There is no schedule within {budget_bytes} bytes, and the least budget for "
-            f"which there is one was not settled in {node_limit} nodes. Raise node_limit."
-        )
-    least_bytes = max(replay(graph, least.stages))
-    if least_bytes <= budget_bytes:
+    schedule = found.schedule
+    if schedule is None:
+        least = least_peak(graph, depth=depth, node_limit=node_limit, most_binaries=most_binaries)
+        if not found.infeasible or isinstance(least, Refused):
+            return Refused(
+                message=f"No chain of regions within {budget_bytes} bytes was found in "
+                f"{node_limit} nodes. Raise node_limit, or use portfolio."
+            )
+        if least.figures.peak_bytes > budget_bytes:
+            return Infeasible(budget_bytes=budget_bytes, least_bytes=least.figures.peak_bytes)
         # What rounding had left without an answer.
-        return _staged(graph, found, least.stages, objective(least.stages), bound)
-    return Infeasible(budget_bytes=budget_bytes, least_bytes=least_bytes)
+        schedule = least.schedule
+    figures = judge(graph, schedule)
+    assert figures.peak_bytes <= budget_bytes, "the program's memory is the simulator's"
+    objective = figures.overhead(measure)
+    proven = found.proven * unit
+    # The solver's figures are sums in another order.
+    bound = objective if objective - proven <= _TOLERANCE * unit else max(0.0, proven)
+    return _solution(schedule, figures, objective, bound)
 
 
 def least_peak(
-    graph: Graph, *, node_limit: int = NODE_LIMIT, most_binaries: int = MOST_BINARIES
-) -> Staged | Refused:
-    """The least peak of any staged schedule: the objective is in bytes."""
-    found = _search(graph, None, math.inf, node_limit, most_binaries)
+    graph: Graph,
+    *,
+    depth: int = DEPTH,
+    node_limit: int = NODE_LIMIT,
+    most_binaries: int = MOST_BINARIES,
+) -> Solution[Candidate] | Refused:
+    """The least peak of any chain of regions: the objective is in bytes."""
+    found = _search(graph, depth, None, math.inf, node_limit, most_binaries)
     if isinstance(found, Refused):
         return found
-    if not found.stages:
+    if found.schedule is None:
         return Refused(
-            message=f"No schedule was found in {node_limit} nodes. Raise node_limit, or use "
-            "dynamic_program.least_approximate_budget."
+            message=f"No chain of regions was found in {node_limit} nodes. Raise node_limit, or "
+            "use portfolio."
         )
-    peak_bytes = max(replay(graph, found.stages))
-    # Where bytes were rounded down, the true peak of that schedule is no limit, its own is.
-    finished = found.exact and found.lowest
-    bound = peak_bytes if finished else math.ceil(found.proven) * found.unit_bytes
-    return _staged(graph, found, found.stages, float(peak_bytes), float(bound))
+    figures = judge(graph, found.schedule)
+    bound = min(figures.peak_bytes, math.ceil(found.proven - _TOLERANCE) * found.unit_bytes)
+    return _solution(found.schedule, figures, float(figures.peak_bytes), float(bound))
+
+
+def _solution(
+    schedule: Schedule, figures: Candidate, objective: float, bound: float
+) -> Solution[Candidate]:
+    return Solution(
+        schedule=schedule,
+        figures=figures,
+        status=Status.OPTIMAL if bound == objective else Status.FEASIBLE,
+        objective=objective,
+        bound=bound,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,29 +162,21 @@ class _Found:
     """How a search ended.
 
     Attributes:
-      stages: the best schedule found that is within the budget; empty where there is none.
-      lowest: a schedule that proves the limit, which may be over the budget by what was rounded
-        down; empty where the search for it was not finished.
-      proven: the limit that was proven otherwise, in the unit of the objective.
-      infeasible: whether the search for ``stages`` has shown that there are none.
-      exact: whether no bytes were rounded.
+      schedule: the best one found that is within the budget; None where there is none.
+      proven: a lower limit on the objective, in its unit.
+      infeasible: whether the search has shown that there is no schedule.
       unit_bytes: what bytes were counted in.
-      nodes: nodes of the search trees.
-      binaries: binary variables of the program.
     """
 
-    stages: tuple[Stage, ...]
-    lowest: tuple[Stage, ...]
+    schedule: Schedule | None
     proven: float
     infeasible: bool
-    exact: bool
     unit_bytes: int
-    nodes: int
-    binaries: int
 
 
 def _search(
     graph: Graph,
+    depth: int,
     costs: Sequence[float] | None,
     budget_bytes: float,
     node_limit: int,
@@ -240,361 +184,348 @@ def _search(
 ) -> _Found | Refused:
     """Solves the program; where bytes must be rounded, once with all up and once with all down."""
     sizes = (*graph.bytes, *graph.internal_bytes, *graph.cotangent_bytes)
-    most = min(budget_bytes, sum(sizes))
+    ceiling = (depth + 1) * sum(sizes)
+    most = min(budget_bytes, ceiling)
     measure = math.gcd(*sizes) or 1
     unit = measure if most <= measure * GRAINS else math.ceil(most / GRAINS)
-    limit = math.inf if budget_bytes >= sum(sizes) else math.floor(budget_bytes / unit)
-    program = _Program(graph, unit, up=True)
+    limit = math.inf if budget_bytes >= ceiling else math.floor(budget_bytes / unit)
+    program = _Program(graph, depth, unit, up=True)
     if program.binaries > most_binaries:
         return Refused(
             message=f"The graph of {len(graph)} vertices takes {program.binaries} binary "
-            f"variables; the limit of the integer program is {most_binaries}. Use "
-            "dynamic_program.approximate or binomial.least_overhead, or raise most_binaries."
+            f"variables; the limit is {most_binaries}. Use portfolio, or raise most_binaries."
         )
     above = below = program.solve(costs, limit, node_limit)
-    searches = [above]
     if unit != measure:
-        below = _Program(graph, unit, up=False).solve(costs, limit, node_limit)
-        searches.append(below)
+        below = _Program(graph, depth, unit, up=False).solve(costs, limit, node_limit)
     return _Found(
-        stages=() if above.x is None else program.stages(above.x),
-        lowest=program.stages(below.x) if below.status == _DONE else (),
-        proven=max(0.0, float(below.mip_dual_bound or 0.0) - _TOLERANCE),
+        schedule=None if above.x is None else program.schedule(above.x),
+        # Without binaries it tells no bound.
+        proven=float(below.fun if below.status == _DONE else below.mip_dual_bound or 0.0),
         infeasible=above.status == _INFEASIBLE,
-        exact=unit == measure,
         unit_bytes=unit,
-        nodes=sum(int(one.mip_node_count or 0) for one in searches),
-        binaries=program.binaries,
     )
 
-
-def _staged(
-    graph: Graph, found: _Found, stages: tuple[Stage, ...], objective: float, bound: float
-) -> Staged:
-    again = [vertex for stage in stages for vertex in stage.again]
-    bound = min(objective, bound)
-    return Staged(
-        stages=stages,
-        status=Status.OPTIMAL if bound == objective else Status.FEASIBLE,
-        objective=objective,
-        bound=bound,
-        gap=(objective - bound) / objective if objective else 0.0,
-        nodes=found.nodes,
-        binaries=found.binaries,
-        peak_bytes=max(replay(graph, stages)),
-        overhead_seconds=math.fsum(graph.seconds[vertex] for vertex in again),
-        recomputed_flops=sum(graph.flops[vertex] for vertex in again),
-    )
-
-
-# ------------------------------------------------------------------------------------- replay
-
-
-def steps(graph: Graph) -> list[tuple[str, int]]:
-    """The steps that open stages: phase and vertex, in order."""
-    count = len(graph)
-    return [
-        *(("forward", vertex) for vertex in range(count)),
-        *(
-            ("backward", vertex)
-            for vertex in reversed(range(count))
-            if graph.needs[vertex] or graph.cotangent_bytes[vertex] or graph.internal_bytes[vertex]
-        ),
-    ]
-
-
-def cotangents(graph: Graph) -> dict[int, tuple[int, int]]:
-    """For each vertex the bytes of cotangents before its backward step, and while it runs."""
-    sizes = graph.cotangent_bytes
-    alive: dict[int, int] = {}
-    found = {}
-    for vertex in reversed(range(len(graph))):
-        before = sum(alive.values())
-        if sizes[vertex]:
-            if turns_in_place(graph, vertex):
-                alive.pop(vertex, None)
-            else:
-                alive[vertex] = sizes[vertex]
-            alive.update((read, sizes[read]) for read in graph.predecessors[vertex])
-        found[vertex] = before, sum(alive.values())
-        alive.pop(vertex, None)
-    return found
-
-
-def replay(graph: Graph, stages: Sequence[Stage]) -> Iterator[int]:
-    """The bytes alive during each step of a schedule in stages, which must be a legal one.
-
-    A value is freed after its last reader in a stage, unless the next one begins with it.
-    """
-    around = cotangents(graph)
-    for number, stage in enumerate(stages):
-        later = stages[number + 1] if number + 1 < len(stages) else None
-        held = set(later.held) if later else set()
-        internal = set(later.held_internal) if later else set()
-        forward = stage.phase == "forward"
-        running = (*stage.again, stage.vertex) if forward else stage.again
-        last_reads = Counter(p for vertex in running for p in graph.predecessors[vertex])
-        own = graph.needs[stage.vertex] if not forward else ()
-        last_reads.update(own)
-        alive = set(stage.held)
-        residuals = set(stage.held_internal)
-        waiting, turning = (0, 0) if forward else around[stage.vertex]
-
-        def total(extra: int = 0, alive: set[int] = alive, residuals: set[int] = residuals) -> int:
-            values = sum(graph.bytes[vertex] for vertex in alive)
-            return values + sum(graph.internal_bytes[vertex] for vertex in residuals) + extra
-
-        for vertex in running:
-            # A value that is there already is run for its residuals; that copy is thrown away.
-            copy = graph.bytes[vertex] if vertex in alive else 0
-            alive.add(vertex)
-            if vertex in internal or (not forward and vertex == stage.vertex):
-                residuals.update([vertex] if graph.internal_bytes[vertex] else [])
-            yield total(waiting + copy)
-            for read in graph.predecessors[vertex]:
-                last_reads[read] -= 1
-            for read in (*graph.predecessors[vertex], vertex):
-                if not last_reads[read] and read not in held:
-                    alive.discard(read)
-        if not forward and graph.cotangent_bytes[stage.vertex]:
-            yield total(turning)
-
-
-# ------------------------------------------------------------------------------------ program
 
 _DONE, _INFEASIBLE = 0, 2
 #: What the solver takes for equal, in the units of the objective.
 _TOLERANCE = 1e-6
-Terms = list[tuple[int, float]]
-#: The numbers of variables, by stage and vertex.
-Table = dict[tuple[int, int], int]
+
+
+class _Sum:
+    """A constant and variables with factors: one side of a row."""
+
+    __slots__ = ("constant", "terms")
+
+    def __init__(self, constant: float = 0.0) -> None:
+        self.constant = constant
+        self.terms: dict[int, float] = {}
+
+    def add(self, other: _Sum, factor: float = 1.0) -> _Sum:
+        self.constant += factor * other.constant
+        for number, by in other.terms.items():
+            self.terms[number] = self.terms.get(number, 0.0) + factor * by
+        return self
+
+    def plus(self, other: _Sum, factor: float = 1.0) -> _Sum:
+        return _Sum().add(self).add(other, factor)
+
+    @property
+    def most(self) -> float:
+        """A limit on it from above: the variables are between 0 and 1."""
+        return self.constant + sum(max(0.0, by) for by in self.terms.values())
+
+
+_NEVER, _ALWAYS = _Sum(), _Sum(1.0)
 
 
 class _Program:
-    """The variables and rows for one graph; bytes are counted in whole units.
+    """The variables and rows for one graph; bytes are counted in whole units."""
 
-    Whole and not too large, they keep what the solver tolerates below one unit.
-    """
-
-    def __init__(self, graph: Graph, unit: int, *, up: bool) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, depth: int, unit: int, *, up: bool) -> None:
+        self.graph, self.depth = graph, depth
         self._unit, self._up = unit, up
-        self._steps = steps(graph)
         self._kinds: list[int] = []
-        self._rows: list[Terms] = []
-        self._limits: list[tuple[float, float]] = []
-        #: Rows of (7), of which the budget is the upper limit less a constant.
-        self._memory: list[tuple[Terms, float]] = []
-        self._run: Table = {}
-        self._stay: Table = {}
-        self._free: dict[tuple[int, int, int], int] = {}
-        # For residuals without a name: run though the value is there, make, hold.
-        self._rerun: Table = {}
-        self._make: Table = {}
-        self._hold: Table = {}
+        #: Sums that are not above 0, and those that are the memory of a step.
+        self._rows: list[_Sum] = []
+        self._memory: list[_Sum] = []
         self._successors = graph.successors()
-        self._add_variables()
+        self._needed_by: list[list[int]] = [[] for _ in graph.names]
+        for vertex, needs in enumerate(graph.needs):
+            for read in needs:
+                self._needed_by[read].append(vertex)
+        self._levels = range(1, depth + 1)
+        #: Whether regions under a checkpoint and others differ but for what they keep.
+        self._marked = any(graph.internal_bytes) or any(graph.pinned)
+        self._same: dict[tuple[int, int, int], _Sum] = {}
+        self._drop: dict[tuple[int, int], _Sum] = {}
+        self._here: dict[tuple[int, int, int], _Sum] = {}
+        self._again: dict[tuple[int, int], _Sum] = {}
+        self._under: dict[tuple[int, int], _Sum] = {}
+        for level in self._levels:
+            self._add_regions(level)
+        self._around = cotangents(graph)
 
     @property
     def binaries(self) -> int:
+        """How many variables must be whole."""
         return sum(self._kinds)
 
     def _in_units(self, bytes_: int) -> int:
         return -(-bytes_ // self._unit) if self._up else bytes_ // self._unit
 
-    def _variable(self, kind: int) -> int:
+    def _variable(self, kind: int) -> _Sum:
         self._kinds.append(kind)
-        return len(self._kinds) - 1
+        found = _Sum()
+        found.terms[len(self._kinds) - 1] = 1.0
+        return found
 
-    def _candidates(self, stage: int) -> range:
-        """The vertices that may be in memory when the stage begins, or run again in it."""
-        phase, vertex = self._steps[stage]
-        return range(vertex) if phase == "forward" else range(vertex + 1)
+    def _at_most(self, left: _Sum, right: _Sum) -> None:
+        row = left.plus(right, -1.0)
+        if row.most > 0:
+            self._rows.append(row)
 
-    def _add_variables(self) -> None:
-        graph = self.graph
-        for stage, (phase, vertex) in enumerate(self._steps):
-            for i in self._candidates(stage):
-                self._stay[stage, i] = self._variable(1)
-                if not graph.pinned[i]:
-                    self._run[stage, i] = self._variable(1)
-            for i in self._candidates(stage):
-                for k in self._last_readers(stage, i):
-                    self._free[stage, i, k] = self._variable(0)
-            own = (vertex,) if phase == "forward" else ()
-            for i in (*self._candidates(stage), *own):
-                if graph.internal_bytes[i]:
-                    self._make[stage, i] = self._variable(1)
-                    if i not in own:
-                        self._hold[stage, i] = self._variable(1)
-                        if not graph.pinned[i]:
-                            self._rerun[stage, i] = self._variable(1)
+    def _at_least_each(self, expressions: Sequence[_Sum]) -> _Sum:
+        """The largest of sums whose values are whole and at most 1, or 0."""
+        useful = [one for one in expressions if one.most > 0]
+        if not useful:
+            return _NEVER
+        if any(one.constant == 1 and not one.terms for one in useful):
+            return _ALWAYS
+        found = self._variable(0)
+        for one in useful:
+            self._at_most(one, found)
+        return found
 
-    def _read(self, stage: int) -> tuple[int, ...]:
-        """What the stage's own step reads."""
-        phase, vertex = self._steps[stage]
-        return (self.graph.predecessors if phase == "forward" else self.graph.needs)[vertex]
+    # --------------------------------------------------------------------------- the decision
 
-    def _last_readers(self, stage: int, i: int) -> list[int]:
-        """The vertices after whose run in the stage the value of i may be freed."""
-        own = [i] if self.graph.internal_bytes[i] else []
-        found = [k for k in (*own, *self._successors[i]) if (stage, k) in self._run]
-        return [] if i in self._read(stage) else found
+    def _add_regions(self, level: int) -> None:
+        graph, count = self.graph, len(self.graph)
+        for v in range(1, count):
+            self._same[level, v - 1, v] = self._variable(1)
+            if level > 1:
+                self._at_most(self._same[level, v - 1, v], self._same[level - 1, v - 1, v])
+        for v in range(count):
+            self._same[level, v, v] = _ALWAYS
+        for length in range(2, count):
+            for u in range(count - length):
+                v = u + length
+                left, right = self._same[level, u, v - 1], self._same[level, u + 1, v]
+                both = self._same[level, u, v] = self._variable(0)  # (1)
+                self._at_most(both, left)
+                self._at_most(both, right)
+                self._at_most(left.plus(right).add(self._same[level, u + 1, v - 1], -1.0), both)
+        for v in range(count):
+            # What takes no memory is kept where it can be.
+            read = self._needed_by[v] or self._successors[v]
+            dropped = bool(read and graph.bytes[v] and not graph.pinned[v])
+            self._drop[level, v] = self._variable(1) if dropped else _NEVER
+            if self._marked:
+                self._under[level, v] = _NEVER if graph.pinned[v] else self._variable(1)
+                self._at_most(self._drop[level, v], self._under[level, v])
+        for v in range(1, count) if self._marked else ():
+            left, right = self._under[level, v - 1], self._under[level, v]
+            apart = _ALWAYS.plus(self._same[level, v - 1, v], -1.0)
+            self._at_most(left.plus(right, -1.0), apart)
+            self._at_most(right.plus(left, -1.0), apart)
+        for u in range(count):
+            drop = self._drop[level, u]
+            self._here[level, u, u] = drop
+            for v in range(u + 1, count):
+                if not drop.terms:
+                    self._here[level, u, v] = _NEVER
+                    continue
+                here = self._here[level, u, v] = self._variable(0)  # (2)
+                self._at_most(here, self._here[level, u, v - 1])
+                self._at_most(here, self._same[level, u, v])
+                self._at_most(drop.plus(self._same[level, u, v]), here.plus(_ALWAYS))
+        for v in range(count):
+            able = self._drop[level, v].terms or (self._marked and graph.internal_bytes[v])
+            self._again[level, v] = self._variable(0) if able else _NEVER
 
-    def _runs(self, stage: int, i: int) -> Terms:
-        """R[t,i], and the run for residuals alone."""
-        return [*_one(self._run, stage, i), *_one(self._rerun, stage, i)]
+    def _together(self, level: int, u: int, v: int) -> _Sum:
+        """Whether one region of the level holds both; level 0 is all, and the last is one each."""
+        if level == 0 or u == v:
+            return _ALWAYS
+        if level > self.depth:
+            return _NEVER
+        return self._same[level, min(u, v), max(u, v)]
 
-    def _there(self, stage: int, i: int) -> Terms:
-        """R[t,i] + S[t,i]."""
-        return [*_one(self._run, stage, i), *_one(self._stay, stage, i)]
+    # ------------------------------------------------------------------------------ the reads
 
-    def _add(self, terms: Terms, low: float, high: float) -> None:
-        self._rows.append(terms)
-        self._limits.append((low, high))
+    def _readers(self, u: int, level: int) -> Iterator[tuple[int, int, _Sum]]:
+        """Steps (k, w) of level ``level`` or deeper, and whether they read that level's copy."""
+        for k in range(max(1, level), self.depth + 2):
+            backward = k > self.depth
+            for w in self._needed_by[u] if backward else self._successors[u]:
+                reads = _Sum()
+                reads.add(_ALWAYS if backward else self._again[k, w])
+                for deeper in range(level + 1, min(k, self.depth) + 1):
+                    reads.add(self._here[deeper, u, w], -1.0)
+                yield k, w, reads
+
+    def _held(self, level: int, u: int, w: int) -> _Sum:
+        """Whether the level has a copy of u in the region that also holds w, less 1."""
+        return _Sum() if level == 0 else self._here[level, u, w].plus(_ALWAYS, -1.0)
+
+    def _not_before(self, k: int, w: int, m: int, v: int) -> _Sum | None:
+        """Whether the step (k, w) is not before (m, v), less 1; None for never."""
+        if k > m:
+            return _Sum() if w <= v else self._together(m, v, w).plus(_ALWAYS, -1.0)
+        if k < m:
+            return _Sum().add(self._together(k, v, w), -1.0) if w < v and k else None
+        if w >= v:
+            return self._together(m, v, w).plus(_ALWAYS, -1.0)
+        return _Sum().add(self._together(m, v, w), -1.0)
+
+    def _alive(self, level: int, u: int, m: int, v: int) -> _Sum:
+        """Whether the level's copy of u is there while step (m, v) runs, from before it."""
+        if level == m and u >= v:
+            return _NEVER
+        found = []
+        for k, w, reads in self._readers(u, level):  # (4)
+            later = self._not_before(k, w, m, v)
+            if later is not None:
+                farthest = max(v, w) if u <= v else w
+                found.append(reads.plus(self._held(level, u, farthest)).add(later))
+        return self._at_least_each(found)
 
     def _add_rows(self) -> None:
+        graph, count = self.graph, len(self.graph)
+        for u in range(count):
+            for level in self._levels:
+                for _, w, reads in self._readers(u, level):  # (3)
+                    wanted = reads.plus(self._held(level, u, w))
+                    self._at_most(wanted, self._again[level, u])
+                if self._marked and graph.internal_bytes[u]:
+                    self._at_most(self._deepest(level, u), self._again[level, u])
+        self._add_forward()
+        for m in range(1, self.depth + 2):
+            for v in range(count):
+                self._add_step(m, v)
+
+    def _deepest(self, level: int, u: int) -> _Sum:
+        """Whether the level's region is the innermost checkpoint that u is under; 0 for none."""
+        found = _Sum().add(self._under[level, u] if level else _ALWAYS)
+        for deeper in range(level + 1, self.depth + 1):
+            found.add(self._under[deeper, u], -1.0)
+        return found
+
+    def _internal(self, m: int, v: int) -> _Sum:
+        """Bytes of residuals without a name while step (m, v) runs."""
+        total = _Sum()
+        for u in range(v + 1) if any(self.graph.internal_bytes) else ():
+            size = self._in_units(self.graph.internal_bytes[u])
+            for level in range(min(m, self.depth) + 1) if size else ():
+                made = self._deepest(level, u).add(self._together(level, u, v)).add(_ALWAYS, -1.0)
+                total.add(self._at_least_each([made]), size)
+        return total
+
+    def _add_forward(self) -> None:
         graph = self.graph
-        around = cotangents(graph)
-        for stage, (phase, vertex) in enumerate(self._steps):
-            for i in self._read(stage):
-                self._add(self._there(stage, i), 1, 1)  # (2)
-            for i in self._candidates(stage):
-                there = self._there(stage, i)
-                self._add(there, 0, 1)  # (3)
-                for p in graph.predecessors[i]:
-                    if (stage, i) in self._run:
-                        before = self._there(stage, p)
-                        self._add([*self._runs(stage, i), *_less(before)], -math.inf, 0)  # (1)
-                self._add_frees(stage, i, there)
-                self._add_internal(stage, i)
-            if phase == "forward":
-                self._carry(stage, vertex, [], 1)
-                self._add_internal(stage, vertex)
-            self._add_memory(stage, around)
+        stored = [
+            self._at_least_each([reads for _, _, reads in self._readers(u, 0)])
+            for u in range(len(graph))
+        ]
+        for v in range(len(graph)):
+            total = self._internal(0, v)
+            for u in range(v + 1):
+                waits = u == v or any(reader >= v for reader in self._successors[u])
+                total.add(_ALWAYS if waits else stored[u], self._in_units(graph.bytes[u]))
+            self._memory.append(total)
 
-    def _carry(self, stage: int, i: int, there: Terms, constant: float) -> None:
-        frees = [(self._free[stage, i, k], 1.0) for k in self._last_readers(stage, i)]
-        held = _one(self._stay, stage + 1, i)
-        self._add([*held, *frees, *_less(there)], -math.inf, constant)  # (4)
-
-    def _add_frees(self, stage: int, i: int, there: Terms) -> None:
-        self._carry(stage, i, there, 0)
-        readers = self._last_readers(stage, i)
-        for place, k in enumerate(readers):
-            freed = [(self._free[stage, i, k], 1.0)]
-            self._add([*freed, *_less(self._runs(stage, k))], -math.inf, 0)  # (5)
-            for other in readers[place + 1 :]:
-                self._add([*freed, *self._runs(stage, other), *_less(there)], -math.inf, 0)  # (6)
-
-    def _add_internal(self, stage: int, i: int) -> None:
-        """Residuals are made by a run, and held from there to the backward step."""
-        if not self.graph.internal_bytes[i]:
-            return
-        phase, vertex = self._steps[stage]
-        made, held = _one(self._make, stage, i), _one(self._hold, stage, i)
-        if not (phase == "forward" and i == vertex):
-            self._add([*made, *_less(self._runs(stage, i))], -math.inf, 0)
-            there = _less(_one(self._stay, stage, i))
-            self._add([*_one(self._rerun, stage, i), *there], -math.inf, 0)
-        self._add([*_one(self._hold, stage + 1, i), *_less([*made, *held])], -math.inf, 0)
-        if phase == "backward" and i == vertex:
-            self._add([*made, *held], 1, 1)
-
-    def _add_memory(self, stage: int, around: dict[int, tuple[int, int]]) -> None:
-        """Rows of (7), one for each step that may run in the stage."""
+    def _add_step(self, m: int, v: int) -> None:
+        """One row of (5)."""
         graph = self.graph
-        phase, vertex = self._steps[stage]
-        waiting, turning = (0, 0) if phase == "forward" else around[vertex]
-        live: Terms = []
-        for i in self._candidates(stage):
-            live += self._sized(self._stay, stage, i, graph.bytes[i])
-            live += self._sized(self._hold, stage, i, graph.internal_bytes[i])
-        for k in self._candidates(stage):
-            live += self._sized(self._run, stage, k, graph.bytes[k])
-            live += self._sized(self._make, stage, k, graph.internal_bytes[k])
-            if (stage, k) in self._run:
-                copy = self._sized(self._rerun, stage, k, graph.bytes[k])
-                self._memory.append(([*live, *copy], self._in_units(waiting)))
-                for i in (*graph.predecessors[k], k):
-                    if (stage, i, k) in self._free:
-                        live.append((self._free[stage, i, k], -self._in_units(graph.bytes[i])))
-        if phase == "forward":
-            live += self._sized(self._make, stage, vertex, graph.internal_bytes[vertex])
-            self._memory.append((live, self._in_units(graph.bytes[vertex])))
-        elif graph.cotangent_bytes[vertex]:
-            self._memory.append((live, self._in_units(turning)))
+        total = self._internal(m, v)
+        for u in range(len(graph)):
+            size = self._in_units(graph.bytes[u])
+            for level in range(min(m, self.depth) + 1) if size else ():
+                total.add(self._alive(level, u, m, v), size)
+        if m > self.depth:
+            if not graph.cotangent_bytes[v]:
+                return
+            total.constant += self._in_units(self._around[v][1])
+        else:
+            if not self._again[m, v].terms:
+                return
+            total.add(self._again[m, v], self._in_units(graph.bytes[v]))
+            # What waits before the backward step of the region's last vertex.
+            for end in range(v, len(graph)):
+                size = self._in_units(self._around[end][0])
+                total.add(self._together(m, v, end), size)
+                if end + 1 < len(graph):
+                    total.add(self._together(m, v, end + 1), -size)
+        self._memory.append(total)
 
-    def _sized(self, table: Table, stage: int, i: int, size: int) -> Terms:
-        return _one(table, stage, i, self._in_units(size))
+    # ------------------------------------------------------------------------------- solving
 
     def solve(self, costs: Sequence[float] | None, limit: float, node_limit: int) -> OptimizeResult:
         """The least cost within a limit in units; without costs the least limit."""
-        if not self._rows:
+        if not self._memory:
             self._add_rows()
         count = len(self._kinds)
         weights = np.zeros(count + 1)
         if costs is None:
             weights[count] = 1.0
         else:
-            for table in (self._run, self._rerun):
-                for (_, i), number in table.items():
-                    weights[number] = costs[i]
+            for (_, v), again in self._again.items():
+                for number in again.terms:
+                    weights[number] = costs[v]
         # The last variable is the peak.
-        rows = [*self._rows, *([*terms, (count, -1.0)] for terms, _ in self._memory)]
-        limits = [*self._limits, *((-math.inf, -constant) for _, constant in self._memory)]
-        entries = [(row, *term) for row, terms in enumerate(rows) for term in terms]
+        rows = [*(row.terms for row in self._rows)]
+        rows += [{**row.terms, count: -1.0} for row in self._memory]
+        high = [-row.constant for row in (*self._rows, *self._memory)]
+        entries = [(row, *term) for row, terms in enumerate(rows) for term in terms.items()]
         at, of, by = zip(*entries, strict=True)
         matrix = sparse.csr_array((by, (at, of)), shape=(len(rows), count + 1))
-        low, high = zip(*limits, strict=True)
         return milp(
             weights,
             integrality=[*self._kinds, 0],
             bounds=Bounds(0, [*([1] * count), limit]),
-            constraints=LinearConstraint(matrix, low, high),
+            constraints=LinearConstraint(matrix, -math.inf, high),
             options={"node_limit": node_limit, "mip_rel_gap": 0},
         )
 
-    def stages(self, values: np.ndarray) -> tuple[Stage, ...]:
-        """The schedule that a solution stands for, without what is held or run to no use."""
-        graph = self.graph
-        found: list[Stage] = []
-        later, later_internal = frozenset[int](), frozenset[int]()
-        for stage in reversed(range(len(self._steps))):
-            phase, vertex = self._steps[stage]
+    def schedule(self, values: np.ndarray) -> Schedule:
+        """The schedule that a solution stands for."""
+        draft = self._chain(1, 0, len(self.graph), values)
+        return Schedule(regions=_tidied(self.graph, draft))
 
-            def chosen(table: Table, stage: int = stage) -> set[int]:
-                numbers = ((i, table.get((stage, i))) for i in range(len(graph)))
-                return {i for i, number in numbers if number is not None and values[number] > 0.5}
+    def _chain(self, level: int, start: int, stop: int, values: np.ndarray) -> list[Region]:
+        def chosen(of: _Sum) -> bool:
+            return any(values[number] > 0.5 for number in of.terms)
 
-            wanted = {*later, *self._read(stage)}
-            internal = set(later_internal)
-            if phase == "backward" and graph.internal_bytes[vertex]:
-                internal.add(vertex)
-            held_internal = chosen(self._hold) & internal
-            held, run = chosen(self._stay), chosen(self._run)
-            again = []
-            for i in sorted(run | chosen(self._rerun), reverse=True):
-                if (i in run and i in wanted) or i in internal - held_internal:
-                    again.append(i)
-                    wanted.update(graph.predecessors[i])
-            later, later_internal = frozenset(held & wanted), frozenset(held_internal)
-            found.append(
-                Stage(
-                    phase=phase,
-                    vertex=vertex,
-                    held=tuple(sorted(later)),
-                    held_internal=tuple(sorted(later_internal)),
-                    again=tuple(reversed(again)),
+        if level > self.depth:
+            return [Region(vertices=tuple(range(start, stop)), checkpointed=False)]
+        regions: list[Region] = []
+        first = start
+        for last in range(start, stop):
+            if last + 1 < stop and chosen(self._same[level, last, last + 1]):
+                continue
+            vertices = tuple(range(first, last + 1))
+            kept = tuple(v for v in vertices if not chosen(self._drop[level, v]))
+            inside = self._chain(level + 1, first, last + 1, values)
+            under = chosen(self._under[level, first]) if self._marked else len(kept) < len(vertices)
+            if not under:
+                regions += inside
+            else:
+                single = len(inside) == 1 and not inside[0].checkpointed
+                regions.append(
+                    Region(vertices=vertices, kept=kept, inside=() if single else tuple(inside))
                 )
-            )
-        return tuple(reversed(found))
+            first = last + 1
+        return merged(regions)
 
 
-def _one(table: Table, stage: int, i: int, factor: float = 1.0) -> Terms:
-    """The variable with a factor; what has no variable is 0."""
-    return [(table[stage, i], factor)] if (stage, i) in table else []
-
-
-def _less(terms: Terms) -> Terms:
-    return [(number, -factor) for number, factor in terms]
+def _tidied(graph: Graph, chain: Sequence[Region]) -> tuple[Region, ...]:
+    """The chain without what is kept and never read."""
+    wanted = demand(graph, Schedule(regions=tuple(chain))).stored
+    return tuple(
+        dataclasses.replace(
+            region,
+            kept=tuple(v for v in region.kept if v in wanted),
+            inside=_tidied(graph, region.inside),
+        )
+        for region in chain
+    )

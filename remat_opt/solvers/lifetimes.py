@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from remat_opt.graph import Graph
+from remat_opt.graph_arrays import arrays_of
 from remat_opt.simulator import turns_in_place
 
 
@@ -28,37 +29,52 @@ def lifetimes(graph: Graph, again: frozenset[int]) -> tuple[np.ndarray, np.ndarr
         at or before it must export the value.
     """
     count = len(graph)
+    arrays = arrays_of(graph)
+    needs, reads = arrays.backward, arrays.forward
     last_need = np.full(count, count)
+    np.minimum.at(last_need, needs.read, needs.reader)
     end_use = np.full(count, -1)
-    for vertex in range(count):
-        for needed in graph.needs[vertex]:
-            last_need[needed] = min(last_need[needed], vertex)
-            end_use[needed] = max(end_use[needed], vertex)
+    np.maximum.at(end_use, needs.read, needs.reader)
+    runs = np.zeros(count, dtype=bool)
+    runs[list(again)] = True
+    runs = runs[reads.reader]
     last_reader = last_need.copy()
-    for vertex in sorted(again):
-        for predecessor in graph.predecessors[vertex]:
-            last_reader[predecessor] = min(last_reader[predecessor], vertex)
-            end_use[predecessor] = max(end_use[predecessor], vertex)
+    np.minimum.at(last_reader, reads.read[runs], reads.reader[runs])
+    np.maximum.at(end_use, reads.read[runs], reads.reader[runs])
     return last_reader, last_need, end_use
 
 
 def cotangent_profile(graph: Graph) -> np.ndarray:
     """Bytes of cotangents alive at the backward step of each vertex; regions do not matter."""
     count = len(graph)
-    change = np.zeros(count + 1)
+    arrays = arrays_of(graph)
+    sizes, reads = arrays.cotangent_bytes, arrays.forward
     # The cotangent of v lives from the step of its last forward reader down to its own.
-    newest = list(range(count))
-    for vertex, predecessors in enumerate(graph.predecessors):
-        if graph.cotangent_bytes[vertex]:
-            for predecessor in predecessors:
-                newest[predecessor] = max(newest[predecessor], vertex)
-    for vertex in range(count):
-        size = graph.cotangent_bytes[vertex]
-        if size:
-            start = vertex + 1 if turns_in_place(graph, vertex) else vertex
-            change[start] += size
-            change[newest[vertex] + 1] -= size
+    newest = np.arange(count)
+    sends = sizes[reads.reader] > 0
+    np.maximum.at(newest, reads.read[sends], reads.reader[sends])
+    change = np.zeros(count + 1)
+    np.add.at(change, np.arange(count) + arrays.turns_in_place, sizes)
+    np.subtract.at(change, newest + 1, sizes)
     return np.cumsum(change)[:count]
+
+
+def cotangents(graph: Graph) -> dict[int, tuple[int, int]]:
+    """For each vertex the bytes of cotangents before its backward step, and while it runs."""
+    sizes = graph.cotangent_bytes
+    alive: dict[int, int] = {}
+    found = {}
+    for vertex in reversed(range(len(graph))):
+        before = sum(alive.values())
+        if sizes[vertex]:
+            if turns_in_place(graph, vertex):
+                alive.pop(vertex, None)
+            else:
+                alive[vertex] = sizes[vertex]
+            alive.update((read, sizes[read]) for read in graph.predecessors[vertex])
+        found[vertex] = before, sum(alive.values())
+        alive.pop(vertex, None)
+    return found
 
 
 def crossing_bytes(graph: Graph, end_use: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
@@ -70,11 +86,14 @@ def crossing_bytes(graph: Graph, end_use: np.ndarray, kept: np.ndarray | None = 
       kept: a mask of values that do not count, since they are held anyway.
     """
     count = len(graph)
+    crosses = end_use > np.arange(count)
+    if kept is not None:
+        crosses &= ~kept
+    vertices = np.flatnonzero(crosses)
+    sizes = arrays_of(graph).bytes[vertices]
     crossing = np.zeros(count + 2)
-    for vertex in range(count):
-        if end_use[vertex] > vertex and not (kept is not None and kept[vertex]):
-            crossing[vertex + 1] += graph.bytes[vertex]
-            crossing[end_use[vertex] + 1] -= graph.bytes[vertex]
+    np.add.at(crossing, vertices + 1, sizes)
+    np.subtract.at(crossing, end_use[vertices] + 1, sizes)
     return np.cumsum(crossing)[: count + 1]
 
 
@@ -91,3 +110,24 @@ def positions(crossing: np.ndarray, most: int) -> np.ndarray:
         stretches = np.array_split(inner, most)
         inner = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])
     return np.concatenate(([0], inner, [len(crossing) - 1]))
+
+
+def sums_from(
+    first: np.ndarray, column: np.ndarray, sizes: np.ndarray, shape: tuple[int, int]
+) -> np.ndarray:
+    """A table of what has joined when one goes down over the start of a stretch.
+
+    Args:
+      first: for each value the last row that it is part of; it is part of all before.
+      column: for each value the column from which on it counts.
+      sizes: of the values.
+      shape: rows and columns; what lies in a column beyond them counts nowhere.
+
+    Returns:
+      [row, column] the sum of the sizes of the values that are part of the row and count there.
+    """
+    table = np.zeros(shape)
+    within = column < shape[1]
+    np.add.at(table, (first[within], column[within]), sizes[within])
+    table = table[::-1].cumsum(axis=0)[::-1]
+    return np.cumsum(table, axis=1, out=table)
