@@ -70,21 +70,26 @@ _RESOLUTION = 1e-3
 _SAVED, _NOTHING = 0, 1
 
 
-def schedules(graph: Graph, kept_sets: Sequence[Sequence[int]]) -> list[Schedule]:
+def schedules(
+    graph: Graph, kept_sets: Sequence[Sequence[int]], *, most: int | None = None
+) -> list[Schedule]:
     """Schedules from the least memory up, one for every step of the cost.
 
     Args:
       graph: what to plan.
       kept_sets: what regions may keep; saving and keeping nothing are always among the fates.
+      most: how many steps to take at the most, evenly from all, the first and the last among
+        them; all if None.
     """
     most_bytes = evaluate(graph, plain(graph)).peak_bytes
     if not most_bytes:
         return [plain(graph)]
     regions = _Regions(graph, kept_sets)
-    found: dict[Schedule, None] = {}
-    for scale in _SCALES:
-        found.update(dict.fromkeys(_Table(regions, scale * most_bytes / SLOTS).schedules()))
-    return list(found)
+    tables = [_Table(regions, scale * most_bytes / SLOTS) for scale in _SCALES]
+    steps = [(table, level) for table in tables for level in table.levels()]
+    if most is not None and len(steps) > most > 1:
+        steps = [steps[round(n * (len(steps) - 1) / (most - 1))] for n in range(most)]
+    return list(dict.fromkeys(table.schedule(level) for table, level in steps))
 
 
 class _Regions:
@@ -102,6 +107,10 @@ class _Regions:
         self.positions = positions(crossing, MOST_POSITIONS)
         self.nested = positions(crossing[self.positions], MOST_NESTED).tolist()
         self.kept = [whole, frozenset[int](), *map(frozenset, kept_sets)]
+        self.is_kept = np.zeros((len(self.kept), len(graph)), dtype=bool)
+        for fate, kept in enumerate(self.kept):
+            self.is_kept[fate, list(kept)] = True
+        self._found: dict[tuple[int, int, int], Region] = {}
         needed = frozenset(n for needs in graph.needs for n in needs)
         parts = [self._figures(needed, frozenset(), saved=True)]
         parts += [self._figures(kept, self._again(kept), saved=False) for kept in self.kept[1:]]
@@ -119,6 +128,20 @@ class _Regions:
                     & (self.cost[other] <= self.cost[fate])
                 )
                 self.needs[fate][worse] = np.inf
+
+    def region(self, fate: int, i: int, k: int) -> Region:
+        """The region of a fate between two positions; the same object for every table."""
+        if (fate, i, k) not in self._found:
+            start, stop = int(self.positions[i]), int(self.positions[k])
+            vertices = tuple(range(start, stop))
+            if fate == _SAVED:
+                found = Region(vertices=vertices, checkpointed=False)
+            else:
+                named = self.is_kept[fate, start:stop] | (self.end_use[start:stop] >= stop)
+                kept = tuple((start + np.flatnonzero(named)).tolist())
+                found = Region(vertices=vertices, kept=kept)
+            self._found[fate, i, k] = found
+        return self._found[fate, i, k]
 
     def _again(self, kept: frozenset[int]) -> frozenset[int]:
         """What runs again where all regions keep their part of ``kept``."""
@@ -171,7 +194,7 @@ class _Table:
     """``way`` for all amounts of memory that are multiples of a slot.
 
     ``_rest[i]`` leads to the end of the program, ``_again[first, last]`` is inside a nested region.
-    A choice is the number of an option: 0 for the saved last region, then those of ``_options(i)``,
+    A choice is the number of an option: 0 for the saved last region, then those of ``_options``,
     then the nested ones.
     """
 
@@ -182,6 +205,9 @@ class _Table:
         self._needs = np.ceil(needs - 0.5).astype(int)
         self._held = np.rint(np.minimum(regions.held / slot, SLOTS + 1)).astype(int)
         self._place = {position: place for place, position in enumerate(regions.nested)}
+        # The options from each position, as they are numbered in the choices.
+        self._again_options: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._rest_options: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._again, self._again_choice = self._fill_again()
         self._rest, self._rest_choice = self._fill_rest()
 
@@ -204,7 +230,7 @@ class _Table:
             fits = self._levels >= self._needs[_SAVED, i, nested[:stop], None]
             fits[: first + 1] = False
             ways[fits], choices[fits] = 0.0, 0
-            fates, ends = self._options(i, nested[first + 1 :])
+            fates, ends = self._again_options[i] = self._options(i, nested[first + 1 :])
             for number, (fate, k) in enumerate(zip(fates, ends, strict=True), start=1):
                 then, held = self._place[int(k)], self._held[fate, i, k]
                 low = max(held, self._needs[fate, i, k])
@@ -235,7 +261,7 @@ class _Table:
         chosen = np.full((end, SLOTS + 1), -1, dtype=np.int32)
         for i in range(end - 1, -1, -1):
             fits = self._levels >= self._needs[_SAVED, i, end]
-            fates, ends = self._options(i, np.arange(i + 1, end))
+            fates, ends = self._rest_options[i] = self._options(i, np.arange(i + 1, end))
             way = of.cost[fates, i, ends, None] + ways[ends, below - self._held[fates, i, ends]]
             way[self._levels < self._needs[fates, i, ends, None]] = np.inf
             parts = [np.where(fits, 0.0, np.inf)[None, :], way]
@@ -250,16 +276,20 @@ class _Table:
             costs[i, below:] = table[chosen[i], self._levels]
         return costs[:, below:], chosen
 
-    def schedules(self) -> list[Schedule]:
-        """One for every level at which the cost falls, from the least memory up."""
+    def levels(self) -> list[int]:
+        """The levels at which the cost falls, from the least memory up."""
         found = []
+        least_step = _RESOLUTION * self._of.graph.forward_seconds
         before = np.inf
-        for level in self._levels:
-            cost = self._rest[0, level]
-            if cost < before - _RESOLUTION * self._of.graph.forward_seconds:
+        for level, cost in enumerate(self._rest[0].tolist()):
+            if cost < before - least_step:
                 before = cost
-                found.append(Schedule(regions=tuple(merged(self._chain(0, int(level))))))
+                found.append(level)
         return found
+
+    def schedule(self, level: int) -> Schedule:
+        """The cheapest schedule with so many slots of memory, which must suffice for one."""
+        return Schedule(regions=tuple(merged(self._chain(0, level))))
 
     def _chain(self, i: int, level: int) -> list[Region]:
         end = len(self._of.positions) - 1
@@ -267,11 +297,11 @@ class _Table:
         while True:
             choice = int(self._rest_choice[i, level])
             if choice == 0:
-                return [*regions, self._region(_SAVED, i, end)]
-            fates, ends = self._options(i, np.arange(i + 1, end))
+                return [*regions, self._of.region(_SAVED, i, end)]
+            fates, ends = self._rest_options[i]
             if choice <= len(fates):
                 fate, k = int(fates[choice - 1]), int(ends[choice - 1])
-                regions.append(self._region(fate, i, k))
+                regions.append(self._of.region(fate, i, k))
                 level -= int(self._held[fate, i, k])
             else:
                 first = self._place[i]
@@ -283,7 +313,7 @@ class _Table:
     def _nest(self, first: int, last: int, level: int) -> Region:
         nested = self._of.nested
         inside = tuple(merged(self._inside(first, last, level)))
-        outer = self._region(_NOTHING, nested[first], nested[last])
+        outer = self._of.region(_NOTHING, nested[first], nested[last])
         return dataclasses.replace(outer, inside=inside if len(inside) > 1 else ())
 
     def _inside(self, first: int, last: int, level: int) -> list[Region]:
@@ -293,11 +323,11 @@ class _Table:
             i = nested[first]
             choice = int(self._again_choice[first, last, level])
             if choice == 0:
-                return [*regions, self._region(_SAVED, i, nested[last])]
-            fates, ends = self._options(i, np.asarray(nested[first + 1 : -1], dtype=int))
+                return [*regions, self._of.region(_SAVED, i, nested[last])]
+            fates, ends = self._again_options[i]
             if choice <= len(fates):
                 fate, k = int(fates[choice - 1]), int(ends[choice - 1])
-                regions.append(self._region(fate, i, k))
+                regions.append(self._of.region(fate, i, k))
                 level -= int(self._held[fate, i, k])
                 first = self._place[k]
             else:
@@ -305,12 +335,3 @@ class _Table:
                 regions.append(self._nest(first, between, level))
                 level -= int(self._held[_NOTHING, i, nested[between]])
                 first = between
-
-    def _region(self, fate: int, i: int, k: int) -> Region:
-        start, stop = int(self._of.positions[i]), int(self._of.positions[k])
-        vertices = tuple(range(start, stop))
-        if fate == _SAVED:
-            return Region(vertices=vertices, checkpointed=False)
-        kept, end_use = self._of.kept[fate], self._of.end_use
-        named = tuple(v for v in vertices if v in kept or end_use[v] >= stop)
-        return Region(vertices=vertices, kept=named)

@@ -104,14 +104,17 @@ def _one_kept_set_each(
     graph: Graph, hull: Sequence[min_cut.Cut], plain_peak_bytes: int
 ) -> Iterator[Schedule]:
     kept_sets = list(_kept_sets(graph, hull, plain_peak_bytes).items())
-    for kept, gap_bytes in _thinned(kept_sets, _affordable(graph, _CHAIN_WORK)):
-        figures = region_chain.segments(graph, kept)
-        least = region_chain.least_bound(figures)
+    kept_sets = _thinned(kept_sets, _affordable(graph, _CHAIN_WORK))
+    figures = [region_chain.segments(graph, kept) for kept, _ in kept_sets]
+    bounds = []
+    for (_, gap_bytes), least in zip(kept_sets, region_chain.least_bounds(figures), strict=True):
         room = max(0.0, plain_peak_bytes - least)
         shares = {*_BOUND_SHARES, *_shares_across(gap_bytes, room, plain_peak_bytes)}
-        for boundaries in region_chain.relaxed_chains(
-            figures, [least + share * room for share in sorted(shares)]
-        ):
+        bounds.append([least + share * room for share in sorted(shares)])
+    for (kept, _), chains in zip(
+        kept_sets, region_chain.relaxed_chains(figures, bounds), strict=True
+    ):
+        for boundaries in chains:
             if boundaries is not None:
                 yield region_chain.schedule_of(graph, kept, boundaries)
 

@@ -24,7 +24,7 @@ Why not a ready-made tool: the edges of this path depend on C and on the distanc
 far, and the workspace of all O(n^2) segments is computed together with numpy.
 
 Complexity: O(n m) time for the workspaces and O(m^2) per trial, for n vertices and at most m
-candidate positions.
+candidate positions. Several kept sets are solved together: one alone is too little work for numpy.
 
 Guarantee: the shortest path is exact for this model of the workspace, in which a value is
 held from the first step that makes it needed to its last reader; ``simulator`` is the
@@ -42,12 +42,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_opt.graph import Graph
+from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import demand
-from remat_opt.solvers.lifetimes import cotangent_profile, crossing_bytes, lifetimes, positions
+from remat_opt.solvers.lifetimes import (
+    cotangent_profile,
+    crossing_bytes,
+    lifetimes,
+    positions,
+    sums_from,
+)
 
 #: Strains that ``relaxed_chains`` tries, as shares of that of the first chain found.
 _STRAIN_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+#: Kept sets that are solved in one go: enough to be worth the call, few enough for the cache.
+_TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,59 +81,54 @@ class Segments:
 def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) -> Segments:
     """Computes workspace and exports of every segment between candidate boundaries."""
     count = len(graph)
-    sizes = np.asarray(graph.bytes, dtype=float)
+    arrays = arrays_of(graph)
     is_kept = np.zeros(count, dtype=bool)
     is_kept[list(kept)] = True
     whole = Schedule(regions=(Region(vertices=tuple(range(count)), kept=tuple(kept)),))
     again = demand(graph, whole).recomputed[0]
     last_reader, last_need, end_use = lifetimes(graph, again)
     cotangents = cotangent_profile(graph)
-
-    # Kept values still alive at backward step t: those not yet past their last reader.
-    kept_alive = np.zeros(count + 1)
-    for value in np.flatnonzero(is_kept):
-        kept_alive[min(last_reader[value], count)] += sizes[value]
-    kept_at = np.cumsum(kept_alive)[:count]
-
-    fixed = cotangents + kept_at
     recomputed = np.zeros(count, dtype=bool)
     recomputed[list(again)] = True
     needed = np.zeros(count, dtype=bool)
-    needed[sorted({n for needs in graph.needs for n in needs})] = True
+    needed[arrays.backward.read] = True
+
+    # Kept values still alive at backward step t: those not yet past their last reader.
+    kept_alive = np.zeros(count + 1)
+    np.add.at(kept_alive, last_reader[is_kept], arrays.bytes[is_kept])
+    fixed = cotangents + np.cumsum(kept_alive)[:count]
 
     edges = positions(crossing_bytes(graph, end_use, is_kept), most_positions)
+    # The last position is the end of the program: no segment starts there.
+    starts = edges[:-1]
+    row = np.searchsorted(edges, np.arange(count), side="right") - 1
+    by_step = (len(starts), count)
+    # Residuals without a name are provided by the run of the vertex, kept or not, and held until
+    # its backward step.
+    internal = np.flatnonzero(arrays.internal_bytes)
+
+    def held(chosen: np.ndarray) -> np.ndarray:
+        values = np.flatnonzero(chosen & ~is_kept)
+        until = np.concatenate((last_need[values], internal))
+        sizes = np.concatenate((arrays.bytes[values], arrays.internal_bytes[internal]))
+        return sums_from(row[np.concatenate((values, internal))], until, sizes, by_step)
+
+    alive = held(recomputed)
     number = len(edges)
     workspace = np.full((number, number), np.inf)
-    exports = np.zeros((number, number))
+    workspace[:-1, 1:] = _most_between(fixed + alive, starts)
     strains = np.full((number, number), np.inf)
+    strains[:-1, 1:] = _most_between(cotangents + alive, starts)
     free = np.full(number, np.inf)
-    # Going down over the start of the segment, values join one after the other.
-    alive = np.zeros(count)
-    free_alive = np.zeros(count)
-    internal = np.asarray(graph.internal_bytes, dtype=float)
-    export_alive = np.zeros(count + 1)
-    row = number - 1
-    for vertex in range(count - 1, -1, -1):
-        if not is_kept[vertex]:
-            if recomputed[vertex]:
-                alive[last_need[vertex] :] += sizes[vertex]
-            if needed[vertex]:
-                free_alive[last_need[vertex] :] += sizes[vertex]
-            if end_use[vertex] > vertex:
-                export_alive[vertex + 1 : end_use[vertex] + 1] += sizes[vertex]
-        # Provided by the run of the vertex, kept or not, and held until its backward step.
-        alive[vertex:] += internal[vertex]
-        free_alive[vertex:] += internal[vertex]
-        while row > 0 and edges[row] > vertex:
-            row -= 1
-        if edges[row] == vertex:
-            profile = np.maximum.accumulate((fixed + alive)[vertex:])
-            ends = edges[row + 1 :]
-            workspace[row, row + 1 :] = profile[ends - vertex - 1]
-            strained = np.maximum.accumulate((cotangents + alive)[vertex:])
-            strains[row, row + 1 :] = strained[ends - vertex - 1]
-            exports[row, row + 1 :] = export_alive[ends]
-            free[row] = (fixed + free_alive)[vertex:].max()
+    free[:-1] = _most_between(fixed + held(needed), starts)[:, -1]
+    exports = np.zeros((number, number))
+    # A value crosses the positions after it, up to that of its last use.
+    values = np.flatnonzero(~is_kept & (end_use > np.arange(count)))
+    from_to = np.concatenate(
+        (row[values] + 1, np.searchsorted(edges, end_use[values], side="right"))
+    )
+    sizes = np.concatenate((arrays.bytes[values], -arrays.bytes[values]))
+    exports[:-1] = sums_from(np.tile(row[values], 2), from_to, sizes, (len(starts), number))
     return Segments(
         positions=edges,
         workspace_bytes=workspace,
@@ -134,58 +138,130 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     )
 
 
+def _most_between(profiles: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """For each segment the most that its profile reaches; infinite where it would be empty.
+
+    Args:
+      profiles: for each start the bytes at each step.
+      starts: the first step of each of the stretches that make up segments.
+    """
+    most = np.maximum.reduceat(profiles, starts, axis=1)
+    empty = np.tri(len(starts), k=-1, dtype=bool)
+    most[empty] = -np.inf
+    np.maximum.accumulate(most, axis=1, out=most)
+    most[empty] = np.inf
+    return most
+
+
 def chains(
-    figures: Segments,
-    bounds_bytes: Sequence[float],
+    figures: Sequence[Segments],
+    bounds_bytes: Sequence[Sequence[float]],
     *,
-    strains_bytes: Sequence[float] | None = None,
-) -> list[list[int] | None]:
+    strains_bytes: Sequence[Sequence[float]] | None = None,
+) -> list[list[list[int] | None]]:
     """For each bound the boundaries of a chain within it, with the largest free region.
 
     Args:
-      figures: of all segments.
-      bounds_bytes: bounds C on the peak; all are solved together.
+      figures: of all segments, for each of several kept sets of one graph.
+      bounds_bytes: for each kept set bounds C on the peak; all are solved together.
       strains_bytes: for each bound a limit on the strain of every region; none if left out.
 
     Returns:
       For each bound ascending positions from 0 to the start of the free region, or None
       where no chain is within it.
     """
-    bounds = np.asarray(bounds_bytes, dtype=float)[:, None]
-    limits = np.full_like(bounds, np.inf)
-    if strains_bytes is not None:
-        limits[:, 0] = strains_bytes
-    number = len(figures.positions)
-    reached = np.full((len(bounds), number), np.inf)
-    reached[:, 0] = 0.0
-    came_from = np.zeros((len(bounds), number), dtype=int)
-    workspace, exports = figures.workspace_bytes.T.copy(), figures.exports_bytes.T.copy()
-    strain = figures.strain_bytes.T.copy()
-    rows = np.arange(len(bounds))
-    for target in range(1, number - 1):
-        before = reached[:, :target]
-        within = before + workspace[target, :target] <= bounds
-        within &= strain[target, :target] <= limits
-        costs = np.where(within, before + exports[target, :target], np.inf)
-        # Among equals the longest region: fewer barriers.
-        best = costs.argmin(axis=1)
-        came_from[:, target] = best
-        reached[:, target] = costs[rows, best]
-    # The last position is the end of the program: no region starts there.
-    ends = reached[:, :-1] + figures.free_bytes[:-1] <= bounds
-    found: list[list[int] | None] = []
-    for row in rows:
-        if not ends[row].any():
-            found.append(None)
-            continue
-        chain = [int(ends[row].argmax())]
-        while chain[-1] > 0:
-            chain.append(int(came_from[row, chain[-1]]))
-        found.append([int(figures.positions[position]) for position in chain[::-1]])
+    found: list[list[list[int] | None]] = [[] for _ in figures]
+    # Those with like numbers of bounds together: the others' rows are filled up.
+    order = sorted(range(len(figures)), key=lambda number: len(bounds_bytes[number]))
+    for start in range(0, len(order), _TOGETHER):
+        chosen = order[start : start + _TOGETHER]
+        together = [figures[number] for number in chosen]
+        bounds = _filled_up([bounds_bytes[number] for number in chosen])
+        limits = None
+        if strains_bytes is not None:
+            limits = _filled_up([strains_bytes[number] for number in chosen])
+        reached = _least_exports(together, bounds, limits)
+        for place, number in enumerate(chosen):
+            found[number] = [
+                _boundaries(
+                    figures[number],
+                    reached[:, place, row],
+                    bound,
+                    np.inf if limits is None else limits[place, row],
+                )
+                for row, bound in enumerate(bounds_bytes[number])
+            ]
     return found
 
 
-def relaxed_chains(figures: Segments, bounds_bytes: Sequence[float]) -> list[list[int] | None]:
+def _filled_up(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """The rows as one array; what is missing is a bound that nothing is within."""
+    table = np.full((len(rows), max(map(len, rows))), -np.inf)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row
+    return table
+
+
+def _boundaries(
+    figures: Segments, reached: np.ndarray, bound: float, limit: float
+) -> list[int] | None:
+    """Follows the least exports of each position back from the first one that can be the last."""
+    # The last position is the end of the program: no region starts there.
+    ends = reached[:-1] + figures.free_bytes[:-1] <= bound
+    if not ends.any():
+        return None
+    chain = [int(ends.argmax())]
+    while chain[-1] > 0:
+        target = chain[-1]
+        before = reached[:target]
+        within = before + figures.workspace_bytes[:target, target] <= bound
+        within &= figures.strain_bytes[:target, target] <= limit
+        exports = before + figures.exports_bytes[:target, target]
+        # Among equals the longest region: fewer barriers.
+        chain.append(int(np.where(within, exports, np.inf).argmin()))
+    return [int(figures.positions[position]) for position in chain[::-1]]
+
+
+def _least_exports(
+    figures: Sequence[Segments], bounds: np.ndarray, limits: np.ndarray | None = None
+) -> np.ndarray:
+    """D: [position, kept set, bound] the least exports of a chain up to a position.
+
+    Args:
+      figures: of all segments, for each kept set.
+      bounds: [kept set, bound] on the peak.
+      limits: [kept set, bound] on the strain of every region.
+    """
+    number = len(figures[0].positions)
+    reached = np.full((number, *bounds.shape), np.inf)
+    reached[0] = 0.0
+    # [target, source, kept set, 1]
+    workspace = np.stack([one.workspace_bytes.T for one in figures], axis=2)[..., None]
+    exports = np.stack([one.exports_bytes.T for one in figures], axis=2)[..., None]
+    fits = workspace[..., 0] <= bounds.max(axis=1)
+    if limits is not None:
+        strain = np.stack([one.strain_bytes.T for one in figures], axis=2)[..., None]
+        fits &= strain[..., 0] <= limits.max(axis=1)
+    # The shorter a segment, the less it takes: those that are too long for any bound come first.
+    fitting = fits.any(axis=2)
+    first = np.where(fitting.any(axis=1), fitting.argmax(axis=1), number).tolist()
+    for target in range(1, number - 1):
+        start = first[target]
+        if start >= target:
+            continue
+        before = reached[start:target]
+        too_much = before + workspace[target, start:target] > bounds
+        if limits is not None:
+            too_much |= strain[target, start:target] > limits
+        after = before + exports[target, start:target]
+        np.putmask(after, too_much, np.inf)
+        after.min(axis=0, out=reached[target])
+    return reached
+
+
+def relaxed_chains(
+    figures: Sequence[Segments], bounds_bytes: Sequence[Sequence[float]]
+) -> list[list[list[int] | None]]:
     """Chains as ``chains`` finds them, with the least strain that costs nothing.
 
     Many chains have the same peak, because another region decides it. Of those the one whose
@@ -193,42 +269,56 @@ def relaxed_chains(figures: Segments, bounds_bytes: Sequence[float]) -> list[lis
     within a region. A smaller strain is taken if the free last region stays as large.
     """
     found = chains(figures, bounds_bytes)
-    trials: list[tuple[int, float]] = []
-    place = {int(position): index for index, position in enumerate(figures.positions)}
-    for number, boundaries in enumerate(found):
-        if boundaries is None or len(boundaries) < 2:
-            continue
-        rows = [place[boundary] for boundary in boundaries]
-        strain = figures.strain_bytes[rows[:-1], rows[1:]].max()
-        trials += [(number, strain * share) for share in _STRAIN_SHARES]
-    if not trials:
-        return found
+    trials: list[list[tuple[int, float]]] = []
+    for one, several in zip(figures, found, strict=True):
+        row_of = {int(position): row for row, position in enumerate(one.positions)}
+        trials.append([])
+        for number, boundaries in enumerate(several):
+            if boundaries is not None and len(boundaries) > 1:
+                rows = [row_of[boundary] for boundary in boundaries]
+                strain = one.strain_bytes[rows[:-1], rows[1:]].max()
+                trials[-1] += [(number, strain * share) for share in _STRAIN_SHARES]
+    tried = [place for place, several in enumerate(trials) if several]
     attempts = chains(
-        figures,
-        [bounds_bytes[number] for number, _ in trials],
-        strains_bytes=[strain for _, strain in trials],
+        [figures[place] for place in tried],
+        [[bounds_bytes[place][number] for number, _ in trials[place]] for place in tried],
+        strains_bytes=[[strain for _, strain in trials[place]] for place in tried],
     )
-    # Shares ascend, so the first success is the least strain.
-    settled: set[int] = set()
-    for (number, _), attempt in zip(trials, attempts, strict=True):
-        current = found[number]
-        if number in settled or attempt is None or current is None:
-            continue
-        if attempt[-1] <= current[-1]:
-            found[number] = attempt
-            settled.add(number)
+    for place, answers in zip(tried, attempts, strict=True):
+        own = found[place]
+        # Shares ascend, so the first success is the least strain.
+        settled: set[int] = set()
+        for (number, _), attempt in zip(trials[place], answers, strict=True):
+            current = own[number]
+            if number in settled or attempt is None or current is None:
+                continue
+            if attempt[-1] <= current[-1]:
+                own[number] = attempt
+                settled.add(number)
     return found
 
 
-def least_bound(figures: Segments, *, rounds: int = 3, trials: int = 16) -> float:
-    """The least peak bound for which there is a chain, to ``trials ** -rounds`` of the start."""
-    low, high = 0.0, float(figures.free_bytes[0])
-    for _ in range(rounds):
-        bounds = np.linspace(low, high, trials + 1)
-        feasible = [chain is not None for chain in chains(figures, bounds[1:-1].tolist())] + [True]
-        first = feasible.index(True) + 1
-        low, high = float(bounds[first - 1]), float(bounds[first])
-    return high
+def least_bounds(figures: Sequence[Segments], *, rounds: int = 3, trials: int = 16) -> list[float]:
+    """For each kept set the least peak bound for which there is a chain.
+
+    It is found to ``trials ** -rounds`` of the bound of the unchanged function.
+    """
+    found: list[float] = []
+    for start in range(0, len(figures), _TOGETHER):
+        together = figures[start : start + _TOGETHER]
+        free = np.stack([one.free_bytes for one in together], axis=1)
+        low, high = np.zeros(len(together)), free[0]
+        every = np.arange(len(together))
+        for _ in range(rounds):
+            bounds = np.linspace(low, high, trials + 1, axis=1)
+            tried = bounds[:, 1:-1]
+            ends = _least_exports(together, tried)[:-1] + free[:-1, :, None] <= tried
+            feasible = np.ones((len(together), trials), dtype=bool)
+            feasible[:, :-1] = ends.any(axis=0)
+            first = feasible.argmax(axis=1) + 1
+            low, high = bounds[every, first - 1], bounds[every, first]
+        found += high.tolist()
+    return found
 
 
 def schedule_of(graph: Graph, kept: Sequence[int], boundaries: Sequence[int]) -> Schedule:

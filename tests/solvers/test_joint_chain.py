@@ -48,7 +48,7 @@ def told(graph: Graph, kept: Sequence[Sequence[int]]) -> list[tuple[int, float, 
         patch.setattr(joint_chain, "SLOTS", evaluate(graph, plain(graph)).peak_bytes)
         patch.setattr(joint_chain, "_RESOLUTION", 0.0)
         table = joint_chain._Table(joint_chain._Regions(graph, kept), 1.0)
-        found = table.schedules()
+        found = [table.schedule(level) for level in table.levels()]
     costs = table._rest[0]
     falls = [level for level, cost in enumerate(costs) if cost < min([math.inf, *costs[:level]])]
     return [(level, costs[level], one) for level, one in zip(falls, found, strict=True)]

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import demand, evaluate, simulate
-from remat_opt.solvers.region_chain import (
-    Segments,
-    chains,
-    least_bound,
-    relaxed_chains,
-    schedule_of,
-    segments,
-)
+from remat_opt.solvers import region_chain
+from remat_opt.solvers.region_chain import Segments, schedule_of, segments
 from tests.graphs import all_boundaries, chain_edges, graphs, kept_sets, network, sampled
 
 #: What bisection leaves, as a share of where it starts (three rounds of sixteen trials).
@@ -45,6 +39,24 @@ def bound_of(figures: Segments, boundaries: list[int]) -> float:
         peak = max(peak, held + figures.workspace_bytes[at[start], at[stop]])
         held += figures.exports_bytes[at[start], at[stop]]
     return max(peak, held + figures.free_bytes[at[boundaries[-1]]])
+
+
+def chains(
+    figures: Segments, bounds: list[float], strains_bytes: list[float] | None = None
+) -> list[list[int] | None]:
+    limits = None if strains_bytes is None else [strains_bytes]
+    (found,) = region_chain.chains([figures], [bounds], strains_bytes=limits)
+    return found
+
+
+def relaxed_chains(figures: Segments, bounds: list[float]) -> list[list[int] | None]:
+    (found,) = region_chain.relaxed_chains([figures], [bounds])
+    return found
+
+
+def least_bound(figures: Segments) -> float:
+    (found,) = region_chain.least_bounds([figures])
+    return found
 
 
 def bounds_over(figures: Segments) -> list[float]:
@@ -121,6 +133,20 @@ def test_bounds_solved_together_are_those_solved_alone(
     figures = segments(*drawn)
     wanted = bounds_over(figures)
     assert chains(figures, wanted) == [chains(figures, [bound])[0] for bound in wanted]
+
+
+@hypothesis.given(graphs(pinned=False), st.data())
+@hypothesis.settings(max_examples=30)
+def test_kept_sets_solved_together_are_those_solved_alone(
+    graph: Graph, data: st.DataObject
+) -> None:
+    """More kept sets than are solved in one go, with different numbers of bounds."""
+    count = region_chain._TOGETHER + 2
+    figures = [segments(graph, data.draw(kept_sets(graph))) for _ in range(count)]
+    bounds = [bounds_over(one)[number % 3 :] for number, one in enumerate(figures)]
+    together = region_chain.relaxed_chains(figures, bounds)
+    assert together == list(map(relaxed_chains, figures, bounds))
+    assert region_chain.least_bounds(figures) == list(map(least_bound, figures))
 
 
 @hypothesis.given(planned())
