@@ -12,6 +12,9 @@ Three things to know about the figures:
     NVIDIA GPUs gives none.
 *   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). What
     is measured is the program with that turned off, and the record says so in ``notes``.
+
+Whether the program's recomputation survived the compiler is read off the compiled program itself
+(``recomputation``).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from remat_opt import device as device_table
 from remat_opt._compile_only import compile_only_device
 from remat_opt.device import AttachedTarget, Device
 from remat_opt.errors import CompileError, DeviceError, PlanFileError
+from remat_opt.recomputation import Recomputation, is_recomputation, survival
 from remat_opt.units import format_bytes
 
 #: Our names for what ``jax.Device.device_kind`` says: of a TPU in full, of a GPU a part.
@@ -91,6 +95,7 @@ class Measurement:
       host_bytes: arguments, outputs and temporaries in host memory, as offloading makes.
       alias_bytes: outputs that lie in the buffers of donated arguments.
       flops: the compiler's count, or None where it gives none. A loop's body counts once.
+      recomputation: what became of the program's recomputation; None where there is none.
       compile_seconds: how long tracing, lowering and compiling took. The only figure that
         differs from one run to the next; not part of equality.
       jax_version: version of JAX.
@@ -105,6 +110,7 @@ class Measurement:
     host_bytes: int
     alias_bytes: int
     flops: int | None
+    recomputation: Recomputation | None
     compile_seconds: float = dataclasses.field(compare=False)
     jax_version: str
     compiler_version: str
@@ -134,7 +140,14 @@ class Measurement:
         for name, value in data.items():
             if not _has_type(name, value):
                 raise PlanFileError(f"A measurement cannot have {name} = {value!r}.")
-        return cls(**{**data, "notes": tuple(data["notes"])})
+        found = data["recomputation"]
+        return cls(
+            **{
+                **data,
+                "recomputation": None if found is None else Recomputation(**found),
+                "notes": tuple(data["notes"]),
+            }
+        )
 
 
 def measure(
@@ -167,16 +180,15 @@ def measure(
     """
     target = resolve_device(device)
     start = time.perf_counter()
-    compiled = compile_for(
+    jitted = jax.jit(
         fn,
-        *args,
-        device=target,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
-        **kwargs,
     )
-    return read_measurement(compiled, device=target, compile_seconds=time.perf_counter() - start)
+    lowered = _lower(jitted, args, kwargs, target)
+    compiled = _compile(lowered, target)
+    return _read(lowered, compiled, target, compile_seconds=time.perf_counter() - start)
 
 
 def compile_for(
@@ -195,39 +207,52 @@ def compile_for(
       all of the compiler's passes. It can be run only where the device is attached.
     """
     target = resolve_device(device)
-    place = _attached_jax_device(target) if target.attached else compile_only_device(target)
     jitted = jax.jit(
         fn,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )
+    return _compile(_lower(jitted, args, kwargs, target), target)
+
+
+def _lower(
+    jitted: jax.stages.Wrapped, args: Any, kwargs: Any, target: Device
+) -> jax.stages.Lowered:
+    place = _jax_device(target)
     if not (target.attached and _span_devices((args, kwargs))):
         args, kwargs = jax.tree.map(lambda leaf: _placed(leaf, place, target), (args, kwargs))
     # Arguments alone do not place a function that has none, or only Python numbers.
     with jax.default_device(place):
-        lowered = jitted.lower(*args, **kwargs)
+        return jitted.lower(*args, **kwargs)
+
+
+def _compile(lowered: jax.stages.Lowered, target: Device) -> jax.stages.Compiled:
+    with jax.default_device(_jax_device(target)):
         try:
             return lowered.compile(compiler_options=compiler_options(target) or None)
         except jax.errors.JaxRuntimeError as error:
             raise _compile_error(error, target) from error
 
 
-def read_measurement(
-    compiled: jax.stages.Compiled, *, device: Device, compile_seconds: float
-) -> Measurement:
-    """Reads what the compiler says about a program that :func:`compile_for` compiled.
+def _jax_device(device: Device) -> Any:
+    """What JAX knows the device as, attached or not."""
+    return _attached_jax_device(device) if device.attached else compile_only_device(device)
 
-    Args:
-      compiled: the compiled program.
-      device: the device it was compiled for.
-      compile_seconds: how long that took.
-    """
+
+def _read(
+    lowered: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
+    device: Device,
+    *,
+    compile_seconds: float,
+) -> Measurement:
     memory = compiled.memory_analysis()
     if memory is None:
         raise CompileError(
             f"The compiler for {device} gives no figures about memory.", device=device.name
         )
+    text = compiled.as_text()
     measurement = Measurement(
         device=device.name,
         argument_bytes=memory.argument_size_in_bytes,
@@ -240,6 +265,7 @@ def read_measurement(
         ),
         alias_bytes=memory.alias_size_in_bytes,
         flops=_flops(compiled),
+        recomputation=survival(lowered.as_text(debug_info=True), text) if text else None,
         compile_seconds=compile_seconds,
         jax_version=jax.__version__,
         compiler_version=_compiler_version(device),
@@ -252,7 +278,26 @@ def read_measurement(
             f"needs {format_bytes(measurement.device_bytes)}, more than the "
             f"{format_bytes(device.memory_bytes)} of {device.title}"
         )
+    if measurement.recomputation is not None:
+        notes += _recomputation_notes(measurement.recomputation)
     return dataclasses.replace(measurement, notes=tuple(notes))
+
+
+def _recomputation_notes(found: Recomputation) -> list[str]:
+    notes = []
+    if found.undone:
+        notes.append(
+            f"recomputation is undone, in whole or in part: {found.text()}. What was to be saved "
+            "by these is not, whatever is predicted. Plan for another budget, or with "
+            'verify="compile", which takes the plan that is best as compiled'
+        )
+    if found.compiler_values:
+        notes.append(
+            f"the compiler's own rematerialisation computes {found.compiler_values} more values "
+            "again, as it does where the device's memory runs short; a plan with a smaller budget "
+            "leaves it less to do"
+        )
+    return notes
 
 
 def _temporary_bytes(memory: Any, device: Device) -> int:
@@ -409,7 +454,7 @@ def _compiler_version(device: Device) -> str:
     for package in _COMPILER_PACKAGES[device.platform]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{package} {importlib.metadata.version(package)}"
-    place = _attached_jax_device(device) if device.attached else compile_only_device(device)
+    place = _jax_device(device)
     # Several lines, among them a build date.
     return " ".join(place.client.platform_version.split())
 
@@ -446,6 +491,8 @@ def _keys(data: object) -> list[str]:
 
 
 def _has_type(name: str, value: object) -> bool:
+    if name == "recomputation":
+        return value is None or is_recomputation(value)
     if name == "notes":
         return isinstance(value, list | tuple) and all(isinstance(note, str) for note in value)
     if name in ("device", "jax_version", "compiler_version"):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from remat_opt import report
+from remat_opt.recomputation import Recomputation
 from remat_opt.units import format_bytes, format_flops, format_seconds, format_share
 
 #: Rows of a table; what is left is summed up below it.
@@ -153,6 +154,10 @@ def _measured(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list
             f"in {format_seconds(measured['compile_seconds'])}",
         )
     ]
+    if measured["recomputation"] is not None:
+        survival = Recomputation(**measured["recomputation"])
+        if not survival.undone:  # Else a note says so.
+            facts.append(("survived", survival.text()))
     if measured["host_bytes"]:
         facts.append(("host memory", format_bytes(measured["host_bytes"])))
     return facts + [("note", note) for note in measured["notes"]]

@@ -31,6 +31,7 @@ def measurement(temporary_bytes: int, **changes) -> Measurement:
     fields = {
         **{"device": "h200", "argument_bytes": 10, "output_bytes": 20, "host_bytes": 0},
         **{"temporary_bytes": temporary_bytes, "alias_bytes": 0, "flops": None, "notes": ()},
+        "recomputation": None,
         **{"compile_seconds": 1.0, "jax_version": "", "compiler_version": ""},
     }
     return Measurement(**{**fields, **changes})

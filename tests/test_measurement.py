@@ -40,6 +40,7 @@ from remat_opt.measurement import (
     measure,
     resolve_device,
 )
+from remat_opt.recomputation import Recomputation
 
 MIB = 1024**2
 
@@ -444,6 +445,9 @@ class TestRecord:
         host_bytes=0,
         alias_bytes=4,
         flops=None,
+        recomputation=Recomputation(
+            asked_products=3, compiled_products=2, early_values=1, compiler_values=0
+        ),
         compile_seconds=1.5,
         jax_version="0.12",
         compiler_version="x",
@@ -472,6 +476,11 @@ class TestRecord:
             lambda data: data.update(argument_bytes=None),
             lambda data: data.update(notes="a"),
             lambda data: data.update(device=None),
+            lambda data: data.pop("recomputation"),
+            lambda data: data.update(recomputation=1),
+            lambda data: data["recomputation"].pop("early_values"),
+            lambda data: data["recomputation"].update(early_values=-1),
+            lambda data: data["recomputation"].update(compiled_products=4),
         ],
     )
     def test_refuses_edited_data(self, change: Callable[[dict[str, Any]], object]) -> None:

@@ -1,5 +1,7 @@
 import xml.etree.ElementTree as ET
 
+import pytest
+
 from remat_opt import plan_text
 
 MIB = 1024**2
@@ -62,6 +64,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
 MEASURED = {
     **{"device": "h200", "argument_bytes": MIB, "output_bytes": 2 * MIB, "host_bytes": 0},
     **{"temporary_bytes": 3 * MIB + MIB // 4, "alias_bytes": 0, "flops": None},
+    "recomputation": None,
     **{"compile_seconds": 2.0, "jax_version": "0.10.2", "compiler_version": "", "notes": []},
 }
 
@@ -135,6 +138,18 @@ def test_what_was_asked_for():
     }
     for said, changes in asked.items():
         assert line(plan_text.text(plan(**changes)), "asked for") == f"asked for   {said}"
+
+
+@pytest.mark.parametrize("early_values", [0, 2])
+def test_what_survived_the_compiler(early_values):
+    found = {
+        **{"asked_products": 3, "compiled_products": 3},
+        **{"early_values": early_values, "compiler_values": 0},
+    }
+    text = plan_text.text(plan(measured={**MEASURED, "recomputation": found}))
+    said = "survived    3 of 3 matrix products and convolutions that were to be computed again are"
+    # What did not survive is told by a note of the measurement.
+    assert (said in text) is (early_values == 0)
 
 
 def test_measured_figures_with_their_difference():

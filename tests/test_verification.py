@@ -55,6 +55,7 @@ class Compiler:
             alias_bytes=0,
             host_bytes=0,
             flops=None,
+            recomputation=None,
             compile_seconds=0.0,
             jax_version="",
             compiler_version="",

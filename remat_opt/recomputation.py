@@ -1,0 +1,312 @@
+"""Whether recomputation survived the compiler, read off two texts of one program.
+
+The first text is the program as it was asked for, before any pass. The second is what the compiler
+made of it, whose instructions stand in the order in which they run. JAX writes
+``rematted_computation`` into the name of everything that a ``jax.checkpoint`` computes again, and
+every compiler carries these names along. So three things can be told:
+
+*   *Merged*: products that are missing. A compiler fuses, splits and renames, but a product of
+    matrices or a convolution stays one, on CPU, GPU and TPU alike; where a recomputed one is gone,
+    the compiler took it for the one that it repeats, whose result then waits in memory.
+*   *Early*: recomputed values that wait while products of the forward pass run. They are computed
+    again, but long before the backward pass asks for them, and take the memory that was to be
+    saved.
+*   The compiler's own rematerialisation, which XLA does where memory runs out: its copies carry
+    ``.remat`` in their names.
+
+Doubt is not reported. Products with a vector are left out, since compilers make sums of them. Where
+other products are missing too (the program has them twice, or the compiler makes one large product
+of several with a common factor), as many of the recomputed ones may be missing for that reason; and
+a product without a name may be one of them. Where a compiler unrolls a loop, it hides what is
+missing elsewhere. And which value was merged cannot be told: the layers of a loop share one name.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+#: In the name of everything that ``jax.checkpoint`` computes again.
+_AGAIN = "rematted_computation"
+#: In the name of everything of a backward pass.
+_BACKWARD = "transpose("
+#: In the names of the copies that XLA's own rematerialisation makes.
+_OWN = ".remat"
+
+_PRODUCTS = frozenset({"dot", "convolution", "ragged-dot"})
+#: Libraries that compilers hand products to.
+_PRODUCT_CALLS = ("__cublas$", "__cudnn$", "__onednn$")
+
+#: What makes no value, but hands one on.
+_HANDING_ON = frozenset(
+    "bitcast copy copy-done copy-start get-tuple-element opt-barrier tuple".split()
+)
+
+#: What runs computations of their own.
+_CALLERS = frozenset("async-start call conditional custom-call fusion while".split())
+
+# StableHLO.
+_FUNCTION = re.compile(r'\s*func\.func .*?@"?(?P<name>[^"(]+)"?\(')
+_ASKED = re.compile(
+    r'(?:^ *| = )"?(?:(?:stablehlo\.dot_general|stablehlo\.convolution|chlo\.ragged_dot)\b'
+    r'|(?:func\.)?call @"?(?P<called>[^"(]+))'
+)
+_CONTRACTED = re.compile(r"contracting_dims = \[([\d, ]*)\] x \[([\d, ]*)\]")
+_BATCHED = re.compile(r"batching_dims = \[([\d, ]*)\] x \[([\d, ]*)\]")
+_OPERANDS = re.compile(r": \(tensor<([^>]*)>, tensor<([^>]*)>\)")
+_PLACE = re.compile(r"loc\((#loc\d*)\)$")
+_LOCATION = re.compile(r'^(#loc\d*) = loc\("([^"]*)"', re.MULTILINE)
+
+# HLO.
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = .*? (?P<opcode>[a-z][\w\-]*)\(")
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """What became of a program's recomputation in the compiler.
+
+    Attributes:
+      asked_products: matrix products and convolutions that the program computes again. The body
+        of a loop counts once, here and below.
+      compiled_products: those of them that the compiled program computes again.
+      early_values: recomputed values that wait while products of the forward pass run.
+      compiler_values: values that the compiler's own rematerialisation computes again.
+    """
+
+    asked_products: int
+    compiled_products: int
+    early_values: int
+    compiler_values: int
+
+    @property
+    def merged_products(self) -> int:
+        """Products that the compiler took for those that they repeat."""
+        return self.asked_products - self.compiled_products
+
+    @property
+    def undone(self) -> bool:
+        """Whether some of the recomputation does not save the memory that it was to save."""
+        return self.merged_products > 0 or self.early_values > 0
+
+    def text(self) -> str:
+        """What became of it, as a part of a sentence."""
+        said = "no matrix product or convolution was to be computed again"
+        if self.asked_products:
+            said = (
+                f"{self.compiled_products} of {self.asked_products} matrix products and "
+                "convolutions that were to be computed again are"
+            )
+        if self.merged_products:
+            said += ", the others are merged with those that they repeat"
+        if self.early_values:
+            said += (
+                f"; {self.early_values} recomputed values are computed during the forward pass "
+                "already, and wait"
+            )
+        return said
+
+
+def is_recomputation(data: object) -> bool:
+    """Whether plain data are the fields of a ``Recomputation``."""
+    return (
+        isinstance(data, Mapping)
+        and set(data) == {field.name for field in dataclasses.fields(Recomputation)}
+        and all(type(count) is int and count >= 0 for count in data.values())
+        and data["compiled_products"] <= data["asked_products"]
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Instruction:
+    """One line of a compiled program, or of the program asked for."""
+
+    name: str
+    opcode: str
+    op_name: str
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    is_product: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Module:
+    """Instructions by the computation that they are in; of the program asked for, not all."""
+
+    computations: Mapping[str, Sequence[_Instruction]]
+    entry: str
+
+
+def survival(asked: str, compiled: str) -> Recomputation | None:
+    """Compares a program as asked for with what the compiler made of it.
+
+    Args:
+      asked: StableHLO text with locations, as ``lowered.as_text(debug_info=True)`` gives it.
+      compiled: HLO text of the scheduled program, as ``compiled.as_text()`` gives it.
+
+    Returns:
+      What became of the recomputation; None where there is none, be it the compiler's own.
+    """
+    if _AGAIN not in asked and _OWN not in compiled:
+        return None
+    before, after = _asked(asked), _compiled(compiled)
+    wanted, found = _products(before), _products(after)
+    missing = wanted["again"] - found["again"]
+    doubtful = found["unnamed"] + max(0, wanted["other"] - found["other"])
+    return Recomputation(
+        asked_products=wanted["again"],
+        compiled_products=wanted["again"] - max(0, missing - doubtful),
+        early_values=_early(after),
+        compiler_values=_compilers_own(after),
+    )
+
+
+def _asked(text: str) -> _Module:
+    """Products and calls of a StableHLO text; all that is asked of it is their number."""
+    locations = dict(_LOCATION.findall(text))
+    functions: dict[str, list[_Instruction]] = {}
+    body: list[_Instruction] = []
+    for line in text.splitlines():
+        if (opened := _FUNCTION.match(line)) is not None:
+            body = functions.setdefault(opened["name"], [])
+        elif (match := _ASKED.search(line)) is not None:
+            place = _PLACE.search(line)
+            body.append(
+                _Instruction(
+                    name="",
+                    opcode="",
+                    op_name=locations.get(place[1], "") if place else "",
+                    operands=(),
+                    called=(match["called"],) if match["called"] else (),
+                    is_product=not match["called"] and not _has_vector(line),
+                )
+            )
+    return _Module(computations=functions, entry="main")
+
+
+def _has_vector(line: str) -> bool:
+    """Whether a product is one with a vector: of its dimensions, all of one kind have size one."""
+    operands, contracted = _OPERANDS.search(line), _CONTRACTED.search(line)
+    if operands is None or contracted is None:
+        return False
+    batched = _BATCHED.search(line)
+    for side in (1, 2):
+        sizes = operands[side].split("x")[:-1]
+        summed = {int(place) for place in contracted[side].split(",") if place}
+        batch = {int(place) for place in batched[side].split(",") if place} if batched else set()
+        free = set(range(len(sizes))) - summed - batch
+        if any(all(sizes[place] == "1" for place in places) for places in (summed, free)):
+            return True
+    return False
+
+
+def _compiled(text: str) -> _Module:
+    computations: dict[str, list[_Instruction]] = {}
+    entry = ""
+    body: list[_Instruction] = []
+    for line in text.splitlines():
+        if (match := _INSTRUCTION.match(line)) is not None:
+            body.append(_instruction(match, line))
+        elif (opened := _COMPUTATION.match(line)) is not None:
+            body = computations.setdefault(opened["name"], [])
+            entry = opened["name"] if opened["entry"] else entry
+    return _Module(computations=computations, entry=entry)
+
+
+def _instruction(match: re.Match[str], line: str) -> _Instruction:
+    # The compiler's configuration, at the end, is long and says nothing of this.
+    attributes, _, rest = line[match.end() :].partition(", metadata={")
+    op_name = _OP_NAME.search(rest)
+    opcode = match["opcode"]
+    target = _CALL_TARGET.search(attributes) if opcode == "custom-call" else None
+    called = _CALLED.findall(attributes) if opcode in _CALLERS else ()
+    return _Instruction(
+        name=match["name"],
+        opcode=opcode,
+        op_name=op_name[1] if op_name else "",
+        operands=tuple(_NAME.findall(attributes)),
+        called=tuple(name for names in called for name in _NAME.findall(names)),
+        is_product=opcode in _PRODUCTS
+        or (target is not None and target[1].startswith(_PRODUCT_CALLS)),
+    )
+
+
+def _walk(
+    module: _Module, instruction: _Instruction, callers: str = ""
+) -> Iterator[tuple[_Instruction, str]]:
+    """An instruction and all that it calls, each with its own name and those of its callers."""
+    name = f"{callers} {instruction.op_name}"
+    yield instruction, name
+    for called in instruction.called:
+        for inner in module.computations.get(called, ()):
+            yield from _walk(module, inner, name)
+
+
+def _kind(name: str) -> str:
+    if not name.strip():
+        return "unnamed"
+    return "again" if _AGAIN in name else "other"
+
+
+def _products(module: _Module) -> Counter[str]:
+    """How many products are recomputed, how many are others, and how many have no name."""
+    return Counter(
+        _kind(name)
+        for top in module.computations.get(module.entry, ())
+        for instruction, name in _walk(module, top)
+        if instruction.is_product
+    )
+
+
+def _early(module: _Module) -> int:
+    """Recomputed values that wait while products of the forward pass run."""
+    steps = module.computations.get(module.entry, ())
+    last_read: dict[str, int] = {}
+    # Backwards: what a value is handed on to comes later, and is known by then.
+    for time in range(len(steps) - 1, -1, -1):
+        step = steps[time]
+        until = last_read.get(step.name, time) if step.opcode in _HANDING_ON else time
+        for operand in step.operands:
+            last_read[operand] = max(until, last_read.get(operand, until))
+    forward = [
+        time
+        for time, step in enumerate(steps)
+        if any(
+            inner.is_product and _kind(name) == "other" and _BACKWARD not in name
+            for inner, name in _walk(module, step)
+        )
+    ]
+    # Constants depend on no argument, and may be made at any time.
+    varying: set[str] = set()
+    early = 0
+    for time, step in enumerate(steps):
+        if step.opcode == "parameter" or not varying.isdisjoint(step.operands):
+            varying.add(step.name)
+        if _AGAIN in step.op_name and step.opcode not in _HANDING_ON and step.name in varying:
+            following = bisect.bisect_right(forward, time)
+            early += following < len(forward) and forward[following] < last_read.get(step.name, 0)
+    return early
+
+
+def _compilers_own(module: _Module) -> int:
+    """Copies that the compiler made to save memory; what is in a fusion is no array."""
+    fused = {
+        name
+        for body in module.computations.values()
+        for instruction in body
+        if instruction.opcode == "fusion"
+        for name in instruction.called
+    }
+    return sum(
+        _OWN in instruction.name and instruction.opcode not in _HANDING_ON
+        for name, body in module.computations.items()
+        if name not in fused
+        for instruction in body
+    )
