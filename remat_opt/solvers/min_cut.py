@@ -35,14 +35,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from remat_opt.graph import Graph
+from remat_opt.graph_arrays import arrays_of
 
 _SOURCE, _SINK = 0, 1
 #: Finite capacities are scaled so that they sum to about this.
@@ -75,56 +75,87 @@ def minimum_cut(graph: Graph, multiplier: float, *, seconds: Sequence[float] | N
       seconds: recompute cost of each vertex, ``graph.seconds`` when left out.
     """
     cost = np.asarray(graph.seconds if seconds is None else seconds, dtype=float)
-    held = np.asarray(graph.bytes, dtype=float) * multiplier
-    count = len(graph)
+    return _minimum_cut(_network(graph), cost, multiplier)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Network:
+    """The flow problem of a graph without the capacities of single multipliers.
+
+    Attributes:
+      count: number of vertices.
+      bytes: of each vertex.
+      relevant: the vertices that the backward pass can have a use for, ascending.
+      tails: where each edge comes from: first those that are paid for running a relevant vertex
+        again, then those that are paid for keeping it, then those that cannot be cut.
+      heads: where each edge leads to.
+    """
+
+    count: int
+    bytes: np.ndarray
+    relevant: np.ndarray
+    tails: np.ndarray
+    heads: np.ndarray
+
+
+def _network(graph: Graph) -> _Network:
+    arrays = arrays_of(graph)
+    needed = np.unique(arrays.backward.read)
+    found = _ancestors(graph, set(needed.tolist()))
+    relevant = np.array(sorted(found), dtype=np.int64)
+    reads = arrays.forward
+    chosen = np.isin(reads.reader, relevant)
+    internal = relevant[arrays.internal_bytes[relevant] > 0]
+    edges = (
+        (np.full(len(relevant), _SOURCE), _again(relevant)),
+        (_again(relevant), _available(relevant)),
+        (_available(reads.read[chosen]), _again(reads.reader[chosen])),
+        (_available(needed), np.full(len(needed), _SINK)),
+        (_again(internal), np.full(len(internal), _SINK)),
+    )
+    return _Network(
+        count=len(graph),
+        bytes=arrays.bytes,
+        relevant=relevant,
+        tails=np.concatenate([tails for tails, _ in edges]),
+        heads=np.concatenate([heads for _, heads in edges]),
+    )
+
+
+def _again(vertices: np.ndarray) -> np.ndarray:
+    return 2 + 2 * vertices
+
+
+def _available(vertices: np.ndarray) -> np.ndarray:
+    return 3 + 2 * vertices
+
+
+def _minimum_cut(network: _Network, cost: np.ndarray, multiplier: float) -> Cut:
+    relevant = network.relevant
+    if not len(relevant):
+        return Cut(kept=(), recomputed=(), bytes=0, seconds=0.0)
+    held = network.bytes * multiplier
     total = math.fsum(cost) + math.fsum(held)
     scale = _SCALE / total if total > 0 else 0.0
-    infinite = 2 * _SCALE + 4 * count
-
-    tails: list[int] = []
-    heads: list[int] = []
-    capacities: list[int] = []
-
-    def edge(tail: int, head: int, capacity: int) -> None:
-        tails.append(tail)
-        heads.append(head)
-        capacities.append(capacity)
-
-    needed = {vertex for needs in graph.needs for vertex in needs}
-    relevant = _ancestors(graph, needed)
-    for vertex in sorted(relevant):
-        again, available = 2 + 2 * vertex, 3 + 2 * vertex
-        # At least 1, so that computing again is never free.
-        edge(_SOURCE, again, 1 + round(float(cost[vertex]) * scale))
-        edge(again, available, round(float(held[vertex]) * scale))
-        for predecessor in graph.predecessors[vertex]:
-            edge(3 + 2 * predecessor, again, infinite)
-        if vertex in needed:
-            edge(available, _SINK, infinite)
-        if graph.internal_bytes[vertex]:
-            edge(again, _SINK, infinite)
-    if not tails:
-        return Cut(kept=(), recomputed=(), bytes=0, seconds=0.0)
-    size = 2 + 2 * count
-    network = csr_array(
-        (np.asarray(capacities, dtype=np.int32), (tails, heads)), shape=(size, size)
-    )
-    flow = maximum_flow(network, _SOURCE, _SINK, method="dinic").flow
+    infinite = 2 * _SCALE + 4 * network.count
+    capacities = np.full(len(network.tails), infinite, dtype=np.int32)
+    # At least 1, so that computing again is never free.
+    capacities[: len(relevant)] = 1 + np.rint(cost[relevant] * scale)
+    capacities[len(relevant) : 2 * len(relevant)] = np.rint(held[relevant] * scale)
+    size = 2 + 2 * network.count
+    edges = csr_array((capacities, (network.tails, network.heads)), shape=(size, size))
+    flow = maximum_flow(edges, _SOURCE, _SINK, method="dinic").flow
     # Of all minimum cuts the one with the fewest vertices available: nothing is kept or
     # computed again without use, even where it costs nothing after rounding.
-    sink_side = _reaching_sink(network, flow)
-    kept, recomputed = [], []
-    for vertex in sorted(relevant):
-        again, available = 2 + 2 * vertex, 3 + 2 * vertex
-        if sink_side[again]:
-            recomputed.append(vertex)
-        elif sink_side[available]:
-            kept.append(vertex)
+    sink_side = _reaching_sink(edges, flow)
+    runs = sink_side[_again(relevant)]
+    recomputed = relevant[runs]
+    kept = relevant[~runs & sink_side[_available(relevant)]]
     return Cut(
-        kept=tuple(kept),
-        recomputed=tuple(recomputed),
-        bytes=sum(graph.bytes[vertex] for vertex in kept),
-        seconds=math.fsum(cost[vertex] for vertex in recomputed),
+        kept=tuple(kept.tolist()),
+        recomputed=tuple(recomputed.tolist()),
+        bytes=int(network.bytes[kept].sum()),
+        seconds=math.fsum(cost[recomputed]),
     )
 
 
@@ -142,18 +173,10 @@ def _reaching_sink(network: csr_array, flow: csr_array) -> np.ndarray:
     """Nodes from which the sink is reached with capacity to spare."""
     # Transposed, so that a node's row holds the edges that lead to it.
     residual = (network - flow).T.tocsr()
+    residual.data[residual.data < 0] = 0
     residual.eliminate_zeros()
     seen = np.zeros(network.shape[0], dtype=bool)
-    seen[_SINK] = True
-    pending = deque([_SINK])
-    starts, tails, spare = residual.indptr, residual.indices, residual.data
-    while pending:
-        node = pending.popleft()
-        for position in range(starts[node], starts[node + 1]):
-            tail = tails[position]
-            if spare[position] > 0 and not seen[tail]:
-                seen[tail] = True
-                pending.append(int(tail))
+    seen[breadth_first_order(residual, _SINK, return_predecessors=False)] = True
     return seen
 
 
@@ -168,13 +191,14 @@ def breakpoints(
       most_cuts: how many flow problems to solve at the most. The hull is refined where
         neighbours are furthest apart, so stopping early leaves the coarsest gaps small.
     """
-    costs = graph.seconds if seconds is None else seconds
+    network = _network(graph)
+    costs = np.asarray(graph.seconds if seconds is None else seconds, dtype=float)
     total_seconds = math.fsum(costs) or 1.0
     total_bytes = sum(graph.bytes) or 1
     # So dear a byte that keeping any is worse than computing all again, and the reverse.
     extremes = (0.0, total_seconds * 4.0)
-    first = minimum_cut(graph, 1e-9 * total_seconds / total_bytes, seconds=costs)
-    last = minimum_cut(graph, extremes[1], seconds=costs)
+    first = _minimum_cut(network, costs, 1e-9 * total_seconds / total_bytes)
+    last = _minimum_cut(network, costs, extremes[1])
     hull = [first, last]
     open_gaps = [(first, last)]
     cuts = 2
@@ -184,7 +208,7 @@ def breakpoints(
         if left.bytes <= right.bytes or right.seconds <= left.seconds:
             continue
         multiplier = (right.seconds - left.seconds) / (left.bytes - right.bytes)
-        middle = minimum_cut(graph, multiplier, seconds=costs)
+        middle = _minimum_cut(network, costs, multiplier)
         cuts += 1
         if middle.kept in (left.kept, right.kept):
             continue
@@ -198,51 +222,48 @@ def breakpoints(
     return hull
 
 
-def mixtures(
-    graph: Graph, left: Cut, right: Cut, *, seconds: Sequence[float] | None = None
-) -> Iterator[Cut]:
+def mixtures(graph: Graph, left: Cut, right: Cut, *, most: int | None = None) -> Iterator[Cut]:
     """Kept sets between two neighbours, one independent component after the other.
 
     Args:
-      graph: what to plan.
+      graph: what to plan; its ``seconds`` are the costs.
       left: the neighbour that keeps more.
       right: the neighbour that keeps less.
-      seconds: recompute cost of each vertex, ``graph.seconds`` when left out.
+      most: how many to choose, evenly from all; all if None.
 
     Yields:
       Cuts in which a growing part of the components, in order of execution, has the fate
       that ``right`` gives it; first from the front of the program, then from its back.
     """
-    costs = graph.seconds if seconds is None else seconds
-    state_left, state_right = _states(left), _states(right)
-    changed = sorted(
-        vertex
-        for vertex in {*state_left, *state_right}
-        if state_left.get(vertex) != state_right.get(vertex)
-    )
-    components = _components(graph, changed)
-    for order in (components, components[::-1]):
-        flipped: set[int] = set()
-        for component in order[:-1]:
-            flipped |= component
-            states = {
-                vertex: state for vertex, state in state_left.items() if vertex not in flipped
-            }
-            states.update(
-                (vertex, state_right[vertex]) for vertex in flipped if vertex in state_right
-            )
-            kept = tuple(sorted(v for v, state in states.items() if state == "kept"))
-            again = tuple(sorted(v for v, state in states.items() if state == "recomputed"))
-            yield Cut(
-                kept=kept,
-                recomputed=again,
-                bytes=sum(graph.bytes[vertex] for vertex in kept),
-                seconds=math.fsum(costs[vertex] for vertex in again),
-            )
+    kept, again = _mask(graph, left.kept), _mask(graph, left.recomputed)
+    kept_right, again_right = _mask(graph, right.kept), _mask(graph, right.recomputed)
+    changed = np.flatnonzero((kept != kept_right) | (again != again_right))
+    components = _components(graph, changed.tolist())
+    total = 2 * max(0, len(components) - 1)
+    stride = 1 if most is None else max(1, -(-total // most))
+    # For each vertex how many components come before its own, from the front.
+    place = np.full(len(graph), len(components))
+    for number, component in enumerate(components):
+        place[list(component)] = number
+    arrays = arrays_of(graph)
+    for step in range(stride // 2, total, stride):
+        count = step % (total // 2) + 1
+        flipped = place < count if step < total // 2 else place >= len(components) - count
+        flipped &= place < len(components)
+        mixed = np.where(flipped, kept_right, kept)
+        runs = np.where(flipped, again_right, again)
+        yield Cut(
+            kept=tuple(np.flatnonzero(mixed).tolist()),
+            recomputed=tuple(np.flatnonzero(runs).tolist()),
+            bytes=int(arrays.bytes[mixed].sum()),
+            seconds=math.fsum(arrays.seconds[runs]),
+        )
 
 
-def _states(cut: Cut) -> dict[int, str]:
-    return dict.fromkeys(cut.kept, "kept") | dict.fromkeys(cut.recomputed, "recomputed")
+def _mask(graph: Graph, vertices: Sequence[int]) -> np.ndarray:
+    mask = np.zeros(len(graph), dtype=bool)
+    mask[list(vertices)] = True
+    return mask
 
 
 def _components(graph: Graph, vertices: Sequence[int]) -> list[set[int]]:

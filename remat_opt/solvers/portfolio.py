@@ -71,8 +71,7 @@ def schedules(graph: Graph) -> list[Schedule]:
     peak_bytes = evaluate(graph, unchanged).peak_bytes
     hull = min_cut.breakpoints(graph, most_cuts=min(96, _affordable(graph, _FLOW_WORK)))
     found = [unchanged]
-    joint = joint_chain.schedules(graph, _spread(hull))
-    found += _thinned(joint, _affordable(graph, _JOINT_WORK))
+    found += joint_chain.schedules(graph, _spread(hull), most=_affordable(graph, _JOINT_WORK))
     found += _one_kept_set_each(graph, hull, peak_bytes)
     return list(dict.fromkeys(found))
 
@@ -144,9 +143,7 @@ def _kept_sets(
     cuts = list(hull)
     for left, right in itertools.pairwise(hull):
         if left.bytes - right.bytes > gap_bytes:
-            mixed = list(min_cut.mixtures(graph, left, right))
-            stride = max(1, -(-len(mixed) // _MOST_MIXTURES))
-            cuts += mixed[stride // 2 :: stride]
+            cuts += min_cut.mixtures(graph, left, right, most=_MOST_MIXTURES)
     taken: list[min_cut.Cut] = []
     for cut in sorted(cuts, key=lambda one: (-one.bytes, one.seconds, one.kept)):
         previous = taken[-1] if taken else None

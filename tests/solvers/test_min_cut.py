@@ -245,3 +245,14 @@ def test_without_time_or_bytes_there_is_still_an_answer() -> None:
     free = Graph.from_edges([0, 0], [(0, 1)], seconds=[0.0, 0.0])
     for cut in breakpoints(free):
         assert (cut.bytes, cut.seconds) == (0, 0.0)
+
+
+def test_mixtures_can_be_thinned_evenly() -> None:
+    graph = network(6)
+    for left, right in itertools.pairwise(breakpoints(graph)):
+        everything = list(mixtures(graph, left, right))
+        for most in (1, 3, len(everything) + 1):
+            stride = max(1, -(-len(everything) // most))
+            assert (
+                list(mixtures(graph, left, right, most=most)) == everything[stride // 2 :: stride]
+            )
