@@ -85,6 +85,21 @@ def has_effects(equation: Any) -> bool:
     return bool(equation.effects)
 
 
+def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
+    """Axes of a ``vmap`` or ``shard_map`` round the equations that tie them to it.
+
+    Those of a ``vmap`` that the equations name, as ``psum`` does, and all of a ``shard_map`` in
+    whose body this is called.
+    """
+    named = {
+        str(effect.name)
+        for equation in equations
+        for effect in equation.effects
+        if type(effect).__name__ == "NamedAxisEffect"
+    }
+    return tuple(sorted(named | set(map(str, jax.sharding.get_abstract_mesh().manual_axes))))
+
+
 def name_stack_of(equation: Any, prefix: Any = None) -> Any:
     """The equation's name stack, as an opaque object, below ``prefix`` where it was inlined."""
     stack = equation.source_info.name_stack

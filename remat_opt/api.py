@@ -160,6 +160,7 @@ class Rematerialized:
         objective: Objective,
         solver: Solver,
         plan: Plan | None,
+        verify: bool | str,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -168,14 +169,15 @@ class Rematerialized:
         self._objective = objective
         self._solver = solver
         self._given = plan
+        self._verify = verify
         self._plans: dict[str, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as planned; the results are those of the function itself."""
-        call = tracing.bind_static(self._fn, self._signature, args, kwargs)
+        call = self._bind(args, kwargs)
         program = self._trace(call)
         if program.differentiated or self._given is not None:
-            stages = self._plan_of(program).stages
+            stages = self._plan_of(program, call).stages
         else:
             # jax.grad refuses such arguments; a call without derivative has nothing to plan.
             stages = ()
@@ -195,6 +197,7 @@ class Rematerialized:
             self._objective,
             self._solver,
             self._given,
+            self._verify,
         )
         bound._plans = self._plans
         return bound
@@ -209,11 +212,12 @@ class Rematerialized:
         Raises:
           BudgetError: the budget cannot be reached.
         """
-        return self._plan_of(self.program(*args, **kwargs))
+        call = self._bind(args, kwargs)
+        return self._plan_of(self._trace(call), call)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with such arguments traces to."""
-        return self._trace(tracing.bind_static(self._fn, self._signature, args, kwargs))
+        return self._trace(self._bind(args, kwargs))
 
     def problem(self, program: Program) -> planning.Problem:
         """All that is to be decided about a program, which must compute something.
@@ -229,18 +233,32 @@ class Rematerialized:
             solver=self._solver,
         )
 
+    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tracing.Call:
+        return tracing.bind_static(self._fn, self._signature, args, kwargs)
+
     def _trace(self, call: tracing.Call) -> Program:
         return tracing.trace_call(call, has_aux=self._signature.has_aux)
 
-    def _plan_of(self, program: Program) -> Plan:
+    def _plan_of(self, program: Program, call: tracing.Call) -> Plan:
         fingerprint = program.fingerprint()
         if self._given is not None:
             check_belongs(self._given, fingerprint, program.name)
             return self._given
         if fingerprint not in self._plans:
-            device = measurement.resolve_device(self._device)
-            self._plans[fingerprint] = planning.make(program, device, self._objective, self._solver)
+            self._plans[fingerprint] = self._make(program, call)
         return self._plans[fingerprint]
+
+    def _make(self, program: Program, call: tracing.Call) -> Plan:
+        device = measurement.resolve_device(self._device)
+
+        def compiled(plan: Plan) -> Measurement:
+            arguments = jax.tree.leaves((call.args, call.kwargs))
+            return verification.measure_plan(plan, program, arguments, device)
+
+        if self._verify == "compile" and not computes_nothing(program):
+            return verification.choose(self.problem(program), self._objective, compiled)
+        plan = planning.make(program, device, self._objective, self._solver)
+        return dataclasses.replace(plan, measured=compiled(plan)) if self._verify else plan
 
 
 def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
@@ -268,6 +286,7 @@ def optimal_remat(
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     plan: Plan | str | os.PathLike[str] | None = None,
+    verify: bool | str = False,
 ) -> Any:
     """Makes a loss function's gradient fit in less memory for the least extra compute.
 
@@ -292,6 +311,12 @@ def optimal_remat(
         programs, or one of its records with options, such as
         ``remat_opt.solvers.ApproximateDP(objective="memory")``.
       plan: a plan, or a file of one, to follow instead of making one.
+      verify: True compiles the gradient for the device when it is planned, once for each program,
+        and writes down under ``measured`` what the compiler says. ``"compile"`` lets the compiler
+        choose: several plans are compiled, and the answer is the one that is best as compiled;
+        within a budget it truly is, or there is an error. Also in the middle of a trace, as
+        under ``jax.jit``: only shapes matter. Closed-over arrays that are being traced count as
+        arguments of the program.
 
     Returns:
       A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
@@ -329,6 +354,7 @@ def optimal_remat(
             device=device,
             solver=solver,
             plan=plan,
+            verify=verify,
         )
     if not callable(fn):
         raise RematError(f"optimal_remat decorates a function, not a {type(fn).__name__}.")
@@ -337,6 +363,16 @@ def optimal_remat(
             "plan= is given together with budget= or max_overhead=. A plan is already decided: "
             "leave the others out."
         )
+    if verify not in (False, True, "compile"):
+        raise RematError(
+            f'verify={verify!r}: give True to compile the plan, or "compile" to choose by '
+            "compiling."
+        )
+    if plan is not None and verify:
+        raise RematError(
+            f"plan= is given together with verify={verify!r}, which is about making one. Leave it "
+            "out, or make the plan again with make_plan(verify=...)."
+        )
     return Rematerialized(
         fn,
         signature_of(argnums, has_aux, static_argnums, static_argnames),
@@ -344,6 +380,7 @@ def optimal_remat(
         objective_of(budget, max_overhead, overhead, reserve),
         solver_of(solver),
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
+        verify,
     )
 
 
@@ -378,10 +415,7 @@ def make_plan(
       static_argnames: likewise.
       device: likewise.
       solver: likewise.
-      verify: True compiles the planned gradient for the device and writes down, under
-        ``measured``, what the compiler says. ``"compile"`` lets the compiler choose: several
-        plans are compiled, and the answer is the one that is best as compiled; within a budget
-        it truly is, or there is an error.
+      verify: likewise.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -403,30 +437,10 @@ def make_plan(
         static_argnames=static_argnames,
         device=device,
         solver=solver,
+        verify=verify,
     )
-    if verify not in (False, True, "compile"):
-        raise RematError(
-            f'verify={verify!r}: give True to compile the plan, or "compile" to choose by '
-            "compiling."
-        )
-    options: dict[str, Any] = {
-        "argnums": argnums,
-        "has_aux": has_aux,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-    }
-
-    def compiled(plan: Plan) -> Measurement:
-        planned = apply_plan(plan, fn, **options)
-        return measure_gradient(planned, *args, device=device, **options, **kwargs)
-
-    if verify == "compile":
-        program = decorated.program(*args, **kwargs)
-        if not computes_nothing(program):
-            objective = objective_of(budget, max_overhead, overhead, reserve)
-            return verification.choose(decorated.problem(program), objective, compiled)
     plan: Plan = decorated.plan(*args, **kwargs)
-    return dataclasses.replace(plan, measured=compiled(plan)) if verify else plan
+    return plan
 
 
 def frontier(

@@ -295,7 +295,7 @@ class _Flattener:
             constant_values=tuple(self.constant_values),
             arguments=arguments,
             differentiated=tuple(
-                arguments[p] for p in positions if _is_inexact(self.types[arguments[p]])
+                arguments[p] for p in positions if is_inexact(self.types[arguments[p]])
             ),
             equations=_live(self.equations, results),
             outputs=results,
@@ -359,7 +359,8 @@ class _Flattener:
         )
 
 
-def _is_inexact(kind: ArrayType) -> bool:
+def is_inexact(kind: ArrayType) -> bool:
+    """Whether arrays of a type have derivatives."""
     return kind.dtype.startswith(("float", "bfloat", "complex"))
 
 

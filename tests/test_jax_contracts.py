@@ -369,6 +369,27 @@ def test_fingerprint_is_the_same_in_every_process() -> None:
     assert run("2") == first
 
 
+def test_axes_round_equations() -> None:
+    seen = []
+
+    def body(x: jax.Array, of_others: bool) -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            return jnp.sin(lax.pmean(x, "i") if of_others else x)
+
+        seen.append(internals.surrounding_axes(internals.parts(jax.make_jaxpr(loss)(x))[3]))
+        return x
+
+    for of_others in (True, False):
+        fn = functools.partial(body, of_others=of_others)
+        jax.vmap(fn, axis_name="i")(jnp.ones(3))
+        mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec("i")
+        jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(3))
+    # Under vmap only those that are named tie; a shard_map's types tell of its axes as well.
+    assert seen == [("i",), ("i",), (), ("i",)]
+    assert internals.surrounding_axes(()) == ()
+
+
 def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:
     class Thing:
         def __call__(self) -> None: ...

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import remat_opt
-from remat_opt import planning, tracing, verification
+from remat_opt import measurement, planning, tracing, verification
 from remat_opt.device import get_device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.measurement import Measurement
@@ -138,3 +139,140 @@ def test_nothing_differentiated_is_an_error_here_too() -> None:
     with pytest.raises(RematError) as caught:
         remat_opt.make_plan(lambda n: jnp.sum(n * n), 3, device="cpu", verify="compile")
     assert str(caught.value).startswith("Nothing is differentiated: ")
+
+
+# --- In the decorator ---------------------------------------------------------------------
+
+WEIGHTS = [jnp.full((64, 64), 0.01)] * 8
+X = jnp.linspace(-1.0, 1.0, 256 * 64).reshape(256, 64)
+VERIFIED: Any = {"budget": 0.6, "device": "cpu", "verify": "compile"}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
+    """All that is measured during a test."""
+    found = []
+    measure = measurement.measure
+
+    def noted(*args: Any, **options: Any) -> Measurement:
+        found.append(measure(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(measurement, "measure", noted)
+    return found
+
+
+def agree(found: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.max(np.abs(other)))
+
+
+def test_once_for_a_program_under_any_trace(compiled: list[Measurement]) -> None:
+    fn = remat_opt.optimal_remat(layers, **VERIFIED)
+    gradient = jax.grad(fn)
+    expected = jax.grad(layers)(WEIGHTS, X)
+    agree(jax.jit(gradient)(WEIGHTS, X), expected)
+    count = len(compiled)
+    assert count > 0
+    agree(gradient(WEIGHTS, X), expected)
+    batch = jax.vmap(gradient, in_axes=(None, 0))(WEIGHTS, jnp.stack([X, X]))
+    agree(jax.tree.map(lambda leaf: leaf[1], batch), expected)
+
+    def step(weights: Any, _: None) -> tuple[Any, Any]:
+        return weights, gradient(weights, X)
+
+    agree(jax.lax.scan(step, WEIGHTS, length=1)[1], jax.tree.map(lambda g: g[None], expected))
+    plan = fn.plan(WEIGHTS, X)
+    assert len(compiled) == count
+    assert plan.measured in compiled
+    assert plan.budget_bytes is not None
+    assert plan.measured is not None
+    assert plan.measured.temporary_bytes <= plan.budget_bytes
+    # The door beside it comes to the same plan, and to the same figures.
+    assert remat_opt.make_plan(layers, WEIGHTS, X, **VERIFIED) == plan
+    # Other shapes are another program.
+    jax.jit(gradient)(WEIGHTS, X[:128])
+    assert len(compiled) > 2 * count
+
+
+def test_the_figures_are_those_of_the_users_own_gradient() -> None:
+    plan = remat_opt.make_plan(layers, WEIGHTS, X, budget=0.6, device="cpu", verify=True)
+    gradient = jax.value_and_grad(remat_opt.apply_plan(plan, layers))
+    assert plan.measured == measurement.measure(gradient, WEIGHTS, X, device="cpu")
+
+
+def test_closed_over_arrays_that_are_traced(compiled: list[Measurement]) -> None:
+    @jax.jit
+    def step(weights: Any, x: jax.Array) -> Any:
+        @remat_opt.optimal_remat(device="cpu", verify=True)
+        def loss(weights: Any) -> jax.Array:
+            return layers(weights, x)
+
+        return jax.grad(loss)(weights)
+
+    agree(step(WEIGHTS, X), jax.grad(layers)(WEIGHTS, X))
+    (found,) = compiled
+    # The eight are one array here, but eight arguments.
+    assert found.argument_bytes == 8 * 64 * 64 * 4 + X.nbytes
+
+
+def test_static_keyword_and_auxiliary(compiled: list[Measurement]) -> None:
+    @remat_opt.optimal_remat(
+        device="cpu", verify=True, argnums=1, has_aux=True, static_argnames=("power",)
+    )
+    def loss(x: jax.Array, weights: Any, *, power: int, scale: float) -> tuple[jax.Array, Any]:
+        value = layers(weights, x)
+        return value**power * scale, {"value": value, "count": 3}
+
+    def gradient(weights: Any, scale: float) -> Any:
+        return jax.grad(lambda weights: loss(X, weights, power=2, scale=scale), has_aux=True)(
+            weights
+        )
+
+    found, auxiliary = jax.jit(gradient)(WEIGHTS, 0.5)
+    expected = jax.grad(lambda weights: layers(weights, X) ** 2 * 0.5)(WEIGHTS)
+    agree(found, expected)
+    assert auxiliary["count"] == 3
+    assert len(compiled) == 1
+    loss.plan(X, WEIGHTS, power=3, scale=0.5)
+    assert len(compiled) == 2
+
+
+def test_a_method_and_outputs_that_are_no_scalar(compiled: list[Measurement]) -> None:
+    class Model:
+        @remat_opt.optimal_remat(device="cpu", verify=True)
+        def __call__(self, weights: Any) -> tuple[jax.Array, jax.Array]:
+            x = X
+            for w in weights:
+                x = jnp.tanh(x @ w) + x
+            return x, jnp.argmax(x, axis=1)
+
+    def through(model: Callable[[Any], Any]) -> Any:
+        return jax.grad(lambda weights: jnp.sum(model(weights)[0] ** 2))(WEIGHTS)
+
+    agree(through(Model()), jax.grad(layers)(WEIGHTS, X))
+    (found,) = compiled
+    assert found.recomputation is not None
+
+
+def test_axes_round_the_function_are_told() -> None:
+    fn = remat_opt.optimal_remat(
+        lambda weights, x: jax.lax.pmean(layers(weights, x), "i"), device="cpu", verify=True
+    )
+    with pytest.raises(RematError) as caught:
+        jax.vmap(jax.grad(fn), in_axes=(None, 0), axis_name="i")(WEIGHTS, jnp.stack([X, X]))
+    assert str(caught.value) == (
+        "'<lambda>' cannot be compiled on its own, as verify= asks: it is tied to the axes i of a "
+        "vmap or shard_map round it. Leave verify= out, or decorate a function that has the vmap "
+        "or shard_map inside."
+    )
+
+
+def test_a_plan_that_is_given_is_not_verified() -> None:
+    plan = remat_opt.make_plan(layers, WEIGHTS, X, device="cpu")
+    with pytest.raises(RematError) as caught:
+        remat_opt.optimal_remat(layers, plan=plan, verify="compile")
+    assert str(caught.value) == (
+        "plan= is given together with verify='compile', which is about making one. Leave it out, "
+        "or make the plan again with make_plan(verify=...)."
+    )
