@@ -7,7 +7,8 @@ which of them the derivative reads. A residual that is not a cheap function of t
 stacked intermediates of a ``scan``) is the equation's *internal residual*: it exists only
 where the equation itself has been run.
 
-Equations that differ in nothing that matters are traced once, and all of them in one trace.
+Equations that differ in nothing that matters are traced once, and all of them in one trace. For
+the common primitives the extents of the arrays do not matter: layers of any width are alike.
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ from remat_opt import costs
 from remat_opt.operation import ArrayType
 from remat_opt.program import Constant, Equation, Program
 from remat_opt.tracing import array_type, operation
+
+#: What works on each element by itself: what its derivative reads has nothing to do with extents.
+_ELEMENTWISE = frozenset(
+    "abs add convert_element_type cos div exp integer_pow log logistic max min mul neg pow rsqrt "
+    "select_n sin sqrt square sub tanh".split()
+)
+#: What is linear in each operand: its derivative reads the others, whatever the parameters.
+_LINEAR = frozenset(
+    "broadcast_in_dim concatenate conv_general_dilated dot_general pad reduce_sum reshape slice "
+    "squeeze transpose".split()
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +131,7 @@ def _derivatives(program: Program, candidates: dict[int, tuple[int, ...]]) -> di
     keys: dict[int, Any] = {}
     for index, positions in candidates.items():
         equation = program.equations[index]
-        key = (
-            equation.operation.primitive,
-            equation.parameters,
-            tuple(
-                program.types[atom] if isinstance(atom, int) else atom.text
-                for atom in equation.inputs
-            ),
-            positions,
-            # Functions among the parameters are named in the text only: like names
-            # do not make like functions, so such equations stand for themselves.
-            id(equation.jax_equation) if _has_functions(equation) else None,
-        )
+        key = _what_matters(program, equation, positions)
         keys[index] = key
         representatives.setdefault(key, (equation, positions))
     items = list(representatives.items())
@@ -146,6 +147,31 @@ def _derivatives(program: Program, candidates: dict[int, tuple[int, ...]]) -> di
                 found.append(_assumed(item[0]))
     by_key = {key: derivative for (key, _), derivative in zip(items, found, strict=True)}
     return {index: by_key[key] for index, key in keys.items()}
+
+
+def _what_matters(program: Program, equation: Equation, positions: tuple[int, ...]) -> Any:
+    """Equations for which this is equal have equal derivatives."""
+    primitive = equation.operation.primitive
+    types = tuple(
+        program.types[atom] if isinstance(atom, int) else atom.text for atom in equation.inputs
+    )
+    if primitive in _LINEAR:
+        return primitive, _dtypes(equation), _without_extents(types), positions
+    shapes = {kind.shape for kind in types if isinstance(kind, ArrayType)}
+    if primitive in _ELEMENTWISE and len(shapes) == 1:
+        return primitive, equation.parameters, _dtypes(equation), _without_extents(types), positions
+    # Functions among the parameters are named in the text only: like names do not make like
+    # functions, so such equations stand for themselves.
+    itself = id(equation.jax_equation) if _has_functions(equation) else None
+    return primitive, equation.parameters, types, positions, itself
+
+
+def _dtypes(equation: Equation) -> tuple[str, ...]:
+    return tuple(kind.dtype for kind in equation.operation.outputs)
+
+
+def _without_extents(types: tuple[ArrayType | str, ...]) -> tuple[str, ...]:
+    return tuple(kind.dtype if isinstance(kind, ArrayType) else kind for kind in types)
 
 
 def _has_functions(equation: Equation) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import lax
 from remat_opt import linearization, tracing
 from remat_opt.linearization import Derivative, linearize
 from remat_opt.tracing import Signature
+from tests.programs import EXAMPLES
 
 X = jnp.linspace(0.1, 0.9, 6).reshape(2, 3)
 SQUARE = jnp.ones((3, 3))
@@ -242,3 +244,90 @@ def test_complex_and_bfloat16_carry_derivatives_and_integers_do_not() -> None:
 def test_what_a_literal_makes_of_a_derivative() -> None:
     found = derivatives(lambda x: x ** np.float32(1.5), X)["pow"]
     assert found.inputs == (0,) or found.outputs == (0,)
+
+
+#: One equation each, at a small shape and at others, extents of one and none among them.
+ELEMENTWISE = {
+    "abs": jnp.abs,
+    "cos": jnp.cos,
+    "exp": jnp.exp,
+    "integer_pow": lambda x: x**3,
+    "log": jnp.log,
+    "logistic": lax.logistic,
+    "neg": jnp.negative,
+    "rsqrt": lax.rsqrt,
+    "sin": jnp.sin,
+    "sqrt": jnp.sqrt,
+    "square": lax.square,
+    "tanh": jnp.tanh,
+    "add": lambda x: lax.add(x, x),
+    "sub": lambda x: lax.sub(x, 2 * x),
+    "mul": lambda x: lax.mul(x, x),
+    "mul by a literal": lambda x: x * 3.0,
+    "div": lambda x: lax.div(x, 2 * x),
+    "div by a literal": lambda x: x / 3.0,
+    "pow": lambda x: lax.pow(x, x),
+    "max": lambda x: lax.max(x, 2 * x),
+    "min": lambda x: lax.min(x, 2 * x),
+    "convert_element_type": lambda x: x.astype(jnp.bfloat16),
+    "select_n": lambda x: lax.select(x > 0, x, -x),
+}
+
+
+def own_derivatives(fn: Callable[..., Any], *args: Any) -> list[Derivative]:
+    """The derivative of every equation that can have one, traced for itself."""
+    program = tracing.trace(fn, *args, signature=Signature(argnums=tuple(range(len(args)))))
+    found = []
+    for equation in program.equations:
+        positions = tuple(
+            position
+            for position, atom in enumerate(equation.inputs)
+            if isinstance(atom, int) and program.types[atom].dtype.startswith("float")
+        )
+        if positions:
+            found += linearization._trace_derivatives([(equation, positions)])
+    return found
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_extents_do_not_matter_to_elementwise_derivatives(name: str) -> None:
+    shapes = [(2, 3), (5,), (1, 1, 4), (7, 1), (0, 3), ()]
+    small, *others = [own_derivatives(ELEMENTWISE[name], jnp.ones(shape)) for shape in shapes]
+    assert small
+    assert others == [small] * len(others)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_sharing_changes_no_derivative(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = EXAMPLES[name]()
+    options = {
+        key: (value,) if key != "has_aux" and isinstance(value, int | str) else value
+        for key, value in built.options.items()
+    }
+    program = tracing.trace(built.fn, *built.args, signature=Signature(**options), **built.kwargs)
+    shared = linearize(program)
+    monkeypatch.setattr(linearization, "_ELEMENTWISE", frozenset())
+    monkeypatch.setattr(linearization, "_LINEAR", frozenset())
+    assert linearize(program) == shared
+
+
+def test_layers_of_any_width_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    original = linearization._trace_derivatives
+    monkeypatch.setattr(
+        linearization,
+        "_trace_derivatives",
+        lambda items: traced.append(len(items)) or original(items),
+    )
+
+    def stack(x: Any, *weights: Any) -> Any:
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return x.sum()
+
+    widths = [3, 4, 5, 6, 7]
+    weights = [jnp.ones(pair) for pair in itertools.pairwise(widths)]
+    program = tracing.trace(stack, jnp.ones((2, 3)), *weights, signature=Signature(argnums=(1,)))
+    linearize(program)
+    # tanh, sum, and the product with the weight alone or with the input alone.
+    assert traced == [4]
