@@ -1,8 +1,10 @@
 """The networks that remat_opt is measured on, by name.
 
 Each is written as an ordinary careful user would write it. `build` gives the loss with the shapes
-of its arguments; with a block policy it gives the same loss with every residual block or layer
-under one checkpoint, which is what such a user would do by hand against running out of memory.
+of its arguments; with a block policy it gives the same loss with every block under one checkpoint,
+which is what such a user would do by hand against running out of memory. A block is what repeats:
+a residual block, a dense layer, an inception module, a stage's two convolutions, a transformer's
+layer, a time step.
 """
 
 from __future__ import annotations
@@ -10,21 +12,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.networks import gpt, resnet
+from benchmarks.networks import densenet, gpt, inception, lstm, resnet, unet, vit
 from benchmarks.networks.record import BLOCK_POLICIES, Network, checkpoint_policy
 
-__all__ = ["BLOCK_POLICIES", "Network", "build", "names"]
+__all__ = ["BLOCK_POLICIES", "Network", "build", "default_batch", "names"]
 
 # name -> function of (batch, block_policy)
 _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
-    **{name: partial(resnet.network, name, size) for name, size in resnet.SIZES.items()},
-    **{name: partial(gpt.network, name, size) for name, size in gpt.SIZES.items()},
+    name: partial(family.network, name, size)
+    for family in (resnet, densenet, inception, unet, vit, lstm, gpt)
+    for name, size in family.SIZES.items()
+}
+
+# Examples in the batch that a network is measured with where nothing else is said.
+_DEFAULT_BATCHES = {
+    "resnet18": 64,
+    "resnet34": 64,
+    "resnet50": 64,
+    "resnet101": 32,
+    "resnet152": 16,
+    "densenet121": 32,
+    "inception_v3": 32,
+    "unet": 8,
+    "vit_b16": 64,
+    "lstm": 64,
+    "gpt": 8,
 }
 
 
 def names() -> tuple[str, ...]:
     """Returns the names that `build` knows."""
     return tuple(_NETWORKS)
+
+
+def default_batch(name: str) -> int:
+    """Returns the examples in a batch that a network is measured with.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    _check_known(name)
+    return _DEFAULT_BATCHES[name]
 
 
 def build(name: str, batch: int, *, block_policy: str | None = None) -> Network:
@@ -34,16 +62,20 @@ def build(name: str, batch: int, *, block_policy: str | None = None) -> Network:
         name: One of `names()`.
         batch: Examples in a batch: images or sequences.
         block_policy: None for the network as it is, or one of `BLOCK_POLICIES`, the name of a
-            policy in `jax.checkpoint_policies`: every residual block or transformer layer is then
-            wrapped in a checkpoint with it. Stem and head stay as they are.
+            policy in `jax.checkpoint_policies`: every block is then wrapped in a checkpoint with
+            it. Stem and head stay as they are.
 
     Raises:
         ValueError: If the name or the policy is unknown, or the batch is not positive.
     """
-    if name not in _NETWORKS:
-        raise ValueError(f"unknown network {name!r}: give one of {', '.join(names())}")
+    _check_known(name)
     if batch < 1:
         raise ValueError(f"batch is {batch}: give at least 1 example")
     if block_policy is not None:
         checkpoint_policy(block_policy)
     return _NETWORKS[name](batch, block_policy)
+
+
+def _check_known(name: str) -> None:
+    if name not in _NETWORKS:
+        raise ValueError(f"unknown network {name!r}: give one of {', '.join(names())}")

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from benchmarks.networks.losses import cross_entropy
-from benchmarks.networks.record import Network, checkpoint_policy, shapes_of
+from benchmarks.networks.images import image_network
+from benchmarks.networks.record import Network, checkpoint_policy
 
 
 def _conv(features: int, kernel: int, strides: int = 1, name: str | None = None) -> nn.Conv:
@@ -151,12 +151,7 @@ SIZES: dict[str, Size] = {
 
 
 def network(name: str, size: Size, batch: int, block_policy: str | None) -> Network:
-    """Builds a ResNet with its softmax cross-entropy.
-
-    `loss_fn(params, batch)` reads `batch["images"]` `[batch, image, image, 3]` float32,
-    `batch["labels"]` `[batch]` int32 and `batch["batch_stats"]`, the running averages; its
-    auxiliary output is the averages after this step. The averages travel in the batch because no
-    gradient is taken in them.
+    """Builds a ResNet; see `image_network` for what its loss reads and gives.
 
     Args:
         name: The network's name.
@@ -168,29 +163,10 @@ def network(name: str, size: Size, batch: int, block_policy: str | None) -> Netw
     block: Any = size.block
     if block_policy is not None:
         block = nn.remat(block, policy=checkpoint_policy(block_policy))
-    model = ResNet(blocks=size.blocks, block=block, classes=size.classes)
-
-    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        variables = {"params": params, "batch_stats": batch["batch_stats"]}
-        logits, updated = model.apply(variables, batch["images"], mutable=["batch_stats"])
-        return cross_entropy(logits, batch["labels"]), updated["batch_stats"]
-
-    def make_arguments(seed: int) -> tuple[Any, Any]:
-        init_key, image_key, label_key = jax.random.split(jax.random.key(seed), 3)
-        images = jax.random.normal(image_key, (batch, size.image, size.image, 3))
-        labels = jax.random.randint(label_key, (batch,), 0, size.classes)
-        # One image is enough to find the parameters' shapes.
-        variables = model.init(init_key, images[:1])
-        return variables["params"], {
-            "images": images,
-            "labels": labels,
-            "batch_stats": variables["batch_stats"],
-        }
-
-    return Network(
+    return image_network(
         name=name,
-        loss_fn=loss_fn,
-        has_aux=True,
-        arguments=shapes_of(make_arguments),
-        make_arguments=make_arguments,
+        model=ResNet(blocks=size.blocks, block=block, classes=size.classes),
+        batch=batch,
+        image=(size.image, size.image, 3),
+        classes=size.classes,
     )

@@ -10,27 +10,65 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.networks import BLOCK_POLICIES, Network, build, gpt, names, resnet
+from benchmarks.networks import (
+    BLOCK_POLICIES,
+    Network,
+    build,
+    default_batch,
+    densenet,
+    gpt,
+    inception,
+    lstm,
+    names,
+    resnet,
+    unet,
+    vit,
+)
 
-# ResNets: torchvision's published counts. GPT: tokens and positions, per layer two norms and the
-# four dense maps of 12 width**2 weights and 9 width biases, and the final norm.
+
+def double_convolution(inputs: int, width: int) -> int:
+    return 9 * inputs * width + 9 * width**2 + 2 * width
+
+
+# ResNets, DenseNet, Inception (27,161,264 less those of the auxiliary classifier) and vision
+# transformer: torchvision's published counts. U-Net: the paper gives none; the two convolutions of
+# each stage, the transposed convolutions between them, and the last layer. LSTM: per layer, four
+# gates that read input and state. GPT: tokens and positions, per layer two norms and the four dense
+# maps of 12 width**2 weights and 9 width biases, and the final norm.
 PARAMETER_COUNTS = {
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,
     "resnet50": 25_557_032,
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
+    "densenet121": 7_978_856,
+    "inception_v3": 23_834_568,
+    "vit_b16": 86_567_656,
+    "unet": double_convolution(1, 64)
+    + sum(double_convolution(width, 2 * width) for width in (64, 128, 256, 512))
+    + sum(double_convolution(2 * width, width) for width in (64, 128, 256, 512))
+    + sum(4 * 2 * width * width + width for width in (64, 128, 256, 512))
+    + (64 + 1) * 2,
+    "lstm": 4 * 1024 * (50 + 1024 + 1) + 3 * (4 * 1024 * (1024 + 1024 + 1)) + (1024 + 1) * 5000,
     "gpt": (32_000 + 1024) * 1024 + 12 * (12 * 1024**2 + 13 * 1024) + 2 * 1024,
 }
 
-SMALL_RESNET = resnet.Size(blocks=(1, 1), block=resnet.BasicBlock, image=16, classes=5)
 SMALL_GPT = gpt.Size(layers=2, width=16, heads=2, vocabulary=11, length=6)
+SMALL: dict[str, tuple[Any, Any]] = {
+    "resnet": (resnet, resnet.Size(blocks=(1, 1), block=resnet.BasicBlock, image=16, classes=5)),
+    "densenet": (densenet, densenet.Size(layers=(2, 2), growth=4, image=16, classes=5)),
+    "inception": (inception, inception.Size(pooled=(4,), inner=(), last=0, image=75, classes=5)),
+    "unet": (unet, unet.Size(widths=(4, 8), image=20, classes=3)),
+    "vit": (vit, vit.Size(layers=2, width=16, heads=2, patch=4, image=8, classes=5)),
+    "lstm": (lstm, lstm.Size(layers=2, width=8, inputs=3, classes=5, steps=4)),
+    "gpt": (gpt, SMALL_GPT),
+}
 
 
 def small(family: str, block_policy: str | None) -> Network:
-    if family == "resnet":
-        return resnet.network("small", SMALL_RESNET, 2, block_policy)
-    return gpt.network("small", SMALL_GPT, 2, block_policy)
+    module, size = SMALL[family]
+    network: Network = module.network("small", size, 2, block_policy)
+    return network
 
 
 def made(network: Network) -> tuple[Any, Any]:
@@ -50,7 +88,9 @@ def test_parameter_count(name: str) -> None:
 
 
 @pytest.mark.parametrize("block_policy", [None, "nothing_saveable"])
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "gpt"])
+@pytest.mark.parametrize(
+    "name", [name for name in names() if name not in ("resnet101", "resnet152")]
+)
 def test_loss_is_a_float32_scalar(name: str, block_policy: str | None) -> None:
     network = build(name, 2, block_policy=block_policy)
     result = jax.eval_shape(network.loss_fn, *network.arguments)
@@ -70,6 +110,45 @@ def test_arguments_are_shapes_and_follow_the_batch() -> None:
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     assert network.arguments[1]["images"].shape == (3, 224, 224, 3)
     assert build("gpt", 3).arguments[1]["tokens"].shape == (3, 1024)
+    assert build("inception_v3", 3).arguments[1]["images"].shape == (3, 299, 299, 3)
+    assert build("lstm", 3).arguments[1]["inputs"].shape == (3, 64, 50)
+
+
+def test_every_network_has_a_batch_of_its_own() -> None:
+    assert {name: default_batch(name) for name in names()} == {
+        "resnet18": 64,
+        "resnet34": 64,
+        "resnet50": 64,
+        "resnet101": 32,
+        "resnet152": 16,
+        "densenet121": 32,
+        "inception_v3": 32,
+        "unet": 8,
+        "vit_b16": 64,
+        "lstm": 64,
+        "gpt": 8,
+    }
+
+
+def test_unet_labels_the_middle_of_an_image_as_in_the_paper() -> None:
+    network = build("unet", 3)
+    assert network.arguments[1]["images"].shape == (3, 572, 572, 1)
+    assert network.arguments[1]["labels"].shape == (3, 388, 388)
+
+
+def test_inception_reaches_the_published_shapes() -> None:
+    # Table 1 of the paper: 35x35, 17x17, 8x8; 2,048 channels before the classifier.
+    text = str(
+        jax.make_jaxpr(build("inception_v3", 1).loss_fn)(*build("inception_v3", 1).arguments)
+    )
+    for shape in ("1,35,35,288", "1,17,17,768", "1,8,8,1280", "1,8,8,2048"):
+        assert f"f32[{shape}]" in text
+
+
+def test_densenet_layers_read_all_features_before_them() -> None:
+    text = str(jax.make_jaxpr(build("densenet121", 1).loss_fn)(*build("densenet121", 1).arguments))
+    for shape in ("1,56,56,256", "1,28,28,512", "1,14,14,1024", "1,7,7,1024"):
+        assert f"f32[{shape}] = concatenate" in text
 
 
 def test_gpt_parameters_are_bfloat16() -> None:
@@ -77,7 +156,19 @@ def test_gpt_parameters_are_bfloat16() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("resnet50", 16), ("resnet18", 8), ("gpt", 12)])
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("resnet50", 16),
+        ("resnet18", 8),
+        ("densenet121", 58),
+        ("inception_v3", 11),
+        ("unet", 9),
+        ("vit_b16", 12),
+        ("lstm", 64),
+        ("gpt", 12),
+    ],
+)
 def test_block_policy_wraps_each_block_once(name: str, blocks: int) -> None:
     network = build(name, 2, block_policy="dots_saveable")
     text = str(jax.make_jaxpr(network.loss_fn)(*network.arguments))
@@ -89,7 +180,7 @@ def test_block_policies_exist(block_policy: str) -> None:
     assert callable(getattr(jax.checkpoint_policies, block_policy))
 
 
-@pytest.mark.parametrize("family", ["resnet", "gpt"])
+@pytest.mark.parametrize("family", sorted(SMALL))
 def test_block_policy_changes_no_result(family: str) -> None:
     def gradients(block_policy: str | None) -> Any:
         network = small(family, block_policy)
@@ -99,12 +190,13 @@ def test_block_policy_changes_no_result(family: str) -> None:
     plain, wrapped = gradients(None), gradients("nothing_saveable")
     assert str(jax.tree.structure(plain)) == str(jax.tree.structure(wrapped))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(wrapped), strict=True):
-        scale = float(jnp.max(jnp.abs(one))) + 1e-6
+        # Where a normalisation follows, a gradient is zero but for rounding.
+        scale = float(jnp.max(jnp.abs(one))) + 1e-3
         precision = 2e-2 if one.dtype == jnp.bfloat16 else 1e-4
         assert float(jnp.max(jnp.abs(one - other))) <= precision * scale
 
 
-@pytest.mark.parametrize("family", ["resnet", "gpt"])
+@pytest.mark.parametrize("family", sorted(SMALL))
 def test_made_arguments_have_the_promised_shapes(family: str) -> None:
     network = small(family, None)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made(network))
@@ -139,6 +231,8 @@ def test_unknown_network() -> None:
     message = r"unknown network 'resnet51': give one of resnet18, .*gpt$"
     with pytest.raises(ValueError, match=message):
         build("resnet51", 2)
+    with pytest.raises(ValueError, match=message):
+        default_batch("resnet51")
 
 
 @pytest.mark.parametrize("block_policy", ["dots", "save_only_these_names"])
