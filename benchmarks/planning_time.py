@@ -1,79 +1,156 @@
-"""How long planning takes, part by part, and how that grows with the program.
+"""How long planning takes, part by part: how that grows, and beside the time to compile.
 
-    python -m benchmarks.planning_time --json
+    python -m benchmarks.planning_time --compile --json
 
-prints one JSON object a line for each network.
+prints one JSON object a line for each network. Without ``--compile`` nothing is compiled. Very deep
+ResNets, that show the growth, are only traced and planned.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 
+import remat_opt
 from benchmarks import networks
-from remat_opt import tracing
+from benchmarks.networks import resnet
+from benchmarks.networks.record import Network
+from remat_opt import measurement, planning, tracing
 from remat_opt.device import get_device
 from remat_opt.linearization import linearize
 from remat_opt.materialization import materialize
-from remat_opt.solvers import portfolio
+from remat_opt.plan import Objective
 
-#: (network, batch)
-CASES = (("resnet50", 64), ("resnet101", 32), ("resnet152", 16), ("gpt", 8))
+#: What is planned and compiled, from small to large.
+NETWORKS = (
+    "lstm",
+    "unet",
+    "gpt",
+    "vit_b16",
+    "inception_v3",
+    "resnet50",
+    "densenet121",
+    "resnet101",
+    "resnet152",
+)
+#: Bottleneck ResNets that are planned only: name, and blocks of each stage.
+DEEP = {"resnet374": (3, 8, 110, 3), "resnet1001": (3, 8, 319, 3)}
+_DEEP_BATCH = 4
 
 
-def timed(network: str, batch: int, device: str) -> dict[str, Any]:
+def timed(network: Network, batch: int, device: str) -> dict[str, Any]:
     """Plans one network from scratch, and says where the time went, in seconds."""
-    built = networks.build(network, batch)
+    target, objective = get_device(device), Objective()
     marks = [time.perf_counter()]
     program = tracing.trace(
-        built.loss_fn, *built.arguments, signature=tracing.Signature(has_aux=built.has_aux)
+        network.loss_fn, *network.arguments, signature=tracing.Signature(has_aux=network.has_aux)
     )
     marks.append(time.perf_counter())
+    start_cpu = time.process_time()
+    problem = planning.problem(program, target)
+    plan = planning.describe(problem, program, planning.solve(problem, objective), objective)
+    plan_cpu = time.process_time() - start_cpu
+    marks.append(time.perf_counter())
+    # Once more, for the parts.
     linearization = linearize(program)
     marks.append(time.perf_counter())
-    materialization = materialize(program, linearization, get_device(device))
+    materialization = materialize(program, linearization, target)
     marks.append(time.perf_counter())
-    candidates = portfolio.frontier(materialization.graph)
-    marks.append(time.perf_counter())
-    trace, linear, graph, solve = (b - a for a, b in itertools.pairwise(marks))
+    trace, whole, linear, graph = (b - a for a, b in itertools.pairwise(marks))
     return {
-        "network": network,
+        "network": network.name,
         "batch": batch,
         "device": device,
-        "jax": jax.__version__,
         "equations": len(program.equations),
         "vertices": len(materialization.graph),
-        "candidates": len(candidates),
+        "candidates": len(problem.candidates),
+        "regions": len(plan.stages),
         "trace_seconds": round(trace, 3),
         "linearize_seconds": round(linear, 3),
         "graph_seconds": round(graph, 3),
-        "solve_seconds": round(solve, 3),
-        "plan_seconds": round(linear + graph + solve, 3),
+        "plan_seconds": round(whole, 3),
+        "plan_cpu_seconds": round(plan_cpu, 3),
     }
+
+
+def compiled(network: Network, device: str) -> dict[str, Any]:
+    """Compiles the plain gradient, and says how long that took, in seconds."""
+    gradient = jax.grad(network.loss_fn, has_aux=network.has_aux)
+    start = time.perf_counter()
+    jax.jit(gradient).trace(*network.arguments)
+    trace = time.perf_counter() - start
+    found = measurement.measure(gradient, *network.arguments, device=device)
+    # The measurement traces once more.
+    return {"compile_seconds": round(found.compile_seconds - trace, 3)}
+
+
+def cases(only: Sequence[str]) -> list[tuple[str, int, Callable[[], Network]]]:
+    """Name, batch and maker of each network."""
+    found: list[tuple[str, int, Callable[[], Network]]] = []
+    for name in NETWORKS:
+        batch = networks.default_batch(name)
+        found.append((name, batch, lambda name=name, batch=batch: networks.build(name, batch)))
+    for name, blocks in DEEP.items():
+        size = resnet.Size(blocks=blocks, block=resnet.BottleneckBlock)
+        found.append(
+            (
+                name,
+                _DEEP_BATCH,
+                lambda name=name, size=size: resnet.network(name, size, _DEEP_BATCH, None),
+            )
+        )
+    return [case for case in found if not only or case[0] in only]
+
+
+def _made_by(device: str) -> dict[str, str]:
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": sys.version.split()[0],
+        "jax": jax.__version__,
+        "remat_opt": remat_opt.__version__,
+    }
+    package = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}.get(get_device(device).platform)
+    if package is not None:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning_time", description=__doc__)
     parser.add_argument("--device", default="h200")
+    parser.add_argument("--compile", action="store_true", help="compile the plain gradient too")
+    parser.add_argument("--only", nargs="+", default=(), choices=[*NETWORKS, *DEEP])
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
     # JAX sets itself up once; that is not planning.
     jax.make_jaxpr(lambda x: jax.vjp(lambda y: y * y, x))(1.0)
-    for network, batch in CASES:
+    for name, batch, build in cases(options.only):
+        network = build()
         row = timed(network, batch, options.device)
+        if options.compile and name not in DEEP:
+            row |= compiled(network, options.device)
+            row["plan_share"] = round(row["plan_seconds"] / row["compile_seconds"], 4)
         if options.json:
-            print(json.dumps(row), flush=True)
+            print(json.dumps(row | _made_by(options.device)), flush=True)
         else:
+            share = f", {row['plan_share']:.1%} of compiling" if "plan_share" in row else ""
             print(
-                f"{row['network']:<10} {row['equations']:>6} equations"
-                f" {row['vertices']:>5} vertices {row['plan_seconds']:>7.2f} s planning,"
+                f"{row['network']:<12} {row['equations']:>6} equations"
+                f" {row['vertices']:>5} vertices {row['plan_seconds']:>7.2f} s planning"
+                f" ({row['plan_cpu_seconds']:.2f} s of processor){share};"
                 f" {row['trace_seconds']:.2f} s tracing",
                 flush=True,
             )

@@ -17,7 +17,7 @@ from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import evaluate, simulate
 from remat_opt.solvers import joint_chain
 from remat_opt.solvers.joint_chain import schedules
-from tests.graphs import INSTANCES, chain_edges, graphs, kept_sets
+from tests.graphs import INSTANCES, chain_edges, graphs, kept_sets, network
 from tests.hash_order import printed_with_two_seeds
 from tests.solvers.joint_oracle import Model, all_ways, least_cost
 
@@ -414,3 +414,13 @@ def test_order_of_hashes_decides_nothing() -> None:
     printed = printed_with_two_seeds(PRINT_SCHEDULES)
     assert printed[0].count("Schedule(") > 50
     assert printed[0] == printed[1]
+
+
+def test_schedules_can_be_thinned_evenly() -> None:
+    graph = network(8)
+    everything = schedules(graph, [tuple(range(0, len(graph), 3))])
+    assert len(everything) > 5
+    few = schedules(graph, [tuple(range(0, len(graph), 3))], most=5)
+    assert len(few) <= 5
+    assert few[0] == everything[0]
+    assert set(few) <= set(everything)
