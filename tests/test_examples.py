@@ -47,6 +47,15 @@ def test_shows_the_plan(printed):
 
 
 @pytest.mark.slow
+def test_is_within_the_budget_as_compiled(printed):
+    compiled, budget = figures(printed, "Compiled temporaries")
+    _, trained = figures(printed, "temporary memory")
+    assert compiled <= budget
+    assert compiled == trained
+    assert "Chosen by compiling, for a budget of " in printed
+
+
+@pytest.mark.slow
 def test_compares_with_every_policy_of_jax(printed):
     compared = [line.split("  ")[0] for line in printed.splitlines()]
     for label in ("plain", *comparison.default_policies(), "least memory"):
