@@ -82,7 +82,7 @@ class Solver(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Portfolio(Solver):
-    """The default: minimum cuts and chains of regions."""
+    """The default: minimum cuts, chains of regions, and local improvement."""
 
     name: ClassVar[str] = "portfolio"
 
@@ -443,6 +443,14 @@ _TABLE = (
         guarantee="exact in its model of memory, but for slots; part of portfolio",
         complexity="O(p^2 f s + q^3 s), positions p and q, fates f, slots s",
         paper="this project",
+    ),
+    Row(
+        name="local_search",
+        plans_programs=False,
+        takes="any graph with schedules to start from",
+        guarantee="none; on small graphs often the best of all; part of portfolio",
+        complexity="a fixed number of chains judged, O(n + e) each",
+        paper="Paquete et al. 2004, for another problem",
     ),
     Row(
         name="staged_program",

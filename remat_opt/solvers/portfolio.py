@@ -8,14 +8,14 @@ Method. The kept sets on the convex hull of (kept bytes, cost of recomputation) 
 may be right. ``joint_chain`` takes a dozen kept sets and gives every region a fate of its own,
 nested ones included; it reaches deepest. ``region_chain`` takes one kept set for the whole program:
 all of the hull, with mixtures between neighbours that lie far apart, and for each the chain of
-least peak, and chains for larger bounds, whose free last region is larger. ``simulator`` judges
-all of them.
+least peak, and chains for larger bounds, whose free last region is larger. ``local_search`` then
+improves on what both have found. ``simulator`` judges all of them.
 
 The candidates do not depend on the budget. So a larger budget never gives a larger
 overhead, and the plans for many budgets cost one sweep.
 
-Complexity: (cuts + mixtures) * (bounds + 1) chains and replays, and one joint search; all counts
-are fixed.
+Complexity: (cuts + mixtures) * (bounds + 1) chains and replays, one joint search and one local one;
+all counts are fixed.
 
 Guarantee: none of optimality; every figure is the referee's. Deterministic.
 """
@@ -29,7 +29,7 @@ from typing import TypeVar
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import evaluate
-from remat_opt.solvers import joint_chain, min_cut, region_chain
+from remat_opt.solvers import joint_chain, local_search, min_cut, region_chain
 from remat_opt.solvers.base import Candidate, judge
 
 _T = TypeVar("_T")
@@ -73,6 +73,7 @@ def schedules(graph: Graph) -> list[Schedule]:
     found = [unchanged]
     found += joint_chain.schedules(graph, _spread(hull), most=_affordable(graph, _JOINT_WORK))
     found += _one_kept_set_each(graph, hull, peak_bytes)
+    found += local_search.improved(graph, found)
     return list(dict.fromkeys(found))
 
 

@@ -20,7 +20,15 @@ FIT = [row.name for row in solvers.available() if row.plans_programs]
 #: Files that are not solvers, but what several of them share, or put together.
 NOT_SOLVERS = {
     *("__init__", "base", "catalogue"),
-    *("division_tree", "lifetimes", "link_figures", "lower_sets", "mirror", "trunk"),
+    *(
+        "chain_figures",
+        "division_tree",
+        "lifetimes",
+        "link_figures",
+        "lower_sets",
+        "mirror",
+        "trunk",
+    ),
 }
 #: Records that share a file.
 FILE_OF = {

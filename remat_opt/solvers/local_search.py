@@ -1,0 +1,297 @@
+"""Local improvement: many small changes to the best schedules at hand, under the referee's rules.
+
+Problem. Schedules come from models of memory that leave something out. Find better ones near them,
+for all budgets at once.
+
+Method. A set of chains of regions is held, of which none is beaten by another in both memory and
+recomputation. In each round the moves of those not yet explored are judged together by
+``chain_figures``, and the best of all stay. A move
+
+  keeps a value, drops one, or one in place of the other, at either level of nesting;
+  makes, removes or shifts a boundary, at either level;
+  makes a stretch one region, flat or with up to two boundaries inside, that keeps what crosses its
+  ends, or a region without a checkpoint.
+
+Memory is measured in two ways, and what no other beats by either measure stays: by the peak, and
+by a norm of the bytes alive over all steps. Where several steps share the peak, a move lowers one
+of them at a time: the peak tells nothing, the norm does. Small graphs try all moves. Of large ones
+each chain tries a few: values that cost the most to run again are kept, those alive at the peak
+that cost the least for their bytes are dropped, and the region whose turn it is at the peak is
+cut, widened and narrowed.
+
+Why not a ready-made tool: the moves and their judge are those of this problem.
+
+Complexity: a fixed number of chains is judged, ``EVALUATIONS`` for small graphs and ``WORK``
+vertices of chains for large ones; O(n + e) each for n vertices and e edges.
+
+Guarantee: none of what is given is beaten by what was found before; on small graphs often the best
+of all, see ``benchmarks.optimality_gap``. Deterministic; it ends at a counted step.
+
+Left out: what ``chain_figures`` leaves out: such schedules are passed over.
+
+Reference: Paquete, Chiarandini, Stützle, *Pareto local optimum sets in the biobjective traveling
+salesman problem* (2004).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Schedule
+from remat_opt.solvers.chain_figures import (
+    LEVELS,
+    ChainFigures,
+    Chains,
+    Figures,
+    chains_of,
+    joined,
+    schedule_of,
+)
+
+#: Graphs of at most so many vertices try all moves.
+SMALL = 12
+#: Chains to be judged for a small graph, and for a large one times its vertices.
+EVALUATIONS = 40_000
+WORK = 500_000
+#: A round explores no more chains than leave moves for so many rounds.
+ROUNDS = 4
+#: Pairs of flags that change together are at most so many vertices apart.
+_APART = 2
+#: Of a large graph: values kept and dropped, and boundaries, that each chain tries.
+_VALUES, _BOUNDARIES = 5, 6
+
+
+def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
+    """Schedules that no given one beats in both memory and recomputation, by ascending peak.
+
+    Args:
+      graph: what to plan; its ``seconds`` are what recomputation costs.
+      schedules: where to start; the better, the better.
+    """
+    known = ChainFigures(graph)
+    count = len(graph)
+    small = count <= SMALL
+    left = EVALUATIONS if small else WORK // count
+    given = known.settled(chains_of(graph, schedules))
+    if not len(given) or not left:
+        return []
+    moves = _AllMoves(known) if small else _FewMoves(known)
+    most_a_round = max(1, left // (moves.most * ROUNDS))
+    before = set(given.keys())
+    pool = _Pool(known)
+    pool.add(given)
+    while left > 0:
+        chosen = pool.unexplored(most_a_round)
+        if not chosen:
+            break
+        left -= pool.add(moves.from_each(pool.chains[chosen], pool.figures[chosen]), left)
+    new = [number for number in pool.front() if pool.keys[number] not in before]
+    return [schedule_of(graph, pool.chains, number) for number in new]
+
+
+class _Pool:
+    """The chains that no other beats, with their figures.
+
+    Attributes:
+      chains: one after the other.
+      figures: theirs.
+      keys: what tells them apart.
+    """
+
+    def __init__(self, known: ChainFigures) -> None:
+        self._known = known
+        self._seen: set[bytes] = set()
+        self._explored: set[bytes] = set()
+        self.chains: Chains
+        self.figures: Figures
+        self.keys: list[bytes] = []
+
+    def add(self, chains: Chains, most: int | None = None) -> int:
+        """Judges those that are new, at most so many; says how many."""
+        keys = chains.keys()
+        fresh: dict[bytes, int] = {}
+        for number, key in enumerate(keys):
+            if key not in self._seen:
+                fresh.setdefault(key, number)
+        chosen = dict(itertools.islice(fresh.items(), most))
+        self._seen.update(chosen)
+        if not chosen:
+            return 0
+        chains = chains[list(chosen.values())]
+        figures = self._known.figures(chains)
+        if self.keys:
+            chains = joined([self.chains, chains])
+            figures = self.figures.joined(figures)
+        keys = [*self.keys, *chosen]
+        kept = sorted(
+            {
+                *_unbeaten(figures.peak_bytes, figures.seconds),
+                *_unbeaten(figures.strain_bytes, figures.seconds),
+            }
+        )
+        self.chains, self.figures = chains[kept], figures[kept]
+        self.keys = [keys[number] for number in kept]
+        return len(chosen)
+
+    def unexplored(self, most: int) -> list[int]:
+        """At most so many of those not given before, evenly over their peaks."""
+        found = [n for n, key in enumerate(self.keys) if key not in self._explored]
+        found.sort(key=lambda n: (self.figures.peak_bytes[n], self.figures.seconds[n]))
+        if len(found) > most:
+            found = [found[(2 * n + 1) * len(found) // (2 * most)] for n in range(most)]
+        self._explored.update(self.keys[number] for number in found)
+        return found
+
+    def front(self) -> list[int]:
+        """Those that no other beats in both peak and overhead, by ascending peak."""
+        return _unbeaten(self.figures.peak_bytes, self.figures.seconds)
+
+
+def _unbeaten(memory: np.ndarray, seconds: np.ndarray) -> list[int]:
+    order = np.lexsort((np.arange(len(memory)), seconds, memory))
+    best = np.minimum.accumulate(seconds[order])
+    # Sums of seconds in another order differ in the last digits.
+    falls = np.concatenate(([True], best[1:] < best[:-1] * (1 - 1e-12)))
+    return [int(number) for number in order[falls]]
+
+
+class _AllMoves:
+    """All moves of a small graph, as flags to turn over and flags to set.
+
+    Attributes:
+      most: how many there are.
+    """
+
+    def __init__(self, known: ChainFigures) -> None:
+        self._known = known
+        self._shape = (2 * LEVELS, len(known.graph))
+        size = self._shape[0] * self._shape[1]
+        turned = list(self._turned())
+        self._flips = np.zeros((size, len(turned)), dtype=bool)
+        for move, flags in enumerate(turned):
+            self._flips[list(flags), move] = True
+        masks, values = zip(*self._stretches(), strict=True)
+        self._masks = np.stack([one.ravel() for one in masks], axis=1)
+        self._values = np.stack([one.ravel() for one in values], axis=1)
+        self.most = len(turned) + len(masks)
+
+    def _turned(self) -> Iterator[tuple[int, ...]]:
+        """One flag, or two that are near one another; flags are starts, then drops, by level."""
+        rows, count = self._shape
+        flags = [(row, v) for row in range(rows) for v in range(count) if v or row >= LEVELS]
+        for row, v in flags:
+            yield (row * count + v,)
+        for (row, v), (other, w) in itertools.combinations(flags, 2):
+            if abs(v - w) <= _APART:
+                yield row * count + v, other * count + w
+
+    def _stretches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The flags that a stretch of vertices sets, and what to."""
+        count = self._shape[1]
+        for first, stop in itertools.combinations(range(count + 1), 2):
+            mask = np.zeros(self._shape, dtype=bool)
+            mask[LEVELS:, first:stop] = True
+            yield mask.copy(), np.zeros_like(mask)
+            mask[:LEVELS, first : stop + 1] = True
+            for number in range(3):
+                for inner in itertools.combinations(range(first + 1, stop), number):
+                    yield mask, self._region(first, stop, inner)
+
+    def _region(self, first: int, stop: int, inner: Sequence[int]) -> np.ndarray:
+        found = np.zeros(self._shape, dtype=bool)
+        last_read = self._known.last_read
+        found[:LEVELS, first] = True
+        found[:LEVELS, stop : stop + 1] = True
+        found[LEVELS, first:stop] = last_read[first:stop] < stop
+        # The last of those inside runs backward at once, and needs no checkpoint.
+        for start, end in itertools.pairwise([first, *inner]):
+            found[1, end] = True
+            found[LEVELS + 1, start:end] = last_read[start:end] < end
+        return found
+
+    def from_each(self, chains: Chains, figures: Figures) -> Chains:
+        """All moves from each chain, settled."""
+        flags = np.concatenate([*chains.starts, *chains.drops])
+        moved = []
+        for column in np.split(flags, flags.shape[1], axis=1):
+            moved += [column ^ self._flips, np.where(self._masks, self._values, column)]
+        table = np.concatenate(moved, axis=1).reshape(*self._shape, -1)
+        return self._known.settled(Chains(starts=table[:LEVELS], drops=table[LEVELS:]))
+
+
+class _FewMoves:
+    """The moves of a large graph that look best.
+
+    Attributes:
+      most: how many there are for a chain.
+    """
+
+    def __init__(self, known: ChainFigures) -> None:
+        self._known = known
+        graph = known.graph
+        self._seconds = np.asarray(graph.seconds)
+        self._freed = np.asarray(graph.bytes) / (
+            self._seconds + 1e-9 * graph.forward_seconds + 1e-30
+        )
+        self.most = 2 * _VALUES + _VALUES * _VALUES + _BOUNDARIES + 2
+
+    def from_each(self, chains: Chains, figures: Figures) -> Chains:
+        """The moves from each chain, settled."""
+        parts = [
+            self._from_one(chains.starts[:, :, n], chains.drops[:, :, n], figures[[n]])
+            for n in range(len(chains))
+        ]
+        return self._known.settled(joined(parts))
+
+    def _from_one(self, starts: np.ndarray, drops: np.ndarray, figures: Figures) -> Chains:
+        again, held = figures.again[:, 0], figures.held[:, 0]
+        kept = _largest(self._seconds, again)
+        free = held & ~drops[0] & self._known.droppable
+        dropped = _largest(self._freed, free)
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+
+        def change(keep: Sequence[int] = (), drop: Sequence[int] = ()) -> None:
+            after = drops.copy()
+            after[:, list(keep)] = False
+            after[0, list(drop)] = True
+            found.append((starts, after))
+
+        for v in kept:
+            change(keep=(v,))
+        for v in dropped:
+            change(drop=(v,))
+        for v, w in itertools.product(kept, dropped):
+            change(keep=(v,), drop=(w,))
+        found += [(cut, drops) for cut in self._cut(starts, int(figures.turn[0]))]
+        return Chains(
+            starts=np.stack([one for one, _ in found], axis=2),
+            drops=np.stack([one for _, one in found], axis=2),
+        )
+
+    def _cut(self, starts: np.ndarray, turn: int) -> Iterator[np.ndarray]:
+        """The boundaries of the region around a vertex changed."""
+        count = starts.shape[1]
+        edges = [0, *(np.flatnonzero(starts[0, 1:]) + 1).tolist(), count]
+        stop = next(edge for edge in edges if edge > turn)
+        first = max(edge for edge in edges if edge <= turn)
+        places = range(first + 1, stop)
+        step = max(1, len(places) // _BOUNDARIES)
+        for place in places[step // 2 :: step]:
+            after = starts.copy()
+            after[:, place] = True
+            yield after
+        for edge in (first, stop):
+            if 0 < edge < count:
+                after = starts.copy()
+                after[0, edge] = False
+                yield after
+
+
+def _largest(by: np.ndarray, among: np.ndarray) -> list[int]:
+    """The vertices of a mask with the largest figures."""
+    chosen = np.flatnonzero(among & (by > 0))
+    return [int(v) for v in chosen[np.argsort(-by[chosen], kind="stable")][:_VALUES]]

@@ -1,0 +1,120 @@
+"""Many chains of regions at once, against the referee's replay of each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.simulator import evaluate, simulate
+from remat_opt.solvers.chain_figures import (
+    LEVELS,
+    ChainFigures,
+    Chains,
+    chains_of,
+    joined,
+    schedule_of,
+)
+from tests.graphs import chain_edges, graphs, nested_graphs
+
+MANY = 12
+
+
+def drawn_chains(graph: Graph, seed: int) -> Chains:
+    draw = np.random.default_rng(seed)
+    shape = (LEVELS, len(graph), MANY)
+    return Chains(starts=draw.random(shape) < 0.3, drops=draw.random(shape) < draw.random(MANY))
+
+
+def check_figures(graph: Graph, seed: int) -> None:
+    known = ChainFigures(graph)
+    chains = known.settled(drawn_chains(graph, seed))
+    figures = known.figures(chains)
+    for number in range(MANY):
+        schedule = schedule_of(graph, chains, number)
+        schedule.check(graph)
+        told = simulate(graph, schedule)
+        assert figures.peak_bytes[number] == told.peak_bytes
+        assert figures.seconds[number] == told.overhead_seconds
+        assert set(np.flatnonzero(figures.again[:, number])) == set(told.recomputed)
+        alive = {live.vertex for live in told.alive if live.role == "kept"}
+        if told.stored and told.moments[told.peak].phase != "forward":
+            held = {v for v in np.flatnonzero(figures.held[:, number]) if graph.bytes[v]}
+            assert held == alive
+        assert figures.peak_bytes[number] <= figures.strain_bytes[number] + 1e-9
+        again = known.settled(chains_of(graph, [schedule]))
+        assert known.figures(again).peak_bytes[0] == told.peak_bytes
+
+
+@hypothesis.given(graphs(), st.integers(0, 10**6))
+@hypothesis.settings(max_examples=60)
+def test_figures_are_the_referees(graph: Graph, seed: int) -> None:
+    check_figures(graph, seed)
+
+
+@pytest.mark.slow
+@hypothesis.given(graphs(max_vertices=16), st.integers(0, 10**6))
+@hypothesis.settings(max_examples=600)
+def test_figures_are_the_referees_on_many_graphs(graph: Graph, seed: int) -> None:
+    check_figures(graph, seed)
+
+
+@hypothesis.given(nested_graphs())
+@hypothesis.settings(max_examples=150)
+def test_schedules_keep_their_figures_unless_they_are_passed_over(drawn) -> None:
+    graph, schedule = drawn
+    graph = dataclasses.replace(graph, internal_bytes=(0,) * len(graph))
+    known = ChainFigures(graph)
+    found = known.figures(known.settled(chains_of(graph, [schedule])))
+    if len(found.peak_bytes):
+        expected = evaluate(graph, schedule)
+        # What is useless to drop is kept, which takes no memory and saves running it again.
+        assert found.peak_bytes[0] <= expected.peak_bytes
+        assert found.seconds[0] <= expected.overhead_seconds
+
+
+def test_what_is_passed_over() -> None:
+    graph = Graph.from_edges([4] * 3, [(0, 2), (1, 2)])
+    swapped = Schedule(regions=(Region(vertices=(1,)), Region(vertices=(0, 2))))
+    inner = Region(vertices=(0, 1), inside=(Region(vertices=(0,)), Region(vertices=(1,))))
+    deep = Schedule(
+        regions=(
+            Region(vertices=(0, 1), inside=(inner,)),
+            Region(vertices=(2,), checkpointed=False),
+        )
+    )
+    assert len(chains_of(graph, [swapped, deep])) == 0
+    assert len(chains_of(graph, [swapped, plain(graph), deep])) == 1
+
+
+def test_settled_chains_put_nothing_with_side_effects_under_a_checkpoint() -> None:
+    graph = dataclasses.replace(
+        Graph.from_edges([4] * 4, chain_edges(4)), pinned=(False, True, False, False)
+    )
+    chains = Chains(
+        starts=np.zeros((LEVELS, 4, 2), dtype=bool), drops=np.ones((LEVELS, 4, 2), dtype=bool)
+    )
+    chains.starts[0, 2, 1] = True
+    settled = ChainFigures(graph).settled(chains)
+    assert schedule_of(graph, settled, 0) == plain(graph)
+    assert [one.checkpointed for one in schedule_of(graph, settled, 1).regions] == [False, True]
+
+
+def test_joined_and_keys() -> None:
+    graph = Graph.from_edges([4] * 4, chain_edges(4))
+    known = ChainFigures(graph)
+    one = known.settled(drawn_chains(graph, 1))
+    two = known.settled(drawn_chains(graph, 2))
+    both = joined([one, two])
+    assert len(both) == 2 * MANY
+    assert both.keys() == [*one.keys(), *two.keys()]
+    assert both[[MANY]].keys() == two[[0]].keys()
+    assert known.figures(both).peak_bytes.tolist() == [
+        *known.figures(one).peak_bytes,
+        *known.figures(two).peak_bytes,
+    ]

@@ -1,0 +1,119 @@
+"""Local improvement: legal, never worse, deterministic, and how near the best it comes."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis
+import pytest
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.solvers import integer_program, local_search
+from remat_opt.solvers.base import Overhead, Solution, fastest_within, judge, pareto
+from tests.graphs import INSTANCES, chain_edges, graphs, layered, network
+from tests.hash_order import printed_with_two_seeds
+
+
+def starts(graph: Graph) -> list[Schedule]:
+    """The unchanged function, and every vertex a region."""
+    regions = tuple(
+        Region(vertices=(v,), checkpointed=not graph.pinned[v]) for v in range(len(graph))
+    )
+    return [plain(graph), Schedule(regions=regions)]
+
+
+def check_improved(graph: Graph) -> None:
+    given = [judge(graph, one) for one in starts(graph)]
+    found = [judge(graph, one) for one in local_search.improved(graph, starts(graph))]
+    for one in found:
+        one.schedule.check(graph)
+        assert all(
+            one.peak_bytes < other.peak_bytes or one.overhead_seconds < other.overhead_seconds
+            for other in given
+        )
+    assert pareto(found, Overhead.SECONDS) == found
+
+
+@hypothesis.given(graphs(max_vertices=7))
+@hypothesis.settings(max_examples=30)
+def test_what_is_found_is_legal_and_new(graph: Graph) -> None:
+    check_improved(graph)
+
+
+@pytest.mark.slow
+@hypothesis.given(graphs(max_vertices=16))
+@hypothesis.settings(max_examples=200)
+def test_what_is_found_is_legal_and_new_on_many_graphs(graph: Graph) -> None:
+    check_improved(graph)
+
+
+@pytest.mark.parametrize("graph", [INSTANCES["one"], INSTANCES["chain_5"], network(6)])
+def test_second_call_finds_the_same(graph: Graph) -> None:
+    found = local_search.improved(graph, starts(graph))
+    assert local_search.improved(graph, starts(graph)) == found
+
+
+PRINT_SCHEDULES = """
+from remat_opt.schedule import plain
+from remat_opt.solvers import local_search
+from tests.graphs import network, sampled
+
+for graph in (network(6), *(sampled(seed, max_vertices=8) for seed in range(6))):
+    for schedule in local_search.improved(graph, [plain(graph)]):
+        print(schedule)
+"""
+
+
+def test_order_of_hashes_decides_nothing() -> None:
+    printed = printed_with_two_seeds(PRINT_SCHEDULES)
+    assert printed[0].count("Schedule(") > 10
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("family", ["chain", "residual", "dense", "inception"])
+def test_small_graphs_from_nothing_to_the_best(family: str) -> None:
+    graph = layered(family, 7)
+    found = [judge(graph, one) for one in local_search.improved(graph, [plain(graph)])]
+    least = integer_program.least_peak(graph)
+    assert isinstance(least, Solution)
+    assert found[0].peak_bytes == least.figures.peak_bytes
+    for one in found:
+        best = integer_program.least_overhead(graph, one.peak_bytes)
+        assert isinstance(best, Solution)
+        assert one.overhead_seconds == best.objective
+
+
+def test_larger_graphs_are_improved_by_a_bounded_number_of_chains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = network(8)
+    edges = [0, 9, 18, len(graph)]
+    regions = [Region(vertices=tuple(range(a, b))) for a, b in itertools.pairwise(edges)]
+    given = [plain(graph), Schedule(regions=tuple(regions))]
+    judged = 0
+    figures = local_search.ChainFigures.figures
+
+    def counted(self, chains):
+        nonlocal judged
+        judged += len(chains)
+        return figures(self, chains)
+
+    monkeypatch.setattr(local_search.ChainFigures, "figures", counted)
+    monkeypatch.setattr(local_search, "WORK", 300 * len(graph))
+    found = [judge(graph, one) for one in local_search.improved(graph, given)]
+    assert 0 < judged <= len(given) + 300
+    before = judge(graph, given[1])
+    assert found[0].peak_bytes < before.peak_bytes
+    within = fastest_within(found, before.peak_bytes, Overhead.SECONDS)
+    assert within is not None
+    assert within.overhead_seconds < before.overhead_seconds
+    monkeypatch.setattr(local_search, "WORK", 0)
+    assert local_search.improved(graph, given) == []
+
+
+def test_schedules_that_cannot_be_written_as_chains_are_passed_over() -> None:
+    graph = Graph.from_edges([4] * 3, [(0, 2), (1, 2)])
+    swapped = Schedule(regions=(Region(vertices=(1,)), Region(vertices=(0, 2), checkpointed=False)))
+    assert local_search.improved(graph, [swapped]) == []
+    assert local_search.improved(Graph.from_edges([4] * 3, chain_edges(3)), []) == []
