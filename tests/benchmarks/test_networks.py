@@ -63,6 +63,11 @@ SMALL: dict[str, tuple[Any, Any]] = {
     "lstm": (lstm, lstm.Size(layers=2, width=8, inputs=3, classes=5, steps=4)),
     "gpt": (gpt, SMALL_GPT),
 }
+# Those with large compilations even when small are slow.
+FAMILIES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("inception", "unet") else name
+    for name in sorted(SMALL)
+]
 
 
 def small(family: str, block_policy: str | None) -> Network:
@@ -180,7 +185,7 @@ def test_block_policies_exist(block_policy: str) -> None:
     assert callable(getattr(jax.checkpoint_policies, block_policy))
 
 
-@pytest.mark.parametrize("family", sorted(SMALL))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_block_policy_changes_no_result(family: str) -> None:
     def gradients(block_policy: str | None) -> Any:
         network = small(family, block_policy)
@@ -196,7 +201,7 @@ def test_block_policy_changes_no_result(family: str) -> None:
         assert float(jnp.max(jnp.abs(one - other))) <= precision * scale
 
 
-@pytest.mark.parametrize("family", sorted(SMALL))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_made_arguments_have_the_promised_shapes(family: str) -> None:
     network = small(family, None)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made(network))
