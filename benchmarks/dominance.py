@@ -1,0 +1,315 @@
+"""For every default of JAX on every network: a plan of ours that is better, or that there is none.
+
+    python -m benchmarks.dominance --device h200 --json --network densenet121
+
+prints one JSON object a line, each compiled for the device: the plain gradient, the default
+policies round the whole function and round every block, and our plans; then one summary. Without
+``--network``, all networks of the benchmark, one after the other.
+
+A plan *dominates* a default if it needs no more memory, recomputes no more FLOPs, and is better by
+at least 5 % in one of the two. Memory is the compiler's temporary bytes. Recomputed FLOPs are those
+of the gradient beyond the plain one's, and 5 % are of what the default itself recomputes, where
+that saves at least a thousandth of a forward pass; below that, and where a default recomputes
+nothing, a plan has to be better in memory.
+
+For each default our plans are chosen by compiling (``remat_opt.verification``): the least
+recomputation within the bytes that the default compiles to, and the least memory for the FLOPs that
+it recomputes; besides, the least memory for at most one forward pass. Every plan that was
+compiled on the way is a row, and may dominate any default. No plan is compiled twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import remat_opt
+from benchmarks import networks
+from benchmarks.compiled import Subject, prediction, subject, table_line
+from remat_opt import measurement, planning, tracing, verification
+from remat_opt.api import objective_of
+from remat_opt.measurement import Measurement
+from remat_opt.plan import Objective, Plan
+from remat_opt.schedule import Stage
+from remat_opt.solvers.base import Overhead
+from remat_opt.units import format_bytes, format_share
+
+#: The networks of the benchmark, the quickest to compile first.
+NETWORKS = (
+    "lstm",
+    "vit_b16",
+    "unet",
+    "gpt",
+    "resnet50",
+    "densenet121",
+    "inception_v3",
+    "resnet152",
+)
+#: The defaults: each is taken round the whole function and round every block.
+POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+#: How much better a dominating plan is at least, as a share of the default's figure.
+LEAST_GAIN = 0.05
+#: The least saving in recomputation that counts, as a share of a forward pass.
+LEAST_FLOPS_SHARE = 0.001
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """By how much a plan is better than a default that it dominates.
+
+    Attributes:
+      memory_share: memory saved, as a share of the default's.
+      flops_share: recomputed FLOPs saved, as a share of the default's; 0 where it recomputes none.
+    """
+
+    memory_share: float
+    flops_share: float
+
+
+def gain(ours: dict[str, Any], default: dict[str, Any], forward_flops: int) -> Gain | None:
+    """How one row dominates another, or None if it does not.
+
+    Args:
+      ours: a row with ``temporary_bytes`` and ``recomputed_flops``.
+      default: likewise.
+      forward_flops: FLOPs of a forward pass.
+    """
+    saved_bytes = default["temporary_bytes"] - ours["temporary_bytes"]
+    saved_flops = default["recomputed_flops"] - ours["recomputed_flops"]
+    if saved_bytes < 0 or saved_flops < 0:
+        return None
+    found = Gain(
+        memory_share=saved_bytes / max(1, default["temporary_bytes"]),
+        flops_share=saved_flops / max(1, default["recomputed_flops"]),
+    )
+    in_flops = found.flops_share >= LEAST_GAIN and saved_flops >= LEAST_FLOPS_SHARE * forward_flops
+    return found if found.memory_share >= LEAST_GAIN or in_flops else None
+
+
+def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any]:
+    """What the rows of one network show.
+
+    Args:
+      rows: of one network on one device.
+      forward_flops: FLOPs of a forward pass.
+
+    Returns:
+      ``defaults``: for each default row its figures, the plan that dominates it
+      (``dominated_by``, its label, or None) with ``memory_saved_share`` and
+      ``recomputation_saved_share``, and what is the best of ours beside it:
+      ``our_least_bytes_for_its_flops`` and ``our_least_flops_share_within_its_bytes``.
+      ``not_dominated``: labels. ``least_temporary_bytes``: of our plans that recompute at most one
+      forward pass. ``prediction_error_median`` and ``prediction_error_worst``: of predicted beside
+      compiled bytes over our rows, as shares of the compiled. What there is no row for is None.
+    """
+    compiled = [row for row in rows if "error" not in row]
+    ours = [row for row in compiled if row["kind"] == "ours"]
+    defaults = [
+        _beside(default, ours, forward_flops) for default in rows if default["kind"] == "policy"
+    ]
+    within_a_pass = [row for row in ours if row["recomputed_flops"] <= forward_flops]
+    least = min(within_a_pass, key=lambda row: row["temporary_bytes"], default=None)
+    errors = {
+        row["label"]: abs(row["predicted_temporary_bytes"] / row["temporary_bytes"] - 1)
+        for row in ours
+    }
+    return {
+        "plain_temporary_bytes": next(
+            (row["temporary_bytes"] for row in compiled if row["kind"] == "plain"), None
+        ),
+        "defaults": defaults,
+        "not_dominated": [
+            one["label"] for one in defaults if "error" not in one and one["dominated_by"] is None
+        ],
+        "least_temporary_bytes": least and least["temporary_bytes"],
+        "least_label": least and least["label"],
+        "least_recomputed_flops_share": least and least["recomputed_flops_share"],
+        "prediction_error_median": round(statistics.median(errors.values()), 4) if errors else None,
+        "prediction_error_worst": round(max(errors.values()), 4) if errors else None,
+        "prediction_error_worst_label": max(errors, key=errors.__getitem__) if errors else None,
+    }
+
+
+def _beside(
+    default: dict[str, Any], ours: Sequence[dict[str, Any]], forward_flops: int
+) -> dict[str, Any]:
+    """A default, the plan that dominates it by most, and the best of ours within its figures."""
+    if "error" in default:
+        return {"label": default["label"], "error": default["error"]}
+    gains = [(gain(row, default, forward_flops), row["label"]) for row in ours]
+    # The first of those that gain as much in memory and recomputation together.
+    best, by = max(
+        ((one, label) for one, label in gains if one is not None),
+        key=lambda pair: pair[0].memory_share + pair[0].flops_share,
+        default=(None, None),
+    )
+    return {
+        "label": default["label"],
+        "temporary_bytes": default["temporary_bytes"],
+        "recomputed_flops_share": default["recomputed_flops_share"],
+        "dominated_by": by,
+        "memory_saved_share": best and round(best.memory_share, 4),
+        "recomputation_saved_share": best and round(best.flops_share, 4),
+        "our_least_bytes_for_its_flops": min(
+            (
+                row["temporary_bytes"]
+                for row in ours
+                if row["recomputed_flops"] <= default["recomputed_flops"]
+            ),
+            default=None,
+        ),
+        "our_least_flops_share_within_its_bytes": min(
+            (
+                row["recomputed_flops_share"]
+                for row in ours
+                if row["temporary_bytes"] <= default["temporary_bytes"]
+            ),
+            default=None,
+        ),
+    }
+
+
+class _Plans:
+    """Our plans for one network on one device, chosen by compiling; none is compiled twice.
+
+    Attributes:
+      plan_seconds: what it took to trace the program and sweep all budgets.
+    """
+
+    def __init__(self, of: Subject) -> None:
+        self._of = of
+        self._known: dict[tuple[Stage, ...], Measurement | remat_opt.CompileError] = {}
+        start = time.perf_counter()
+        program = tracing.trace(
+            of.network.loss_fn,
+            *of.network.arguments,
+            signature=tracing.Signature(has_aux=of.network.has_aux),
+        )
+        self._problem = planning.problem(
+            program, measurement.resolve_device(of.device), measure=Overhead.FLOPS
+        )
+        self.plan_seconds = time.perf_counter() - start
+
+    def rows(self, label: str, objective: Objective) -> list[dict[str, Any]]:
+        """A row for each plan that is compiled for an objective and was not before.
+
+        Where no plan is found, the last row says why.
+        """
+        found: list[dict[str, Any]] = []
+
+        def compiled(plan: Plan) -> Measurement:
+            if plan.stages not in self._known:
+                row, self._known[plan.stages] = self._of.compiled(
+                    "ours",
+                    f"{label}, try {len(found) + 1}",
+                    self._of.planned(plan),
+                    **prediction(plan),
+                )
+                found.append(row)
+            known = self._known[plan.stages]
+            if isinstance(known, remat_opt.CompileError):
+                raise known
+            return known
+
+        try:
+            verification.choose(self._problem, objective, compiled)
+        except remat_opt.RematError as error:
+            found.append({**self._of.heading("ours", label), "error": str(error)})
+        return found
+
+
+def rows(network: str, batch: int | None, device: str) -> Iterator[dict[str, Any]]:
+    """Compiles and yields one row after the other, the summary last.
+
+    Args:
+      network: name, as ``benchmarks.networks`` lists it.
+      batch: examples in a batch; the network's own if None.
+      device: name of the device to plan and compile for.
+
+    Yields:
+      The rows of ``benchmarks.compiled``, their ``kind`` ``plain``, ``policy`` or ``ours``, then
+      one of the kind ``summary``: see ``summary``, and ``plan_seconds``.
+    """
+    of = subject(network, batch, device)
+    found = [of.row("plain", "plain", of.network.loss_fn)]
+    yield found[-1]
+    for label, make in of.with_policies(POLICIES):
+        found.append(of.row("policy", label, make()))
+        yield found[-1]
+    plans = _Plans(of)
+    asked = {"least memory": objective_of(overhead="flops")}
+    for default in found[1:]:
+        if "error" not in default:
+            asked[f"within {default['label']}"] = objective_of(
+                budget=default["temporary_bytes"], overhead="flops"
+            )
+            share = max(0, default["recomputed_flops"]) / of.forward_flops
+            asked[f"FLOPs of {default['label']}"] = objective_of(
+                max_overhead=share, overhead="flops"
+            )
+    for label, objective in asked.items():
+        for row in plans.rows(label, objective):
+            found.append(row)
+            yield row
+    yield {
+        **of.heading("summary", network),
+        "plan_seconds": round(plans.plan_seconds, 3),
+        **summary(found, of.forward_flops),
+    }
+
+
+def _summary_lines(of: dict[str, Any]) -> Iterator[str]:
+    for one in of["defaults"]:
+        if "error" in one:
+            said = "does not compile"
+        elif one["dominated_by"] is None:
+            said = "not dominated"
+        else:
+            said = (
+                f"dominated by {one['dominated_by']}: memory less by "
+                f"{format_share(one['memory_saved_share'])}, recomputation by "
+                f"{format_share(one['recomputation_saved_share'])}"
+            )
+        yield f"{of['network']}, {one['label']}: {said}"
+    if of["least_temporary_bytes"] is not None:
+        yield (
+            f"{of['network']}: at least {format_bytes(of['least_temporary_bytes'])} for at most "
+            f"one pass; predictions off by {format_share(of['prediction_error_median'])} in the "
+            f"median, {format_share(of['prediction_error_worst'])} at worst"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dominance", description=__doc__)
+    parser.add_argument(
+        "--network",
+        nargs="+",
+        default=NETWORKS,
+        choices=networks.names(),
+        metavar="NAME",
+        help="those of the benchmark if left out",
+    )
+    parser.add_argument("--batch", type=int, help="each network's own if left out")
+    parser.add_argument("--device", default="h200")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args(arguments)
+    for network in options.network:
+        for row in rows(network, options.batch, options.device):
+            if options.json:
+                print(json.dumps(row), flush=True)
+            elif row["kind"] == "summary":
+                print(*_summary_lines(row), sep="\n", flush=True)
+            else:
+                print(table_line(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
