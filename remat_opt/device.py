@@ -202,6 +202,15 @@ class Device:
         """
         return self.platform == "tpu"
 
+    @property
+    def fuses_into_pooling(self) -> bool:
+        """Whether a pooling computes elementwise operands as it reads them.
+
+        XLA for NVIDIA makes one kernel of a window's reduction and an activation before it, which
+        is then not stored for the pooling's sake.
+        """
+        return self.platform == "cuda"
+
     def flops_rate(self, dtype: object) -> float:
         """Floating-point operations per second for matrix products of ``dtype``.
 

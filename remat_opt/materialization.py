@@ -5,8 +5,8 @@ written to memory. A planner that counts every jaxpr value keeps the wrong thing
 is taken as materialised where
 
 * an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
-* an opaque equation reads it (where a matrix product computes its operands as it reads them,
-  that is no reason: ``Device.fuses_into_products``),
+* an opaque equation reads it (where a matrix product or a pooling computes its operands as it
+  reads them, that is no reason: ``Device.fuses_into_products``, ``Device.fuses_into_pooling``),
 * it is an output of the program, or
 * several vertices would have to read more bytes to compute it again than it has itself
   (the sum that forms a residual stream).
@@ -37,7 +37,12 @@ _ALIASES = frozenset(
 #: The equations into whose kernels some devices fuse what makes the operands.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
-#: What those devices round float32 operands to, at JAX's default precision.
+#: Likewise, but of windows.
+_POOLING = frozenset(
+    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
+)
+
+#: What those that fuse into products round float32 operands to, at JAX's default precision.
 _OPERAND_DTYPE = "bfloat16"
 
 #: A fused value is given a buffer when computing it again in each of several readers would
@@ -169,6 +174,13 @@ class _Builder:
             self.costs[index].fusion is costs.Fusion.OPAQUE or self.program.equations[index].effects
         )
 
+    def _reads_through(self, index: int) -> bool:
+        """Whether an opaque equation computes elementwise operands as it reads them."""
+        return self._product(index) or (
+            self.device.fuses_into_pooling
+            and self.program.equations[index].operation.primitive in _POOLING
+        )
+
     def _product(self, index: int) -> bool:
         """Whether the equation computes elementwise operands as it reads them."""
         return (
@@ -182,7 +194,7 @@ class _Builder:
         for index, equation in enumerate(self.program.equations):
             if self._opaque(index) or self.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if self._opaque(index) and not self._product(index):
+            if self._opaque(index) and not self._reads_through(index):
                 forced.update(self._reads(index))
         # One array of half the width for several products is less than what it is made of.
         forced.update(value for value, readers in self.narrow.items() if readers > 1)
@@ -405,7 +417,7 @@ class _Builder:
         it at the ``relu``, and copies it for the scatter to write to. So two arrays of that
         shape wait from one pass to the other (seen in the compiled gradient of ResNet-50: 392
         MiB at batch 64). Padding in front changes the shape of the scatter, and keeps the
-        two apart.
+        two apart. Windows that do not overlap scatter to places of their own, and need none.
         """
         if self.device.platform != "cuda":
             return 0
@@ -414,10 +426,17 @@ class _Builder:
             equation = self.program.equations[index]
             if equation.operation.primitive != "reduce_window_max":
                 continue
-            padding = equation.operation.params.get("padding", ())
+            parameters = equation.operation.params
+            padding = parameters.get("padding", ())
+            overlap = any(
+                stride < length
+                for stride, length in zip(
+                    parameters["window_strides"], parameters["window_dimensions"], strict=True
+                )
+            )
             (operand,) = equation.value_inputs
             maker = self.maker.get(self.source[operand])
-            if maker is None or any(low > 0 for low, _ in padding):
+            if maker is None or not overlap or any(low > 0 for low, _ in padding):
                 continue
             if _compares_with_scalar(self.program.equations[maker].operation):
                 found += 2 * self._bytes(operand)

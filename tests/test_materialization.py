@@ -102,6 +102,30 @@ def test_a_cotangent_is_handed_on_where_nothing_else_reads_it() -> None:
     assert not graph.in_place[rounded]
 
 
+def test_an_activation_before_a_pooling_is_stored_where_the_compiler_stores_it() -> None:
+    images, kernel = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+
+    def pooled(strides):
+        def loss(kernel, x):
+            y = lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            window = {"window_dimensions": (1, 2, 2, 1), "window_strides": strides}
+            y = lax.reduce_window(jax.nn.relu(y), -jnp.inf, lax.max, padding="VALID", **window)
+            return jnp.sum(jnp.sin(y))
+
+        return loss
+
+    apart, overlapping = pooled((1, 2, 2, 1)), pooled((1, 1, 1, 1))
+    for device, stored in (("h200", False), ("cpu", True), ("v5e", True)):
+        _, found, graph = graph_of(apart, kernel, images, device=device)
+        assert ("custom_jvp_call" in names(graph)) is stored
+        assert found.resident_bytes == 0
+    # XLA for NVIDIA scatters into zeros that it shares with the activation.
+    _, found, _ = graph_of(overlapping, kernel, images, device="h200")
+    assert found.resident_bytes == 2 * images.nbytes
+
+
 def test_the_sum_of_a_residual_stream_is_stored() -> None:
     def loss(weights, x):
         for w in weights:
