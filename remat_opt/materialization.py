@@ -5,8 +5,8 @@ written to memory. A planner that counts every jaxpr value keeps the wrong thing
 is taken as materialised where
 
 * an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
-* an opaque equation reads it (where a matrix product or a pooling computes its operands as it
-  reads them, that is no reason: ``Device.fuses_into_products``, ``Device.fuses_into_pooling``),
+* an opaque equation reads it (where a matrix product computes its operands as it reads them,
+  that is no reason: ``Device.fuses_into_products``),
 * it is an output of the program, or
 * several vertices would have to read more bytes to compute it again than it has itself
   (the sum that forms a residual stream).
@@ -37,12 +37,7 @@ _ALIASES = frozenset(
 #: The equations into whose kernels some devices fuse what makes the operands.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
-#: Likewise, but of windows.
-_POOLING = frozenset(
-    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
-)
-
-#: What those that fuse into products round float32 operands to, at JAX's default precision.
+#: What those devices round float32 operands to, at JAX's default precision.
 _OPERAND_DTYPE = "bfloat16"
 
 #: A fused value is given a buffer when computing it again in each of several readers would
@@ -174,13 +169,6 @@ class _Builder:
             self.costs[index].fusion is costs.Fusion.OPAQUE or self.program.equations[index].effects
         )
 
-    def _reads_through(self, index: int) -> bool:
-        """Whether an opaque equation computes elementwise operands as it reads them."""
-        return self._product(index) or (
-            self.device.fuses_into_pooling
-            and self.program.equations[index].operation.primitive in _POOLING
-        )
-
     def _product(self, index: int) -> bool:
         """Whether the equation computes elementwise operands as it reads them."""
         return (
@@ -194,7 +182,7 @@ class _Builder:
         for index, equation in enumerate(self.program.equations):
             if self._opaque(index) or self.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if self._opaque(index) and not self._reads_through(index):
+            if self._opaque(index) and not self._product(index):
                 forced.update(self._reads(index))
         # One array of half the width for several products is less than what it is made of.
         forced.update(value for value, readers in self.narrow.items() if readers > 1)
