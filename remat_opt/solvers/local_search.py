@@ -59,14 +59,15 @@ SMALL = 12
 #: Chains to be judged for a small graph, and for a large one times its vertices.
 EVALUATIONS = 40_000
 WORK = 500_000
-#: A round explores no more chains than leave moves for so many rounds.
-ROUNDS = 4
+#: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
+#: rounds follow one another, and of a large one, where as many as possible have their turn.
+ROUNDS, ROUNDS_OF_LARGE = 4, 1
 #: Pairs of flags that change together are at most so many vertices apart.
 _APART = 2
 #: Regions of at most so many vertices are tried with whatever they may keep.
 _TEMPLATE = 7
 #: Of a large graph: values kept and dropped, and boundaries, that each chain tries.
-_VALUES, _BOUNDARIES = 5, 6
+_VALUES, _BOUNDARIES = 2, 2
 
 
 def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
@@ -84,7 +85,7 @@ def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
     if not len(given) or not left:
         return []
     moves = _AllMoves(known) if small else _FewMoves(known)
-    most_a_round = max(1, left // (moves.most * ROUNDS))
+    most_a_round = max(1, left // (moves.most * (ROUNDS if small else ROUNDS_OF_LARGE)))
     before = set(given.keys())
     pool = _Pool(known)
     pool.add(given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Iterator, Sequence
 
 import hypothesis
@@ -138,7 +137,7 @@ def test_unit_of_bytes_decides_nothing(graph: Graph) -> None:
 
 
 def all_schedules(graph: Graph) -> list[Candidate]:
-    """Every chain of regions, the last one free, to any depth.
+    """Chains of regions, the last one free, to any depth.
 
     Every other region is free as well; or keeps any set; or has such a chain inside, under a
     checkpoint that keeps nothing or what crosses its end.
@@ -182,39 +181,27 @@ SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
 def gaps(seed: int) -> tuple[float, list[float]]:
-    """Least peak over the best there is; extra seconds, as shares of a forward pass.
+    """Least peak over the best of those; extra seconds, as shares of a forward pass.
 
-    The budgets lie between our least peak and the plain one.
+    The budgets lie between our least peak and the plain one. Ours may be better: a region with a
+    chain inside can keep any set.
     """
     graph = sampled(seed, max_vertices=6)
     ours, every = frontier(graph), all_schedules(graph)
     least, best = (min(one.peak_bytes for one in found) for found in (ours, every))
-    assert best <= least
     budgets = [least + share * (ours[0].peak_bytes - least) for share in SHARES]
+    every = [*ours, *every]
     extra = [fastest(ours, budget) - fastest(every, budget) for budget in budgets]
-    assert min(extra) >= 0
     forward = graph.forward_seconds or 1.0
     return least / best if best else 1.0, [seconds / forward for seconds in extra]
 
 
 @pytest.mark.slow
 def test_near_the_best_of_all_schedules() -> None:
-    """A ratchet: what is measured today, rounded to the safe side. Better may be written down.
-
-    The worst are graphs of two to five vertices, where one decision is a large share: a value that
-    a later region reads is dropped after that, though its own region reads it again.
-    """
+    """A ratchet: none of them is better, in memory or within any of the budgets."""
     measured = [gaps(seed) for seed in range(200)]
-    memory = sorted(least for least, _ in measured)
-    assert statistics.median(memory) == 1.0
-    assert sum(one == 1.0 for one in memory) / len(memory) >= 0.84
-    assert memory[int(0.95 * len(memory))] <= 1.24
-    assert memory[-1] <= 1.46
-    for position in range(len(SHARES)):
-        extra = sorted(overheads[position] for _, overheads in measured)
-        assert statistics.median(extra) == 0.0
-        assert sum(one < 1e-9 for one in extra) / len(extra) >= 0.97
-        assert extra[-1] <= 0.39
+    assert max(least for least, _ in measured) <= 1.0
+    assert max(extra for _, overheads in measured for extra in overheads) == 0.0
 
 
 def test_chain_needs_about_the_square_root_of_its_length() -> None:
