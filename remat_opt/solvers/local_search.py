@@ -58,7 +58,7 @@ from remat_opt.solvers.chain_figures import (
 SMALL = 12
 #: Chains to be judged for a small graph, and for a large one times its vertices.
 EVALUATIONS = 40_000
-WORK = 500_000
+WORK = 400_000
 #: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
 #: rounds follow one another, and of a large one, where as many as possible have their turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1
