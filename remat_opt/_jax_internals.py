@@ -128,6 +128,47 @@ def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(outputs) if primitive.multiple_results else [outputs]
 
 
+def bind_apart(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs one ``custom_jvp_call`` with scalar constants that equal no others to the compiler.
+
+    XLA makes one array of equal constants of one shape, however far apart their readers are. It
+    does not look behind an optimization barrier. The derivative is the equation's own.
+    """
+
+    @jax.custom_jvp
+    def apart(*given: Any) -> tuple[Any, ...]:
+        return tuple(_run_apart(equation.params["call_jaxpr"], name_stack, given))
+
+    @apart.defjvp
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        def as_it_is(*given: Any) -> tuple[Any, ...]:
+            return tuple(bind(equation, name_stack, given))
+
+        return apart(*primals), jax.jvp(as_it_is, primals, tangents)[1]
+
+    return list(apart(*inputs))
+
+
+def _run_apart(closed: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
+    constant_variables, constants, variables, equations, results = parts(closed)
+    environment = dict(zip(constant_variables, constants, strict=True))
+    environment.update(zip(variables, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        if not isinstance(atom, Literal):
+            return environment[atom]
+        value = jnp.asarray(atom.val, type_of(atom.val).dtype)
+        return value if value.ndim else jax.lax.optimization_barrier(value)
+
+    for step in equations:
+        given = list(map(read, step.invars))
+        stack = name_stack_of(step, name_stack)
+        body = inlinable_body(step)
+        made = bind(step, stack, given) if body is None else _run_apart(body, stack, given)
+        environment.update(zip(step.outvars, made, strict=True))
+    return list(map(read, results))
+
+
 def run_with_known(
     closed: Any,
     inputs: Sequence[Any],

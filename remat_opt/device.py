@@ -203,13 +203,13 @@ class Device:
         return self.platform == "tpu"
 
     @property
-    def fuses_into_pooling(self) -> bool:
-        """Whether a pooling computes elementwise operands as it reads them.
+    def heap_has_holes(self) -> bool:
+        """Whether the compiler's heap is larger than what is alive at its peak.
 
-        XLA for NVIDIA makes one kernel of a window's reduction and an activation before it, which
-        is then not stored for the pooling's sake.
+        XLA for TPU packs loosely while memory is plentiful. For NVIDIA and CPU what is alive is the
+        better prediction.
         """
-        return self.platform == "cuda"
+        return self.platform == "tpu"
 
     def flops_rate(self, dtype: object) -> float:
         """Floating-point operations per second for matrix products of ``dtype``.

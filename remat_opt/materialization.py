@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from remat_opt import costs
+from remat_opt import costs, shared_zeros
 from remat_opt.device import Device
 from remat_opt.graph import Graph
 from remat_opt.linearization import Linearization
@@ -60,6 +60,7 @@ class Materialization:
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       resident_bytes: bytes that the compiler holds from the forward pass to the backward pass
         whatever is decided.
+      spared_bytes: those that it holds for the unchanged function alone (``shared_zeros``).
       assumed: names of primitives that JAX could not differentiate.
     """
 
@@ -69,6 +70,7 @@ class Materialization:
     labels: tuple[str, ...]
     estimated_flops_share: float
     resident_bytes: int
+    spared_bytes: int
     assumed: tuple[str, ...]
 
 
@@ -351,7 +353,8 @@ class _Builder:
             vertex_of=vertex_of,
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
-            resident_bytes=self._resident_bytes(),
+            resident_bytes=self._shared_zeros_bytes(kept_apart=False),
+            spared_bytes=self._shared_zeros_bytes(kept_apart=True),
             assumed=tuple(
                 sorted(
                     {
@@ -397,38 +400,17 @@ class _Builder:
                 fused.add(vertex)
         return fused
 
-    def _resident_bytes(self) -> int:
-        """Zeros that XLA for NVIDIA GPUs holds for the backward pass of a max pooling.
-
-        The gradient of a max pooling becomes a scatter into zeros of the operand's shape. A
-        ``relu`` of that shape compares with zeros too; XLA makes one array of both, computes
-        it at the ``relu``, and copies it for the scatter to write to. So two arrays of that
-        shape wait from one pass to the other (seen in the compiled gradient of ResNet-50: 392
-        MiB at batch 64). Padding in front changes the shape of the scatter, and keeps the
-        two apart. Windows that do not overlap scatter to places of their own, and need none.
-        """
+    def _shared_zeros_bytes(self, *, kept_apart: bool) -> int:
+        """What shared zeros take, of activations that ``transform`` keeps apart or cannot."""
         if self.device.platform != "cuda":
             return 0
-        found = 0
-        for index in self.linearization.derivatives:
-            equation = self.program.equations[index]
-            if equation.operation.primitive != "reduce_window_max":
-                continue
-            parameters = equation.operation.params
-            padding = parameters.get("padding", ())
-            overlap = any(
-                stride < length
-                for stride, length in zip(
-                    parameters["window_strides"], parameters["window_dimensions"], strict=True
-                )
-            )
-            (operand,) = equation.value_inputs
-            maker = self.maker.get(self.source[operand])
-            if maker is None or not overlap or any(low > 0 for low, _ in padding):
-                continue
-            if _compares_with_scalar(self.program.equations[maker].operation):
-                found += 2 * self._bytes(operand)
-        return found
+        return sum(
+            2 * self._bytes(value)
+            for index, value in shared_zeros.activations(self.program).items()
+            if index in self.linearization.derivatives
+            and shared_zeros.can_be_kept_apart(self.program.equations[index].operation)
+            is kept_apart
+        )
 
     def _cone(self, root: int, materialized: set[int]) -> list[int]:
         """The root equation and the fused equations behind it, in program order."""
@@ -475,15 +457,6 @@ def _reads_rounded(operation: Operation) -> bool:
     sides = precision if isinstance(precision, tuple) else (precision,)
     return operation.primitive in _PRODUCTS and all(
         side is None or str(side).endswith("DEFAULT") for side in sides
-    )
-
-
-def _compares_with_scalar(operation: Operation) -> bool:
-    """Whether the operation is a maximum with a scalar, or a call of one (``relu``)."""
-    if operation.primitive == "max":
-        return any(kind.shape == () for kind in operation.inputs)
-    return operation.primitive in ("custom_jvp_call", "jit", "pjit") and any(
-        _compares_with_scalar(inner) for body in operation.bodies for inner in body.operations
     )
 
 

@@ -18,6 +18,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.graph import Graph
+from remat_opt.heap import heap_bytes
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
@@ -29,10 +30,13 @@ from remat_opt.solvers.base import (
     Overhead,
     Refused,
     fastest_within,
+    judge,
     least_memory,
+    pareto,
     smallest_within,
 )
 from remat_opt.solvers.catalogue import Portfolio, Solver
+from remat_opt.spans import spans
 from remat_opt.units import format_bytes
 
 #: What plans where nothing else is asked for.
@@ -54,13 +58,14 @@ class Sweep:
 
     Attributes:
       materialization: the graph, and the way back to equations.
-      candidates: schedules for all budgets, with the referee's figures.
-      unchanged: the simulation of the function as it is.
+      candidates: schedules for all budgets, with the temporaries that the compiler is expected to
+        need; of what is alive, no other solution of the solver's needs less for less overhead.
+      unchanged: likewise, of the function as it is.
     """
 
     materialization: Materialization
     candidates: tuple[Candidate, ...]
-    unchanged: Simulation
+    unchanged: Candidate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +93,12 @@ class Problem:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Schedules for all budgets, with the referee's figures."""
+        """Schedules for all budgets, with the temporaries that they are expected to need."""
         return self.sweep.candidates
 
     @property
-    def unchanged(self) -> Simulation:
-        """The simulation of the function as it is."""
+    def unchanged(self) -> Candidate:
+        """The function as it is."""
         return self.sweep.unchanged
 
 
@@ -116,13 +121,14 @@ def problem(
     if key not in _sweeps:
         materialization = materialize(program, linearize(program), device)
         graph = materialization.graph
+        candidates = _candidates(program, graph, measure, solver)
+        (unchanged,) = _as_compiled(materialization, device, [judge(graph, plain(graph))])
         _sweeps[key] = Sweep(
             materialization=materialization,
-            candidates=tuple(
-                dataclasses.replace(one, peak_bytes=one.peak_bytes + materialization.resident_bytes)
-                for one in _candidates(program, graph, measure, solver)
+            candidates=_as_compiled(materialization, device, pareto(candidates, measure)),
+            unchanged=dataclasses.replace(
+                unchanged, peak_bytes=unchanged.peak_bytes + materialization.spared_bytes
             ),
-            unchanged=_simulate(materialization, plain(graph)),
         )
         if len(_sweeps) > _MOST_SWEEPS:
             _sweeps.popitem(last=False)
@@ -142,6 +148,28 @@ def _candidates(
             "default, 'portfolio', takes any program."
         )
     return found
+
+
+def _as_compiled(
+    materialization: Materialization, device: Device, candidates: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    """The candidates with the temporaries that the compiler is expected to need for them.
+
+    That is what is alive at the peak, or the heap that holds it, where that is larger; and what
+    the compiler holds all along beside it.
+    """
+    return tuple(
+        dataclasses.replace(
+            one,
+            peak_bytes=materialization.resident_bytes
+            + (
+                heap_bytes(spans(materialization.graph, one.schedule))
+                if device.heap_has_holes
+                else one.peak_bytes
+            ),
+        )
+        for one in candidates
+    )
 
 
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
@@ -357,7 +385,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         stages=stages(materialization, chosen.schedule),
         decisions=tuple(decisions),
         predicted=Prediction(
-            temporary_bytes=simulation.peak_bytes,
+            temporary_bytes=chosen.peak_bytes,
             plain_temporary_bytes=of.unchanged.peak_bytes,
             kept_bytes=simulation.stored_bytes,
             overhead_seconds=simulation.overhead_seconds,
@@ -394,12 +422,19 @@ def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
 
 def _notes(materialization: Materialization) -> tuple[str, ...]:
     notes = []
+    if materialization.spared_bytes:
+        notes.append(
+            f"The unchanged function holds {format_bytes(materialization.spared_bytes)} of zeros "
+            "from the forward pass to the backward pass of a max pooling right after a relu: XLA "
+            "for NVIDIA makes one array of the relu's zeros and the gradient's. This plan keeps "
+            "them apart, whatever else it does, and needs that much less."
+        )
     if materialization.resident_bytes:
         notes.append(
             f"{format_bytes(materialization.resident_bytes)} hold zeros from the forward pass to "
-            "the backward pass of a max pooling right after a relu, whatever is planned: XLA for "
-            "NVIDIA makes one array of the relu's zeros and the gradient's. Explicit padding of "
-            "the pooling, one row in front, keeps them apart and saves that memory."
+            "the backward pass of a max pooling right after a maximum with zero, whatever is "
+            "planned: XLA for NVIDIA makes one array of the zeros of both. jax.nn.relu in its "
+            "place lets remat_opt keep them apart and saves that memory."
         )
     if materialization.estimated_flops_share > 0.005:
         notes.append(

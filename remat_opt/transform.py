@@ -6,7 +6,8 @@ arrival of its own cotangents, so it cannot start before its turn. So each regio
 schedule becomes one ``jax.checkpoint`` whose policy keeps the region's kept values by
 name; every reader inside the region reads the named value. A region with regions inside is a
 checkpoint round theirs. Equations that are fused into several vertices are emitted again in
-each region that needs them.
+each region that needs them. Activations whose zeros the compiler would share with the gradient of
+a pooling get zeros of their own (``shared_zeros``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
+from remat_opt import shared_zeros
 from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.program import Equation, Program
 from remat_opt.schedule import Stage
@@ -71,11 +73,16 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     """
     _check_stages(program, stages)
     steps = _steps(program, stages)
+    apart = frozenset(
+        index
+        for index in shared_zeros.activations(program)
+        if shared_zeros.can_be_kept_apart(program.equations[index].operation)
+    )
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
         environment.update(zip(program.arguments, arguments, strict=True))
-        _run(program, steps, environment)
+        _run(program, apart, steps, environment)
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
@@ -83,11 +90,19 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     return run
 
 
-def _run(program: Program, steps: Sequence[_Step], environment: dict[int, Any]) -> None:
-    """Runs steps one after the other and adds what they provide."""
+def _run(
+    program: Program,
+    apart: frozenset[int],
+    steps: Sequence[_Step],
+    environment: dict[int, Any],
+) -> None:
+    """Runs steps one after the other and adds what they provide.
+
+    ``apart`` are the equations whose constants the compiler is not to share.
+    """
     for step in steps:
         given = [environment[value] for value in step.inputs]
-        results = _runner(program, step)(*given)
+        results = _runner(program, apart, step)(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
 
@@ -148,22 +163,23 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
             )
 
 
-def _runner(program: Program, step: _Step) -> Callable[..., list[Any]]:
+def _runner(program: Program, apart: frozenset[int], step: _Step) -> Callable[..., list[Any]]:
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
-        _run(program, step.inside, environment)
+        _run(program, apart, step.inside, environment)
         for index in step.equations:
             equation = program.equations[index]
             inputs = [
                 environment[atom] if isinstance(atom, int) else atom.value
                 for atom in equation.inputs
             ]
-            if index not in step.named:
-                results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
-            elif equation.derivative_reads_kept:
+            if index in step.named and equation.derivative_reads_kept:
                 results = _run_kept(equation, index, inputs)
             else:
-                results = _run_named(equation, index, inputs)
+                bind = internals.bind_apart if index in apart else internals.bind
+                results = bind(equation.jax_equation, equation.name_stack, inputs)
+                if index in step.named:
+                    results = _all_named(index, results)
             environment.update(zip(equation.outputs, results, strict=True))
         return [environment[value] for value in step.outputs]
 
@@ -178,8 +194,7 @@ def _runner(program: Program, step: _Step) -> Callable[..., list[Any]]:
     return jax.checkpoint(region, policy=policy)
 
 
-def _run_named(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any]:
-    results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
+def _all_named(index: int, results: Sequence[Any]) -> list[Any]:
     return [_named(result, name_of(index, position)) for position, result in enumerate(results)]
 
 
@@ -202,7 +217,8 @@ def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any
 
     @jax.custom_jvp
     def kept(*given: Any) -> tuple[Any, ...]:
-        return tuple(_run_named(equation, index, fill(*given)))
+        results = internals.bind(equation.jax_equation, equation.name_stack, fill(*given))
+        return tuple(_all_named(index, results))
 
     def tangent_rule(
         primals: tuple[Any, ...], tangents: tuple[Any, ...]

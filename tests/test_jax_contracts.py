@@ -216,6 +216,30 @@ def test_any_equation_can_be_bound_again(
         )
 
 
+def test_scalar_constants_can_be_kept_apart() -> None:
+    x = jnp.linspace(-2.0, 2.0, 6)
+    (equation,) = equations_of(jax.nn.relu, x)
+    assert equation.primitive.name == "custom_jvp_call"
+
+    def apart(x):
+        (result,) = internals.bind_apart(equation, equation.source_info.name_stack, [x])
+        return result
+
+    assert "optimization_barrier" in str(jax.make_jaxpr(apart)(x))
+    np.testing.assert_array_equal(apart(x), jax.nn.relu(x))
+    for order in (1, 2):
+        found, expected = apart, jax.nn.relu
+        for _ in range(order):
+            found = jax.grad(lambda x, f=found: jnp.sum(jnp.sin(f(x))))
+            expected = jax.grad(lambda x, f=expected: jnp.sum(jnp.sin(f(x))))
+        np.testing.assert_array_equal(found(x), expected(x))
+    matrix = jnp.stack([x, -x])
+    np.testing.assert_array_equal(jax.vmap(apart)(matrix), jax.nn.relu(matrix))
+    np.testing.assert_array_equal(
+        jax.jit(jax.jvp, static_argnums=0)(apart, (x,), (x,)), jax.jvp(jax.nn.relu, (x,), (x,))
+    )
+
+
 def test_calls_that_only_group_equations_are_recognised() -> None:
     (equation,) = equations_of(jax.jit(lambda x: jnp.sin(x) + 1), jnp.ones(3))
     body = internals.inlinable_body(equation)

@@ -267,3 +267,32 @@ def test_a_result_of_another_type_is_a_fault_that_is_told(monkeypatch: pytest.Mo
         "Rewriting 'layers' turned a float32[4, 8] into a int8[2]. This is a fault of remat_opt: "
         "please report it with the function."
     )
+
+
+def pooled(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    y = jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    window = ((1, 3, 3, 1), (1, 2, 2, 1))
+    return jnp.sum(jax.lax.reduce_window(jax.nn.relu(y), -jnp.inf, jax.lax.max, *window, "VALID"))
+
+
+@pytest.mark.parametrize("kept", [(), (1,)])
+def test_an_activation_before_a_pooling_has_zeros_of_its_own(kept: tuple[int, ...]) -> None:
+    args = jnp.ones((3, 3, 2, 2)), jnp.linspace(-1.0, 1.0, 2 * 9 * 9 * 2).reshape(2, 9, 9, 2)
+    stages = (
+        Stage(roots=(0, 1, 2), kept=kept, checkpointed=True),
+        Stage(roots=(3,), kept=(), checkpointed=False),
+    )
+    program, call, _ = rewritten(stages, pooled, *args)
+    primitives = [equation.operation.primitive for equation in program.equations]
+    assert primitives[1:3] == ["custom_jvp_call", "reduce_window_max"]
+    gradient = str(jax.make_jaxpr(jax.grad(call))(*args))
+    assert "optimization_barrier" in gradient
+    assert "optimization_barrier" not in str(jax.make_jaxpr(jax.grad(pooled))(*args))
+    for found, expected in zip(
+        jax.tree.leaves(jax.jit(jax.value_and_grad(call, argnums=(0, 1)))(*args)),
+        jax.tree.leaves(jax.jit(jax.value_and_grad(pooled, argnums=(0, 1)))(*args)),
+        strict=True,
+    ):
+        assert jnp.array_equal(found, expected)
