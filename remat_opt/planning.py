@@ -44,6 +44,8 @@ DEFAULT_SOLVER = Portfolio()
 
 #: Where the least memory is asked for, at most so many forward passes are recomputed.
 MOST_PASSES = 1.0
+#: Ratio of the peaks of neighbours on the frontier where a heap is laid out for each.
+_APART = 1.01
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
 #: How many of the arrays alive at the peak a plan writes down.
@@ -121,11 +123,11 @@ def problem(
     if key not in _sweeps:
         materialization = materialize(program, linearize(program), device)
         graph = materialization.graph
-        candidates = _candidates(program, graph, measure, solver)
+        front = pareto(_candidates(program, graph, measure, solver), measure)
         (unchanged,) = _as_compiled(materialization, device, [judge(graph, plain(graph))])
         _sweeps[key] = Sweep(
             materialization=materialization,
-            candidates=_as_compiled(materialization, device, pareto(candidates, measure)),
+            candidates=_as_compiled(materialization, device, front),
             unchanged=dataclasses.replace(
                 unchanged, peak_bytes=unchanged.peak_bytes + materialization.spared_bytes
             ),
@@ -151,24 +153,32 @@ def _candidates(
 
 
 def _as_compiled(
-    materialization: Materialization, device: Device, candidates: Sequence[Candidate]
+    materialization: Materialization, device: Device, front: Sequence[Candidate]
 ) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
 
     That is what is alive at the peak, or the heap that holds it, where that is larger; and what
-    the compiler holds all along beside it.
+    the compiler holds all along beside it. Heaps take time to lay out, and are predicted less
+    well: there, of candidates that are hardly apart, only the first is taken.
+
+    Args:
+      materialization: the graph that the candidates are for.
+      device: whose compiler it is.
+      front: candidates by ascending peak, and so by falling overhead.
     """
+    if device.heap_has_holes:
+        spaced: list[Candidate] = []
+        for one in front:
+            if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
+                spaced.append(one)
+        graph = materialization.graph
+        front = [
+            dataclasses.replace(one, peak_bytes=heap_bytes(spans(graph, one.schedule)))
+            for one in spaced
+        ]
     return tuple(
-        dataclasses.replace(
-            one,
-            peak_bytes=materialization.resident_bytes
-            + (
-                heap_bytes(spans(materialization.graph, one.schedule))
-                if device.heap_has_holes
-                else one.peak_bytes
-            ),
-        )
-        for one in candidates
+        dataclasses.replace(one, peak_bytes=one.peak_bytes + materialization.resident_bytes)
+        for one in front
     )
 
 
