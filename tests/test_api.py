@@ -82,15 +82,15 @@ def of_shape(tree: Any) -> Any:
         (
             {"solver": "simplex"},
             "solver='simplex': give one of 'portfolio', 'approximate_dp', 'exact_dp', "
-            "'exhaustive', 'linear_chain', 'arbitrary_graph', 'random_choice', 'sublinear', "
-            "'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
+            "'exhaustive', 'integer_program', 'linear_chain', 'arbitrary_graph', 'random_choice', "
+            "'sublinear', 'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
             "ApproximateDP(objective='memory').",
         ),
         (
             {"solver": "min_cut"},
             "solver='min_cut': give one of 'portfolio', 'approximate_dp', 'exact_dp', "
-            "'exhaustive', 'linear_chain', 'arbitrary_graph', 'random_choice', 'sublinear', "
-            "'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
+            "'exhaustive', 'integer_program', 'linear_chain', 'arbitrary_graph', 'random_choice', "
+            "'sublinear', 'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
             "ApproximateDP(objective='memory').",
         ),
         (
