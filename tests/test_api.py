@@ -83,15 +83,15 @@ def of_shape(tree: Any) -> Any:
             {"solver": "simplex"},
             "solver='simplex': give one of 'portfolio', 'approximate_dp', 'exact_dp', "
             "'exhaustive', 'integer_program', 'linear_chain', 'arbitrary_graph', 'random_choice', "
-            "'sublinear', 'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
-            "ApproximateDP(objective='memory').",
+            "'sublinear', 'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such "
+            "as ApproximateDP(objective='memory').",
         ),
         (
             {"solver": "min_cut"},
             "solver='min_cut': give one of 'portfolio', 'approximate_dp', 'exact_dp', "
             "'exhaustive', 'integer_program', 'linear_chain', 'arbitrary_graph', 'random_choice', "
-            "'sublinear', 'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such as "
-            "ApproximateDP(objective='memory').",
+            "'sublinear', 'revolve', 'heterogeneous_chain', or a record of remat_opt.solvers, such "
+            "as ApproximateDP(objective='memory').",
         ),
         (
             {"plan": remat_opt.make_plan(lambda x: x, 1.0, device="cpu"), "budget": 0.5},
