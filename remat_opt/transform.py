@@ -26,7 +26,7 @@ from remat_opt import shared_zeros
 from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.program import Equation, Program
 from remat_opt.schedule import Stage
-from remat_opt.tracing import array_type
+from remat_opt.tracing import array_type, is_inexact
 
 
 def name_of(root: int, position: int) -> str:
@@ -73,6 +73,7 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     """
     _check_stages(program, stages)
     steps = _steps(program, stages)
+    active = _active(program)
     apart = frozenset(
         index
         for index in shared_zeros.activations(program)
@@ -82,7 +83,7 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
         environment.update(zip(program.arguments, arguments, strict=True))
-        _run(program, apart, steps, environment)
+        _run(program, apart, active, steps, environment)
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
@@ -90,21 +91,45 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     return run
 
 
+def _active(program: Program) -> frozenset[int]:
+    """The numbers that depend on a differentiated argument."""
+    active = set(program.differentiated)
+    for equation in program.equations:
+        if not active.isdisjoint(equation.value_inputs):
+            active.update(v for v in equation.outputs if is_inexact(program.types[v]))
+    return frozenset(active)
+
+
 def _run(
     program: Program,
     apart: frozenset[int],
+    summed: frozenset[int],
     steps: Sequence[_Step],
     environment: dict[int, Any],
 ) -> None:
     """Runs steps one after the other and adds what they provide.
 
-    ``apart`` are the equations whose constants the compiler is not to share.
+    Of what a step reads and later ones read too, those that have a cotangent (``summed``) reach
+    them behind a barrier. So the cotangent is summed up step by step; XLA would hold what each
+    reader contributes, or all that the parts are slices of, until the last has come, and then add
+    them at once.
+
+    Args:
+      program: what to run.
+      apart: the equations whose constants the compiler is not to share.
+      summed: the values that derivatives are taken for, or of.
+      steps: in an order of execution.
+      environment: the values known before.
     """
-    for step in steps:
+    last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
+    for number, step in enumerate(steps):
         given = [environment[value] for value in step.inputs]
-        results = _runner(program, apart, step)(*given)
+        results = _runner(program, apart, summed, step)(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
+        for value in step.inputs:
+            if value in summed and last_reader[value] > number:
+                environment[value] = jax.lax.optimization_barrier(environment[value])
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
@@ -163,10 +188,12 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
             )
 
 
-def _runner(program: Program, apart: frozenset[int], step: _Step) -> Callable[..., list[Any]]:
+def _runner(
+    program: Program, apart: frozenset[int], summed: frozenset[int], step: _Step
+) -> Callable[..., list[Any]]:
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
-        _run(program, apart, step.inside, environment)
+        _run(program, apart, summed, step.inside, environment)
         for index in step.equations:
             equation = program.equations[index]
             inputs = [

@@ -296,3 +296,32 @@ def test_an_activation_before_a_pooling_has_zeros_of_its_own(kept: tuple[int, ..
         strict=True,
     ):
         assert jnp.array_equal(found, expected)
+
+
+def test_cotangents_are_summed_region_by_region() -> None:
+    """What several regions read reaches each later one behind a barrier of its own."""
+
+    def loss(w, x):
+        y = x @ w
+        return sum(jnp.sum(jnp.sin(y * n) @ w) for n in (1.0, 2.0, 3.0))
+
+    args = W[0], X
+    program = tracing.trace(loss, *args)
+    order = [equation.operation.primitive for equation in program.equations]
+    products = [n for n, primitive in enumerate(order) if primitive == "dot_general"]
+    sums = [n for n, primitive in enumerate(order) if primitive == "reduce_sum"]
+    assert (len(products), len(sums)) == (4, 3)
+    rest = tuple(n for n in range(len(order)) if n > sums[-1] or order[n] == "add")
+    stages = (
+        Stage(roots=(products[0],), kept=(), checkpointed=True),
+        *(
+            Stage(roots=(product, total), kept=(), checkpointed=True)
+            for product, total in zip(products[1:], sums, strict=True)
+        ),
+        Stage(roots=rest, kept=(), checkpointed=False),
+    )
+    _, call, closed = rewritten(stages, loss, *args)
+    found = [e for e in internals.parts(closed)[3] if e.primitive.name == "optimization_barrier"]
+    # The weight three times; the first product twice. Not x: it is not differentiated.
+    assert sorted(e.invars[0].aval.shape for e in found) == [(4, 8)] * 2 + [(8, 8)] * 3
+    assert jnp.allclose(jax.grad(call)(*args), jax.grad(loss)(*args), rtol=1e-6)
