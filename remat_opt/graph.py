@@ -68,6 +68,13 @@ class Graph:
         """Floating-point operations of one forward pass."""
         return sum(self.flops)
 
+    def turns_in_place(self, vertex: int) -> bool:
+        """Whether the vertex's backward step writes a predecessor's cotangent over its own."""
+        size = self.cotangent_bytes[vertex]
+        return self.in_place[vertex] and any(
+            0 < self.cotangent_bytes[read] <= size for read in self.predecessors[vertex]
+        )
+
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """For each vertex those that read it, ascending."""
         found: list[list[int]] = [[] for _ in self.names]

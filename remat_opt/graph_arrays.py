@@ -35,7 +35,7 @@ class GraphArrays:
       internal_bytes: see ``Graph``.
       forward: reads of a vertex's own computation.
       backward: reads of its backward step.
-      turns_in_place: whether its backward step writes a predecessor's cotangent over its own.
+      turns_in_place: see ``Graph``.
     """
 
     bytes: np.ndarray
@@ -50,21 +50,14 @@ class GraphArrays:
 @functools.lru_cache(maxsize=8)
 def arrays_of(graph: Graph) -> GraphArrays:
     """The arrays of a graph; those of the last few graphs are kept."""
-    cotangent_bytes = np.asarray(graph.cotangent_bytes, dtype=np.int64)
-    forward = _reads(graph.predecessors)
-    size = cotangent_bytes[forward.read]
-    fits = (size > 0) & (size <= cotangent_bytes[forward.reader])
-    turns_in_place = np.zeros(len(graph), dtype=bool)
-    turns_in_place[forward.reader[fits]] = True
-    turns_in_place &= np.asarray(graph.in_place, dtype=bool)
     return GraphArrays(
         bytes=np.asarray(graph.bytes, dtype=np.int64),
         seconds=np.asarray(graph.seconds, dtype=float),
-        cotangent_bytes=cotangent_bytes,
+        cotangent_bytes=np.asarray(graph.cotangent_bytes, dtype=np.int64),
         internal_bytes=np.asarray(graph.internal_bytes, dtype=np.int64),
-        forward=forward,
+        forward=_reads(graph.predecessors),
         backward=_reads(graph.needs),
-        turns_in_place=turns_in_place,
+        turns_in_place=np.array([graph.turns_in_place(v) for v in range(len(graph))], dtype=bool),
     )
 
 

@@ -232,14 +232,6 @@ def evaluate(graph: Graph, schedule: Schedule) -> Figures:
     )
 
 
-def turns_in_place(graph: Graph, vertex: int) -> bool:
-    """Whether the vertex's backward step writes a predecessor's cotangent over its own."""
-    size = graph.cotangent_bytes[vertex]
-    return graph.in_place[vertex] and any(
-        0 < graph.cotangent_bytes[predecessor] <= size for predecessor in graph.predecessors[vertex]
-    )
-
-
 def _role(role: str, vertex: int, wanted: Demand) -> str:
     if role == "forward" and vertex in wanted.stored:
         return "kept"
@@ -412,7 +404,7 @@ class _Replay:
         graph = self.graph
         for vertex in reversed(region.vertices):
             if graph.cotangent_bytes[vertex]:
-                if turns_in_place(graph, vertex):
+                if graph.turns_in_place(vertex):
                     self._free("cotangent", vertex)
                 else:
                     self._allocate("cotangent", vertex, graph.cotangent_bytes[vertex])

@@ -30,8 +30,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from remat_opt.graph import Graph
+from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Region, Schedule, merged
-from remat_opt.simulator import demand, turns_in_place
+from remat_opt.simulator import demand
 
 #: Levels of nesting.
 LEVELS = 2
@@ -118,7 +119,7 @@ class ChainFigures:
         self._cotangent = np.asarray(graph.cotangent_bytes, dtype=float)
         self._seconds = np.asarray(graph.seconds, dtype=float)
         self._pinned = np.asarray(graph.pinned, dtype=bool)
-        self._turns = np.array([turns_in_place(graph, v) for v in range(count)])
+        self._turns = arrays_of(graph).turns_in_place
         self.successors = graph.successors()
         self.needed_by: list[list[int]] = [[] for _ in graph.names]
         for vertex, needs in enumerate(graph.needs):

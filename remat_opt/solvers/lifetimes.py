@@ -10,7 +10,6 @@ import numpy as np
 
 from remat_opt.graph import Graph
 from remat_opt.graph_arrays import arrays_of
-from remat_opt.simulator import turns_in_place
 
 
 def lifetimes(graph: Graph, again: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -67,7 +66,7 @@ def cotangents(graph: Graph) -> dict[int, tuple[int, int]]:
     for vertex in reversed(range(len(graph))):
         before = sum(alive.values())
         if sizes[vertex]:
-            if turns_in_place(graph, vertex):
+            if graph.turns_in_place(vertex):
                 alive.pop(vertex, None)
             else:
                 alive[vertex] = sizes[vertex]

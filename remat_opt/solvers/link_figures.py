@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from remat_opt.graph import Graph
-from remat_opt.simulator import turns_in_place
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +159,7 @@ def _backward_bytes(graph: Graph, vertices: range, saved: Collection[int], waits
     most = live + sum(cotangents.values())
     for vertex in reversed(vertices):
         if sizes[vertex]:
-            if turns_in_place(graph, vertex):
+            if graph.turns_in_place(vertex):
                 cotangents.pop(vertex, None)
             else:
                 cotangents[vertex] = sizes[vertex]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from remat_opt.graph import Graph
-from remat_opt.simulator import turns_in_place
 
 #: Memory that a chain needs, and what it costs.
 Point = tuple[int, float]
@@ -49,7 +48,7 @@ class Model:
         for step in range(len(graph) - 1, -1, -1):
             if graph.cotangent_bytes[step]:
                 alive.add(step)
-                if turns_in_place(graph, step):
+                if graph.turns_in_place(step):
                     alive.remove(step)
                 alive.update(graph.predecessors[step])
             told[step] = sum(graph.cotangent_bytes[vertex] for vertex in alive)
