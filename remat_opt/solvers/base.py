@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from remat_opt.graph import Graph
-from remat_opt.schedule import Schedule
-from remat_opt.simulator import evaluate
+from remat_opt.schedule import Region, Schedule
+from remat_opt.simulator import demand, evaluate
 
 
 class Overhead(enum.Enum):
@@ -67,6 +68,19 @@ def judge(graph: Graph, schedule: Schedule) -> Candidate:
         peak_bytes=figures.peak_bytes,
         overhead_seconds=figures.overhead_seconds,
         recomputed_flops=figures.recomputed_flops,
+    )
+
+
+def tidied(graph: Graph, chain: Sequence[Region]) -> tuple[Region, ...]:
+    """A chain of regions without what is kept and never read."""
+    wanted = demand(graph, Schedule(regions=tuple(chain))).stored
+    return tuple(
+        dataclasses.replace(
+            region,
+            kept=tuple(v for v in region.kept if v in wanted),
+            inside=tidied(graph, region.inside),
+        )
+        for region in chain
     )
 
 

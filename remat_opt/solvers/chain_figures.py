@@ -32,7 +32,7 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Region, Schedule, merged
-from remat_opt.simulator import demand
+from remat_opt.solvers.base import tidied
 
 #: Levels of nesting.
 LEVELS = 2
@@ -293,7 +293,7 @@ def _regions(starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
 def schedule_of(graph: Graph, chains: Chains, number: int) -> Schedule:
     """One of the settled chains as a schedule, without what is kept and never read."""
     starts, drops = chains.starts[:, :, number], chains.drops[:, :, number]
-    return Schedule(regions=_tidied(graph, _chain(starts, drops, 0, 0, len(graph))))
+    return Schedule(regions=tidied(graph, _chain(starts, drops, 0, 0, len(graph))))
 
 
 def _chain(starts: np.ndarray, drops: np.ndarray, level: int, begin: int, end: int) -> list[Region]:
@@ -316,18 +316,6 @@ def _chain(starts: np.ndarray, drops: np.ndarray, level: int, begin: int, end: i
             )
         )
     return merged(regions)
-
-
-def _tidied(graph: Graph, chain: Sequence[Region]) -> tuple[Region, ...]:
-    wanted = demand(graph, Schedule(regions=tuple(chain))).stored
-    return tuple(
-        dataclasses.replace(
-            region,
-            kept=tuple(v for v in region.kept if v in wanted),
-            inside=_tidied(graph, region.inside),
-        )
-        for region in chain
-    )
 
 
 def chains_of(graph: Graph, schedules: Sequence[Schedule]) -> Chains:

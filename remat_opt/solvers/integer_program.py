@@ -60,8 +60,16 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, merged
-from remat_opt.simulator import demand
-from remat_opt.solvers.base import Candidate, Infeasible, Overhead, Refused, Solution, Status, judge
+from remat_opt.solvers.base import (
+    Candidate,
+    Infeasible,
+    Overhead,
+    Refused,
+    Solution,
+    Status,
+    judge,
+    tidied,
+)
 from remat_opt.solvers.lifetimes import cotangents
 
 #: How deep regions nest where nothing else is asked for: 1 for none inside another.
@@ -490,7 +498,7 @@ class _Program:
     def schedule(self, values: np.ndarray) -> Schedule:
         """The schedule that a solution stands for."""
         draft = self._chain(1, 0, len(self.graph), values)
-        return Schedule(regions=_tidied(self.graph, draft))
+        return Schedule(regions=tidied(self.graph, draft))
 
     def _chain(self, level: int, start: int, stop: int, values: np.ndarray) -> list[Region]:
         def chosen(of: _Sum) -> bool:
@@ -516,16 +524,3 @@ class _Program:
                 )
             first = last + 1
         return merged(regions)
-
-
-def _tidied(graph: Graph, chain: Sequence[Region]) -> tuple[Region, ...]:
-    """The chain without what is kept and never read."""
-    wanted = demand(graph, Schedule(regions=tuple(chain))).stored
-    return tuple(
-        dataclasses.replace(
-            region,
-            kept=tuple(v for v in region.kept if v in wanted),
-            inside=_tidied(graph, region.inside),
-        )
-        for region in chain
-    )
