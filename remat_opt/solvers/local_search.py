@@ -20,10 +20,13 @@ each chain tries a few: values that cost the most to run again are kept, those a
 that cost the least for their bytes are dropped, and the region whose turn it is at the peak is
 cut, widened and narrowed.
 
+Small graphs are searched twice more, from chains drawn at random: from where the others start, some
+optima lie behind plateaus.
+
 Why not a ready-made tool: the moves and their judge are those of this problem.
 
-Complexity: a fixed number of chains is judged, ``EVALUATIONS`` for small graphs and ``WORK``
-vertices of chains for large ones; O(n + e) each for n vertices and e edges.
+Complexity: a fixed number of chains is judged, ``EVALUATIONS`` in each search of a small graph and
+``WORK`` vertices of chains for a large one; O(n + e) each for n vertices and e edges.
 
 Guarantee: what is given back is new, and beaten by nothing that was given. On small graphs it is
 nearly always the best of all, see ``benchmarks.optimality_gap``. Deterministic; it ends at a
@@ -62,6 +65,8 @@ WORK = 400_000
 #: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
 #: rounds follow one another, and of a large one, where as many as possible have their turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1
+#: Further starts for a small graph, from so many chains drawn at random each.
+STARTS, _DRAWN = 2, 30
 #: Pairs of flags that change together are at most so many vertices apart.
 _APART = 2
 #: Regions of at most so many vertices are tried with whatever they may keep.
@@ -85,19 +90,38 @@ def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
     if not len(given) or not left:
         return []
     moves = _AllMoves(known) if small else _FewMoves(known)
-    most_a_round = max(1, left // (moves.most * (ROUNDS if small else ROUNDS_OF_LARGE)))
-    before = set(given.keys())
     pool = _Pool(known)
     pool.add(given)
     for part in moves.templates() if isinstance(moves, _AllMoves) else ():
         left -= pool.add(part, left)
+    _search(pool, moves, left, rounds=ROUNDS if small else ROUNDS_OF_LARGE)
+    for number in range(STARTS if small else 0):
+        # In a pool of its own: what is already known would crowd out where it comes from.
+        other = _Pool(known)
+        other.add(known.settled(_drawn(count, number)))
+        _search(other, moves, EVALUATIONS, rounds=ROUNDS)
+        pool.add(other.chains)
+    before = set(given.keys())
+    new = [number for number in pool.front() if pool.keys[number] not in before]
+    return [schedule_of(graph, pool.chains, number) for number in new]
+
+
+def _search(pool: _Pool, moves: _AllMoves | _FewMoves, left: int, *, rounds: int) -> None:
+    """Explores until no chain of the pool is left, or so many were judged."""
+    most_a_round = max(1, left // (moves.most * rounds))
     while left > 0:
         chosen = pool.unexplored(most_a_round)
         if not chosen:
             break
         left -= pool.add(moves.from_each(pool.chains[chosen], pool.figures[chosen]), left)
-    new = [number for number in pool.front() if pool.keys[number] not in before]
-    return [schedule_of(graph, pool.chains, number) for number in new]
+
+
+def _drawn(count: int, seed: int) -> Chains:
+    """Chains drawn at random, with many or few regions and much or little kept."""
+    draw = np.random.default_rng(seed)
+    shape = (LEVELS, count, _DRAWN)
+    often, much = draw.random(2)
+    return Chains(starts=draw.random(shape) < often, drops=draw.random(shape) < much)
 
 
 class _Pool:
