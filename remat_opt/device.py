@@ -203,6 +203,15 @@ class Device:
         return self.platform == "tpu"
 
     @property
+    def fuses_into_sums(self) -> bool:
+        """Whether sums compute elementwise operands as they read them, dear ones too.
+
+        XLA for CPU multiplies two arrays as it sums, and computes no more than that: what is
+        multiplied is stored. Nor does it compute a transcendental function twice.
+        """
+        return self.platform != "cpu"
+
+    @property
     def heap_has_holes(self) -> bool:
         """Whether the compiler's heap is larger than what is alive at its peak.
 

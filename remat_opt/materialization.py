@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from remat_opt import costs, shared_zeros
+from remat_opt import costs, pooling_gradients
 from remat_opt.device import Device
 from remat_opt.graph import Graph
 from remat_opt.linearization import Linearization
-from remat_opt.operation import Operation
-from remat_opt.program import Program
+from remat_opt.operation import ArrayType, Operation
+from remat_opt.program import Atom, Program
+from remat_opt.schedule import Schedule
 
 #: Equations whose result has the bytes of their operand, and no kernel of its own.
 _ALIASES = frozenset(
@@ -36,6 +38,12 @@ _ALIASES = frozenset(
 
 #: The equations into whose kernels some devices fuse what makes the operands.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+#: What a compiler that does not fuse into sums never computes twice.
+_DEAR = frozenset(
+    "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
+    "tanh".split()
+)
 
 #: What those devices round float32 operands to, at JAX's default precision.
 _OPERAND_DTYPE = "bfloat16"
@@ -58,9 +66,8 @@ class Materialization:
       vertex_of: for each materialised value the vertex that holds it.
       labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
-      resident_bytes: bytes that the compiler holds from the forward pass to the backward pass
-        whatever is decided.
-      spared_bytes: those that it holds for the unchanged function alone (``shared_zeros``).
+      poolings: what the compiler holds from the forward pass to the backward pass beside the
+        graph (``pooling_gradients``).
       assumed: names of primitives that JAX could not differentiate.
     """
 
@@ -69,9 +76,28 @@ class Materialization:
     vertex_of: dict[int, int]
     labels: tuple[str, ...]
     estimated_flops_share: float
-    resident_bytes: int
-    spared_bytes: int
+    poolings: tuple[pooling_gradients.Held, ...]
     assumed: tuple[str, ...]
+
+    def held_bytes(self, schedule: Schedule) -> int:
+        """Bytes that the compiler holds beside the graph for a plan."""
+        under = {
+            vertex
+            for region in schedule.regions
+            if region.checkpointed
+            for vertex in region.vertices
+        }
+        return sum(
+            one.bytes
+            if under.isdisjoint(self.vertex_of[value] for value in one.values)
+            else one.checkpointed_bytes
+            for one in self.poolings
+        )
+
+    @property
+    def unchanged_held_bytes(self) -> int:
+        """Bytes that it holds beside the graph for the unchanged function."""
+        return sum(one.unchanged_bytes for one in self.poolings)
 
 
 def materialize(program: Program, linearization: Linearization, device: Device) -> Materialization:
@@ -103,6 +129,7 @@ class _Builder:
         }
         self.source = self._aliases()
         self.narrow = self._narrow()
+        self.divisors = self._divisors()
 
     def _aliases(self) -> dict[int, int]:
         """For each value the value whose bytes it shares (often itself)."""
@@ -149,11 +176,16 @@ class _Builder:
         kind = self.program.types[value]
         if value in self.narrow:
             kind = dataclasses.replace(kind, dtype=_OPERAND_DTYPE)
+        return self._stored_bytes(kind) * (2 if value in self.divisors else 1)
+
+    def _stored_bytes(self, kind: ArrayType) -> int:
+        if self.device.platform == "cpu" and kind.dtype == "bfloat16":
+            kind = dataclasses.replace(kind, dtype="float32")
         return self.device.buffer_bytes(kind)
 
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the gradients with respect to some values: products write them in full."""
-        return sum(self.device.buffer_bytes(self.program.types[value]) for value in values)
+        return sum(self._stored_bytes(self.program.types[value]) for value in values)
 
     def _reads(self, index: int) -> list[int]:
         """The distinct computed values an equation reads, aliases resolved."""
@@ -186,6 +218,8 @@ class _Builder:
                 forced.update(equation.outputs)
             if self._opaque(index) and not self._product(index):
                 forced.update(self._reads(index))
+        if not self.device.fuses_into_sums:
+            forced |= self._read_by_sums() | self._dear()
         # One array of half the width for several products is less than what it is made of.
         forced.update(value for value, readers in self.narrow.items() if readers > 1)
         forced.update(
@@ -194,6 +228,78 @@ class _Builder:
             if self.source[value] in self.maker
         )
         return forced
+
+    def _read_by_sums(self) -> set[int]:
+        """What the gradient of a broadcast operand reads: the cotangent times this is summed."""
+        found: set[int] = set()
+        for index, equation in enumerate(self.program.equations):
+            derivative = self.linearization.derivatives.get(index)
+            if derivative is None or self.costs[index].fusion is not costs.Fusion.FUSIBLE:
+                continue
+            size = self.program.types[equation.outputs[0]].size
+            atoms = [atom for atom in equation.inputs if isinstance(atom, int)]
+            if not any(self._repeats(atom, size) for atom in atoms):
+                continue
+            read = [equation.inputs[position] for position in derivative.inputs]
+            read += [equation.outputs[position] for position in derivative.outputs]
+            found.update(self.source[value] for value in read if isinstance(value, int))
+        return found & self.maker.keys()
+
+    def _divisors(self) -> set[int]:
+        """What is divided by fewer entries, repeated, for a product of many matrices: attention.
+
+        There the divisor is stored in full too, as long as what it divides.
+        """
+        if self.device.fuses_into_sums:
+            return set()
+        found: set[int] = set()
+        feeding: set[int] = set()
+        for index in reversed(range(len(self.program.equations))):
+            equation = self.program.equations[index]
+            operation = equation.operation
+            if operation.primitive == "dot_general":
+                _, (batch, _) = operation.params["dimension_numbers"]
+                feeding.update(equation.value_inputs if batch else ())
+            elif not feeding.isdisjoint(equation.outputs) and not self._opaque(index):
+                feeding.update(equation.value_inputs)
+                if operation.primitive == "div" and index in self.linearization.derivatives:
+                    numerator, divisor = equation.inputs
+                    size = self.program.types[equation.outputs[0]].size
+                    if (
+                        isinstance(numerator, int)
+                        and isinstance(divisor, int)
+                        and self._repeats(divisor, size)
+                    ):
+                        found.add(self.source[numerator])
+        return found
+
+    def _repeats(self, value: int, size: int) -> bool:
+        """Whether a value with a cotangent is made of fewer entries, repeated."""
+        value = self.source[value]
+        if value not in self.linearization.active_values:
+            return False
+        maker = self.maker.get(value)
+        atoms: Sequence[Atom] = (value,)
+        if maker is not None and self.costs[maker].fusion is costs.Fusion.FUSIBLE:
+            atoms = self.program.equations[maker].inputs
+        return all(self.program.types[atom].size < size for atom in atoms if isinstance(atom, int))
+
+    def _dear(self) -> set[int]:
+        """Results of transcendental functions that are read twice, forward or backward."""
+        reads: Counter[int] = Counter()
+        dear: set[int] = set()
+        for index, equation in enumerate(self.program.equations):
+            if self._is_alias(index):
+                continue
+            reads.update(self._reads(index))
+            derivative = self.linearization.derivatives.get(index)
+            if derivative is not None:
+                read = [equation.inputs[position] for position in derivative.inputs]
+                read += [equation.outputs[position] for position in derivative.outputs]
+                reads.update({self.source[value] for value in read if isinstance(value, int)})
+            if equation.operation.primitive in _DEAR:
+                dear.update(equation.outputs)
+        return {value for value in dear if reads[value] > 1}
 
     def _leaves(self, materialized: set[int]) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
         """For each fused value the materialised values and arguments it is computed from.
@@ -353,8 +459,9 @@ class _Builder:
             vertex_of=vertex_of,
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
-            resident_bytes=self._shared_zeros_bytes(kept_apart=False),
-            spared_bytes=self._shared_zeros_bytes(kept_apart=True),
+            poolings=tuple(
+                pooling_gradients.held(program, self.linearization.derivatives, self.device)
+            ),
             assumed=tuple(
                 sorted(
                     {
@@ -399,18 +506,6 @@ class _Builder:
             ):
                 fused.add(vertex)
         return fused
-
-    def _shared_zeros_bytes(self, *, kept_apart: bool) -> int:
-        """What shared zeros take, of activations that ``transform`` keeps apart or cannot."""
-        if self.device.platform != "cuda":
-            return 0
-        return sum(
-            2 * self._bytes(value)
-            for index, value in shared_zeros.activations(self.program).items()
-            if index in self.linearization.derivatives
-            and shared_zeros.can_be_kept_apart(self.program.equations[index].operation)
-            is kept_apart
-        )
 
     def _cone(self, root: int, materialized: set[int]) -> list[int]:
         """The root equation and the fused equations behind it, in program order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -124,13 +124,13 @@ def problem(
         materialization = materialize(program, linearize(program), device)
         graph = materialization.graph
         front = pareto(_candidates(program, graph, measure, solver), measure)
-        (unchanged,) = _as_compiled(materialization, device, [judge(graph, plain(graph))])
+        as_it_is = judge(graph, plain(graph))
+        (unchanged,) = _as_compiled(materialization, device, [as_it_is])
+        more = materialization.unchanged_held_bytes - materialization.held_bytes(as_it_is.schedule)
         _sweeps[key] = Sweep(
             materialization=materialization,
             candidates=_as_compiled(materialization, device, front),
-            unchanged=dataclasses.replace(
-                unchanged, peak_bytes=unchanged.peak_bytes + materialization.spared_bytes
-            ),
+            unchanged=dataclasses.replace(unchanged, peak_bytes=unchanged.peak_bytes + more),
         )
         if len(_sweeps) > _MOST_SWEEPS:
             _sweeps.popitem(last=False)
@@ -177,7 +177,9 @@ def _as_compiled(
             for one in spaced
         ]
     return tuple(
-        dataclasses.replace(one, peak_bytes=one.peak_bytes + materialization.resident_bytes)
+        dataclasses.replace(
+            one, peak_bytes=one.peak_bytes + materialization.held_bytes(one.schedule)
+        )
         for one in front
     )
 
@@ -185,7 +187,7 @@ def _as_compiled(
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it."""
     found = simulate(materialization.graph, schedule)
-    more = materialization.resident_bytes
+    more = materialization.held_bytes(schedule)
     return dataclasses.replace(
         found,
         peak_bytes=found.peak_bytes + more,
@@ -406,7 +408,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
             pins=_pins(of, simulation),
         ),
         measured=None,
-        notes=_notes(materialization),
+        notes=_notes(of, chosen.schedule),
         remat_opt_version=__version__,
         jax_version=jax.__version__,
     )
@@ -430,22 +432,9 @@ def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
     return tuple(pins)
 
 
-def _notes(materialization: Materialization) -> tuple[str, ...]:
-    notes = []
-    if materialization.spared_bytes:
-        notes.append(
-            f"The unchanged function holds {format_bytes(materialization.spared_bytes)} of zeros "
-            "from the forward pass to the backward pass of a max pooling right after a relu: XLA "
-            "for NVIDIA makes one array of the relu's zeros and the gradient's. This plan keeps "
-            "them apart, whatever else it does, and needs that much less."
-        )
-    if materialization.resident_bytes:
-        notes.append(
-            f"{format_bytes(materialization.resident_bytes)} hold zeros from the forward pass to "
-            "the backward pass of a max pooling right after a maximum with zero, whatever is "
-            "planned: XLA for NVIDIA makes one array of the zeros of both. jax.nn.relu in its "
-            "place lets remat_opt keep them apart and saves that memory."
-        )
+def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
+    materialization = of.materialization
+    notes = list(_notes_on_poolings(of, schedule))
     if materialization.estimated_flops_share > 0.005:
         notes.append(
             f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
@@ -458,3 +447,29 @@ def _notes(materialization: Materialization) -> tuple[str, ...]:
             + "; all inputs and outputs of these equations are taken as needed."
         )
     return tuple(notes)
+
+
+def _notes_on_poolings(of: Problem, schedule: Schedule) -> Iterator[str]:
+    held_bytes = of.materialization.held_bytes(schedule)
+    spared_bytes = of.materialization.unchanged_held_bytes - held_bytes
+    if of.device.platform == "cpu":
+        if held_bytes:
+            yield (
+                f"{format_bytes(held_bytes)} hold coordinates and zeros for the gradients of max "
+                "poolings, from the start of the program: XLA for CPU makes them there."
+            )
+        return
+    if spared_bytes:
+        yield (
+            f"The unchanged function holds {format_bytes(spared_bytes)} of zeros "
+            "from the forward pass to the backward pass of a max pooling right after a relu: XLA "
+            "for NVIDIA makes one array of the relu's zeros and the gradient's. This plan keeps "
+            "them apart, whatever else it does, and needs that much less."
+        )
+    if held_bytes:
+        yield (
+            f"{format_bytes(held_bytes)} hold zeros from the forward pass to "
+            "the backward pass of a max pooling right after a maximum with zero, whatever is "
+            "planned: XLA for NVIDIA makes one array of the zeros of both. jax.nn.relu in its "
+            "place lets remat_opt keep them apart and saves that memory."
+        )

@@ -1,26 +1,115 @@
-"""Zeros that XLA for NVIDIA shares between a relu and the gradient of a max pooling after it.
+"""What XLA holds from the forward pass to the backward pass for the gradients of max poolings.
 
-The gradient of a max pooling is a scatter into zeros of the operand's shape. A ``relu`` of that
-shape compares with zeros too; XLA makes one array of both, computes it at the ``relu``, and copies
-it for the scatter to write to. So two arrays of that shape wait from one pass to the other: in the
-gradient of ResNet-50 392 MiB at batch 64, in that of Inception v3 737 MiB at batch 32. Where the
-zero of the relu is not known to be one when the compiler looks for equals, that memory is free.
-``transform`` sees to it for activations that are calls, as ``jax.nn.relu`` is.
+The gradient of a max pooling is a scatter. Where windows overlap it goes into zeros of the
+operand's shape; where they do not, each place is written once.
 
-Padding in front changes the shape of the scatter, and keeps the two apart. Windows that do not
-overlap scatter to places of their own, and need no such array.
+NVIDIA. A ``relu`` of that shape compares with zeros too; XLA makes one array of both, computes it
+at the ``relu``, and copies it for the scatter to write to. So two arrays of that shape wait from
+one pass to the other: in the gradient of ResNet-50 392 MiB at batch 64, in that of Inception v3
+737 MiB at batch 32. Where the zero of the relu is not known to be one when the compiler looks for
+equals, that memory is free. ``transform`` sees to it for activations that are calls, as
+``jax.nn.relu`` is. Padding in front changes the shape of the scatter, and keeps the two apart.
+
+CPU. XLA finds the places to scatter to by a search over arrays of coordinates, one for each
+dimension and each as large as the padded operand. Nothing keeps it from making these, and the
+zeros, at the start of the program: ResNet-50 holds 1,003 MiB so at batch 64. Where the pooling is
+under no checkpoint the search is done in the forward pass, and its result takes the operand's
+place.
 """
 
 from __future__ import annotations
 
-from remat_opt.operation import Operation
-from remat_opt.program import Program
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from remat_opt.device import Device
+from remat_opt.operation import ArrayType, Operation
+from remat_opt.program import Equation, Program
+
+#: Bytes of a coordinate.
+_COORDINATE_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes that a compiler holds for max poolings of one shape.
+
+    Attributes:
+      values: what the poolings compute.
+      bytes: held by a plan that has none of them under a checkpoint.
+      checkpointed_bytes: by one that has.
+      unchanged_bytes: by the unchanged function.
+    """
+
+    values: tuple[int, ...]
+    bytes: int
+    checkpointed_bytes: int
+    unchanged_bytes: int
+
+
+def held(program: Program, differentiated: Iterable[int], device: Device) -> list[Held]:
+    """What a device's compiler holds for the poolings among the differentiated equations.
+
+    Args:
+      program: a traced function.
+      differentiated: numbers of the equations that have a backward step.
+      device: whose compiler it is.
+    """
+    chosen = set(differentiated)
+    if device.platform == "cuda":
+        return list(_shared_zeros(program, chosen, device))
+    if device.platform == "cpu":
+        return list(_coordinates(program, chosen, device))
+    return []
+
+
+def _shared_zeros(program: Program, chosen: set[int], device: Device) -> Iterator[Held]:
+    for index, value in activations(program).items():
+        if index not in chosen:
+            continue
+        size = 2 * device.buffer_bytes(program.types[value])
+        left = 0 if can_be_kept_apart(program.equations[index].operation) else size
+        yield Held(values=(value,), bytes=left, checkpointed_bytes=left, unchanged_bytes=size)
+
+
+def _coordinates(program: Program, chosen: set[int], device: Device) -> Iterator[Held]:
+    alike: dict[ArrayType, list[Equation]] = {}
+    for index, equation in enumerate(program.equations):
+        if index in chosen and _is_pooling(equation):
+            (operand,) = equation.value_inputs
+            kind = program.types[operand]
+            padding = equation.operation.params.get("padding") or [(0, 0)] * len(kind.shape)
+            shape = tuple(
+                size + low + high for size, (low, high) in zip(kind.shape, padding, strict=True)
+            )
+            padded = dataclasses.replace(kind, shape=shape)
+            alike.setdefault(padded, []).append(equation)
+    for padded, poolings in alike.items():
+        places = _COORDINATE_BYTES * len(padded.shape)
+        overlap = any(_windows_overlap(one.operation) for one in poolings)
+        zeros = device.buffer_bytes(padded) if overlap else 0
+        found = zeros + sum(
+            max(
+                0,
+                places * program.types[one.outputs[0]].size
+                - device.buffer_bytes(program.types[one.value_inputs[0]]),
+            )
+            for one in poolings
+        )
+        yield Held(
+            values=tuple(one.outputs[0] for one in poolings),
+            bytes=found,
+            checkpointed_bytes=zeros + places * math.prod(padded.shape),
+            unchanged_bytes=found,
+        )
+
 
 _CALLS = ("custom_jvp_call", "jit", "pjit")
 
 
 def activations(program: Program) -> dict[int, int]:
-    """The equations whose zeros are shared, by number, with the value that is pooled."""
+    """The equations whose zeros XLA for NVIDIA shares, by number, with the value that is pooled."""
     maker = {
         value: index
         for index, equation in enumerate(program.equations)
@@ -28,13 +117,14 @@ def activations(program: Program) -> dict[int, int]:
     }
     found = {}
     for equation in program.equations:
-        if equation.operation.primitive != "reduce_window_max" or not equation.value_inputs:
+        if not _is_pooling(equation):
             continue
         (operand,) = equation.value_inputs
         index = maker.get(operand)
         if (
             index is not None
             and _windows_overlap(equation.operation)
+            and not _padded_in_front(equation.operation)
             and _compares_with_scalar(program.equations[index].operation)
         ):
             found[index] = operand
@@ -46,9 +136,15 @@ def can_be_kept_apart(operation: Operation) -> bool:
     return operation.primitive == "custom_jvp_call"
 
 
+def _is_pooling(equation: Equation) -> bool:
+    return equation.operation.primitive == "reduce_window_max" and bool(equation.value_inputs)
+
+
+def _padded_in_front(pooling: Operation) -> bool:
+    return any(low > 0 for low, _ in pooling.params.get("padding", ()))
+
+
 def _windows_overlap(pooling: Operation) -> bool:
-    if any(low > 0 for low, _ in pooling.params.get("padding", ())):
-        return False
     return any(
         stride < length
         for stride, length in zip(

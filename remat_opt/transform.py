@@ -7,7 +7,7 @@ schedule becomes one ``jax.checkpoint`` whose policy keeps the region's kept val
 name; every reader inside the region reads the named value. A region with regions inside is a
 checkpoint round theirs. Equations that are fused into several vertices are emitted again in
 each region that needs them. Activations whose zeros the compiler would share with the gradient of
-a pooling get zeros of their own (``shared_zeros``).
+a pooling get zeros of their own (``pooling_gradients``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt import shared_zeros
+from remat_opt import pooling_gradients
 from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.program import Equation, Program
 from remat_opt.schedule import Stage
@@ -76,8 +76,8 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     active = _active(program)
     apart = frozenset(
         index
-        for index in shared_zeros.activations(program)
-        if shared_zeros.can_be_kept_apart(program.equations[index].operation)
+        for index in pooling_gradients.activations(program)
+        if pooling_gradients.can_be_kept_apart(program.equations[index].operation)
     )
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,8 @@ from remat_opt.graph import Graph
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.program import Program
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.simulator import simulate
 from remat_opt.tracing import Signature
 
 X = jnp.ones((16, 8))
@@ -24,11 +26,16 @@ W = jnp.ones((8, 8))
 
 
 def graph_of(
-    fn: Callable[..., Any], *args: Any, device: str = "cpu", **options: Any
+    fn: Callable[..., Any], *args: Any, device: str = "h200", **options: Any
 ) -> tuple[Program, Materialization, Graph]:
     program = tracing.trace(fn, *args, signature=Signature(**options))
     found = materialize(program, linearize(program), get_device(device))
     return program, found, found.graph
+
+
+def whole(graph: Graph) -> Schedule:
+    """All under one checkpoint that keeps nothing."""
+    return Schedule(regions=(Region(vertices=tuple(range(len(graph)))),))
 
 
 def names(graph: Graph) -> list[str]:
@@ -102,35 +109,118 @@ def test_a_cotangent_is_handed_on_where_nothing_else_reads_it() -> None:
     assert not graph.in_place[rounded]
 
 
+def pooling_loss(activation, strides, padding="VALID"):
+    def loss(kernel, x):
+        y = lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        window = {"window_dimensions": (1, 2, 2, 1), "window_strides": strides}
+        y = lax.reduce_window(activation(y), -jnp.inf, lax.max, padding=padding, **window)
+        return jnp.sum(jnp.sin(y))
+
+    return loss
+
+
+APART, OVERLAPPING = (1, 2, 2, 1), (1, 1, 1, 1)
+IMAGES, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+
+
 def test_zeros_are_shared_with_a_pooling_of_overlapping_windows() -> None:
-    images, kernel = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
-
-    def pooled(activation, strides):
-        def loss(kernel, x):
-            y = lax.conv_general_dilated(
-                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-            window = {"window_dimensions": (1, 2, 2, 1), "window_strides": strides}
-            y = lax.reduce_window(activation(y), -jnp.inf, lax.max, padding="VALID", **window)
-            return jnp.sum(jnp.sin(y))
-
-        return loss
-
     def maximum(y):
         return lax.max(y, 0.0)
 
-    apart, overlapping, zeros = (1, 2, 2, 1), (1, 1, 1, 1), 2 * images.nbytes
+    zeros = 2 * IMAGES.nbytes
     # What the transform can keep apart only the unchanged function pays for.
-    for activation, strides, device, resident, spared in (
-        (jax.nn.relu, overlapping, "h200", 0, zeros),
-        (maximum, overlapping, "h200", zeros, 0),
-        (jax.nn.relu, apart, "h200", 0, 0),
-        (jnp.tanh, overlapping, "h200", 0, 0),
-        (jax.nn.relu, overlapping, "cpu", 0, 0),
-        (jax.nn.relu, overlapping, "v5e", 0, 0),
+    for activation, strides, device, held, unchanged in (
+        (jax.nn.relu, OVERLAPPING, "h200", 0, zeros),
+        (maximum, OVERLAPPING, "h200", zeros, zeros),
+        (jax.nn.relu, APART, "h200", 0, 0),
+        (jnp.tanh, OVERLAPPING, "h200", 0, 0),
+        (jax.nn.relu, OVERLAPPING, "v5e", 0, 0),
     ):
-        _, found, _ = graph_of(pooled(activation, strides), kernel, images, device=device)
-        assert (found.resident_bytes, found.spared_bytes) == (resident, spared)
+        loss = pooling_loss(activation, strides)
+        _, found, graph = graph_of(loss, KERNEL, IMAGES, device=device)
+        for schedule in (plain(graph), whole(graph)):
+            assert (found.held_bytes(schedule), found.unchanged_held_bytes) == (held, unchanged)
+
+
+def test_a_cpu_holds_coordinates_for_a_pooling() -> None:
+    size, pooled = IMAGES.size, 2 * 4 * 4 * 4
+    loss = pooling_loss(jax.nn.relu, APART)
+    _, found, graph = graph_of(loss, KERNEL, IMAGES, device="cpu")
+    assert found.held_bytes(whole(graph)) == 4 * 4 * size
+    # The place of each maximum, and no longer what was searched.
+    assert found.held_bytes(plain(graph)) == max(0, 4 * 4 * pooled - IMAGES.nbytes) == 0
+    assert found.unchanged_held_bytes == 0
+    # Overlapping windows scatter into zeros; padding makes both larger.
+    window = {"strides": OVERLAPPING, "padding": ((0, 0), (0, 1), (0, 1), (0, 0))}
+    _, found, graph = graph_of(pooling_loss(jax.nn.relu, **window), KERNEL, IMAGES, device="cpu")
+    padded = 2 * 9 * 9 * 4
+    assert found.held_bytes(whole(graph)) == 4 * (4 + 1) * padded
+    assert found.unchanged_held_bytes == 4 * padded + 4 * 4 * size - IMAGES.nbytes
+
+
+def test_poolings_of_one_shape_share_their_coordinates() -> None:
+    def twice(kernel, x):
+        return pooling_loss(jax.nn.relu, APART)(kernel, x) + pooling_loss(jnp.tanh, APART)(
+            kernel, x
+        )
+
+    _, found, graph = graph_of(twice, KERNEL, IMAGES, device="cpu")
+    assert found.held_bytes(whole(graph)) == 4 * 4 * IMAGES.size
+
+
+def stored(graph: Graph) -> list[str]:
+    """The primitives of what the backward pass of the unchanged function reads."""
+    return [names(graph)[vertex] for vertex in simulate(graph, plain(graph)).stored]
+
+
+def test_a_cpu_stores_what_its_sums_multiply() -> None:
+    def normalised(w, x):
+        y = x @ w
+        centred = y - jnp.mean(y, 0)
+        y = centred * lax.rsqrt(jnp.mean(centred**2, 0)) * 3.0
+        return jnp.sum(jnp.sin(y @ w))
+
+    # The gradient of the reciprocal deviation sums cotangents times what it scales.
+    for device, extra in (("h200", False), ("cpu", True)):
+        _, _, graph = graph_of(normalised, W, X, device=device)
+        held = [v for v in simulate(graph, plain(graph)).stored if graph.bytes[v] == X.nbytes]
+        assert ("sub" in [names(graph)[v] for v in held]) == extra
+
+
+def test_a_cpu_computes_no_transcendental_function_twice() -> None:
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin((y * jnp.tanh(y * y)) @ w))
+
+    for device, extra in (("h200", False), ("cpu", True)):
+        _, _, graph = graph_of(loss, W, X, device=device)
+        assert ("tanh" in stored(graph)) == extra
+
+
+def test_a_cpu_stores_the_divisors_of_attention() -> None:
+    def attention(w, x, batched):
+        scores = jnp.exp(x @ w)
+        shares = scores / jnp.sum(scores, -1, keepdims=True)
+        return jnp.sum(jnp.sin(jnp.einsum("bij,bjk->bik", shares, x) if batched else shares @ w))
+
+    images, square = jnp.ones((4, 8, 8)), jnp.ones((8, 8))
+    for batched, copies in ((True, 2), (False, 1)):
+        _, _, graph = graph_of(
+            lambda w, x, batched=batched: attention(w, x, batched), square, images, device="cpu"
+        )
+        exponential = names(graph).index("exp")
+        assert graph.bytes[exponential] == copies * images.nbytes
+
+
+def test_a_cpu_stores_bfloat16_as_float32() -> None:
+    narrow = [array.astype(jnp.bfloat16) for array in (W, X)]
+    sizes = {}
+    for device in ("h200", "cpu"):
+        _, _, graph = graph_of(lambda w, x: jnp.sum(jnp.sin(x @ w)), *narrow, device=device)
+        sizes[device] = graph.bytes[0], graph.cotangent_bytes[0]
+    assert sizes["cpu"] == tuple(2 * size for size in sizes["h200"])
 
 
 def test_the_sum_of_a_residual_stream_is_stored() -> None:
