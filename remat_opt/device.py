@@ -212,6 +212,11 @@ class Device:
         return self.platform != "cpu"
 
     @property
+    def widens_bfloat16(self) -> bool:
+        """Whether bfloat16 values are stored as float32, because products read and write that."""
+        return self.platform == "cpu"
+
+    @property
     def heap_has_holes(self) -> bool:
         """Whether the compiler's heap is larger than what is alive at its peak.
 

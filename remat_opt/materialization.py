@@ -179,7 +179,7 @@ class _Builder:
         return self._stored_bytes(kind) * (2 if value in self.divisors else 1)
 
     def _stored_bytes(self, kind: ArrayType) -> int:
-        if self.device.platform == "cpu" and kind.dtype == "bfloat16":
+        if self.device.widens_bfloat16 and kind.dtype == "bfloat16":
             kind = dataclasses.replace(kind, dtype="float32")
         return self.device.buffer_bytes(kind)
 
