@@ -8,6 +8,9 @@ name; every reader inside the region reads the named value. A region with region
 checkpoint round theirs. Equations that are fused into several vertices are emitted again in
 each region that needs them. Activations whose zeros the compiler would share with the gradient of
 a pooling get zeros of their own (``pooling_gradients``).
+
+Cotangents of what is read often are summed up as they come: barriers keep XLA from leaving that to
+the end, see ``_run`` and ``_multiplied_again``.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.program import Equation, Program
 from remat_opt.schedule import Stage
 from remat_opt.tracing import array_type, is_inexact
+
+#: Equations whose derivatives are products of their own.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def name_of(root: int, position: int) -> str:
@@ -110,9 +116,9 @@ def _run(
     """Runs steps one after the other and adds what they provide.
 
     Of what a step reads and later ones read too, those that have a cotangent (``summed``) reach
-    them behind a barrier. So the cotangent is summed up step by step; XLA would hold what each
-    reader contributes, or all that the parts are slices of, until the last has come, and then add
-    them at once.
+    them behind a barrier, together with what the step hands on. So the cotangent is summed up step
+    by step, before the step's own turn comes; XLA would hold what each reader contributes, or all
+    that the parts are slices of, until the last has come, and then add them at once.
 
     Args:
       program: what to run.
@@ -127,9 +133,11 @@ def _run(
         results = _runner(program, apart, summed, step)(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
-        for value in step.inputs:
-            if value in summed and last_reader[value] > number:
-                environment[value] = jax.lax.optimization_barrier(environment[value])
+        shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
+        if shared:
+            shared += [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
+            behind = jax.lax.optimization_barrier([environment[value] for value in shared])
+            environment.update(zip(shared, behind, strict=True))
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
@@ -200,6 +208,13 @@ def _runner(
                 environment[atom] if isinstance(atom, int) else atom.value
                 for atom in equation.inputs
             ]
+            if index in again:
+                inputs = jax.lax.optimization_barrier(inputs)
+                environment.update(
+                    (atom, value)
+                    for atom, value in zip(equation.inputs, inputs, strict=True)
+                    if atom in again[index]
+                )
             if index in step.named and equation.derivative_reads_kept:
                 results = _run_kept(equation, index, inputs)
             else:
@@ -210,6 +225,7 @@ def _runner(
             environment.update(zip(equation.outputs, results, strict=True))
         return [environment[value] for value in step.outputs]
 
+    again = _multiplied_again(program, summed, step)
     if not step.checkpointed:
         return region
     names = [
@@ -219,6 +235,28 @@ def _runner(
     ]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(region, policy=policy)
+
+
+def _multiplied_again(
+    program: Program, summed: frozenset[int], step: _Step
+) -> dict[int, frozenset[int]]:
+    """For each product of a step the arguments that an earlier product of it reads too.
+
+    These pass a barrier together with what they are multiplied by. Backward, that has the product
+    add its part to their cotangent before it hands on the other one; XLA would compute the parts of
+    all products, such as the steps of a recurrent network, before it adds the first two.
+    """
+    arguments = summed.intersection(program.arguments)
+    seen: set[int] = set()
+    found: dict[int, frozenset[int]] = {}
+    for index in step.equations:
+        equation = program.equations[index]
+        if equation.operation.primitive in _PRODUCTS:
+            read = arguments.intersection(equation.value_inputs)
+            if not seen.isdisjoint(read):
+                found[index] = read & seen
+            seen |= read
+    return found
 
 
 def _all_named(index: int, results: Sequence[Any]) -> list[Any]:

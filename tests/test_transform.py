@@ -299,7 +299,7 @@ def test_an_activation_before_a_pooling_has_zeros_of_its_own(kept: tuple[int, ..
 
 
 def test_cotangents_are_summed_region_by_region() -> None:
-    """What several regions read reaches each later one behind a barrier of its own."""
+    """What several regions read reaches each later one with what the region hands on."""
 
     def loss(w, x):
         y = x @ w
@@ -322,6 +322,34 @@ def test_cotangents_are_summed_region_by_region() -> None:
     )
     _, call, closed = rewritten(stages, loss, *args)
     found = [e for e in internals.parts(closed)[3] if e.primitive.name == "optimization_barrier"]
-    # The weight three times; the first product twice. Not x: it is not differentiated.
-    assert sorted(e.invars[0].aval.shape for e in found) == [(4, 8)] * 2 + [(8, 8)] * 3
+    # The weight and the first product, and the sums. Not x: it is not differentiated.
+    assert [sorted(read.aval.shape for read in e.invars) for e in found] == [
+        [(4, 8), (8, 8)],
+        [(), (4, 8), (8, 8)],
+        [(), (4, 8), (8, 8)],
+    ]
     assert jnp.allclose(jax.grad(call)(*args), jax.grad(loss)(*args), rtol=1e-6)
+
+
+def test_the_parts_of_a_weights_gradient_are_added_one_by_one() -> None:
+    """A weight reaches each product after the first together with what it is multiplied by."""
+
+    def recurrent(w, x):
+        state = jnp.zeros_like(x)
+        for _ in range(4):
+            state = jnp.tanh(x + state @ w)
+        return jnp.sum(state)
+
+    args = W[0], X
+    program = tracing.trace(recurrent, *args)
+    order = range(len(program.equations))
+    for checkpointed in (True, False):
+        stages = (Stage(roots=tuple(order), kept=(), checkpointed=checkpointed),)
+        _, call, closed = rewritten(stages, recurrent, *args)
+        found = re.findall("optimization_barrier", str(closed))
+        assert len(found) == 3
+        assert jnp.allclose(jax.grad(call)(*args), jax.grad(recurrent)(*args), rtol=1e-6)
+
+    # One product for each weight: nothing to add up.
+    _, _, closed = rewritten((Stage(roots=tuple(range(7)), kept=(), checkpointed=False),))
+    assert "optimization_barrier" not in str(closed)
