@@ -23,21 +23,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from remat_opt import costs, pooling_gradients
+from remat_opt import costs, pooling_gradients, weight_gradients
 from remat_opt.device import Device
 from remat_opt.graph import Graph
+from remat_opt.held import Cause, Held
 from remat_opt.linearization import Linearization
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.program import Atom, Program
 from remat_opt.schedule import Schedule
+from remat_opt.weight_gradients import PRODUCTS
 
 #: Equations whose result has the bytes of their operand, and no kernel of its own.
 _ALIASES = frozenset(
     {"reshape", "squeeze", "expand_dims", "transpose", "name", "copy_p", "rev_bitcast"}
 )
-
-#: The equations into whose kernels some devices fuse what makes the operands.
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 #: What a compiler that does not fuse into sums never computes twice.
 _DEAR = frozenset(
@@ -66,8 +65,7 @@ class Materialization:
       vertex_of: for each materialised value the vertex that holds it.
       labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
-      poolings: what the compiler holds from the forward pass to the backward pass beside the
-        graph (``pooling_gradients``).
+      held: what the compiler holds beside the graph.
       assumed: names of primitives that JAX could not differentiate.
     """
 
@@ -76,11 +74,11 @@ class Materialization:
     vertex_of: dict[int, int]
     labels: tuple[str, ...]
     estimated_flops_share: float
-    poolings: tuple[pooling_gradients.Held, ...]
+    held: tuple[Held, ...]
     assumed: tuple[str, ...]
 
-    def held_bytes(self, schedule: Schedule) -> int:
-        """Bytes that the compiler holds beside the graph for a plan."""
+    def held_bytes(self, schedule: Schedule, cause: Cause | None = None) -> int:
+        """Bytes that the compiler holds beside the graph for a plan; of one cause, if given."""
         under = {
             vertex
             for region in schedule.regions
@@ -91,13 +89,15 @@ class Materialization:
             one.bytes
             if under.isdisjoint(self.vertex_of[value] for value in one.values)
             else one.checkpointed_bytes
-            for one in self.poolings
+            for one in self._held(cause)
         )
 
-    @property
-    def unchanged_held_bytes(self) -> int:
+    def unchanged_held_bytes(self, cause: Cause | None = None) -> int:
         """Bytes that it holds beside the graph for the unchanged function."""
-        return sum(one.unchanged_bytes for one in self.poolings)
+        return sum(one.unchanged_bytes for one in self._held(cause))
+
+    def _held(self, cause: Cause | None) -> list[Held]:
+        return [one for one in self.held if cause in (None, one.cause)]
 
 
 def materialize(program: Program, linearization: Linearization, device: Device) -> Materialization:
@@ -207,7 +207,7 @@ class _Builder:
         """Whether the equation computes elementwise operands as it reads them."""
         return (
             self.device.fuses_into_products
-            and self.program.equations[index].operation.primitive in _PRODUCTS
+            and self.program.equations[index].operation.primitive in PRODUCTS
         )
 
     def _forced(self) -> set[int]:
@@ -459,8 +459,10 @@ class _Builder:
             vertex_of=vertex_of,
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
-            poolings=tuple(
-                pooling_gradients.held(program, self.linearization.derivatives, self.device)
+            held=tuple(
+                one
+                for kind in (pooling_gradients, weight_gradients)
+                for one in kind.held(program, self.linearization.derivatives, self.device)
             ),
             assumed=tuple(
                 sorted(
@@ -550,7 +552,7 @@ def _reads_rounded(operation: Operation) -> bool:
     """Whether the operation is a product at JAX's default precision."""
     precision = operation.params.get("precision")
     sides = precision if isinstance(precision, tuple) else (precision,)
-    return operation.primitive in _PRODUCTS and all(
+    return operation.primitive in PRODUCTS and all(
         side is None or str(side).endswith("DEFAULT") for side in sides
     )
 

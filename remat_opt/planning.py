@@ -19,6 +19,7 @@ from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.graph import Graph
 from remat_opt.heap import heap_bytes
+from remat_opt.held import Cause
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
@@ -126,7 +127,8 @@ def problem(
         front = pareto(_candidates(program, graph, measure, solver), measure)
         as_it_is = judge(graph, plain(graph))
         (unchanged,) = _as_compiled(materialization, device, [as_it_is])
-        more = materialization.unchanged_held_bytes - materialization.held_bytes(as_it_is.schedule)
+        more = materialization.unchanged_held_bytes()
+        more -= materialization.held_bytes(as_it_is.schedule)
         _sweeps[key] = Sweep(
             materialization=materialization,
             candidates=_as_compiled(materialization, device, front),
@@ -435,6 +437,14 @@ def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     materialization = of.materialization
     notes = list(_notes_on_poolings(of, schedule))
+    parts_bytes = materialization.unchanged_held_bytes(Cause.WEIGHT)
+    if parts_bytes:
+        sums_bytes = materialization.held_bytes(schedule, Cause.WEIGHT)
+        notes.append(
+            f"Several products read the same weights. The unchanged function holds up to "
+            f"{format_bytes(parts_bytes)} of parts of their gradients until all are computed; this "
+            f"plan adds each to the others at once, and holds {format_bytes(sums_bytes)}."
+        )
     if materialization.estimated_flops_share > 0.005:
         notes.append(
             f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
@@ -450,8 +460,8 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
 
 
 def _notes_on_poolings(of: Problem, schedule: Schedule) -> Iterator[str]:
-    held_bytes = of.materialization.held_bytes(schedule)
-    spared_bytes = of.materialization.unchanged_held_bytes - held_bytes
+    held_bytes = of.materialization.held_bytes(schedule, Cause.POOLING)
+    spared_bytes = of.materialization.unchanged_held_bytes(Cause.POOLING) - held_bytes
     if of.device.platform == "cpu":
         if held_bytes:
             yield (

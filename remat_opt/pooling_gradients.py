@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from remat_opt.device import Device
+from remat_opt.held import Cause, Held
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.program import Equation, Program
 
@@ -31,24 +32,7 @@ from remat_opt.program import Equation, Program
 _COORDINATE_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Bytes that a compiler holds for max poolings of one shape.
-
-    Attributes:
-      values: what the poolings compute.
-      bytes: held by a plan that has none of them under a checkpoint.
-      checkpointed_bytes: by one that has.
-      unchanged_bytes: by the unchanged function.
-    """
-
-    values: tuple[int, ...]
-    bytes: int
-    checkpointed_bytes: int
-    unchanged_bytes: int
-
-
-def held(program: Program, differentiated: Iterable[int], device: Device) -> list[Held]:
+def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
     """What a device's compiler holds for the poolings among the differentiated equations.
 
     Args:
@@ -58,10 +42,9 @@ def held(program: Program, differentiated: Iterable[int], device: Device) -> lis
     """
     chosen = set(differentiated)
     if device.platform == "cuda":
-        return list(_shared_zeros(program, chosen, device))
-    if device.platform == "cpu":
-        return list(_coordinates(program, chosen, device))
-    return []
+        yield from _shared_zeros(program, chosen, device)
+    elif device.platform == "cpu":
+        yield from _coordinates(program, chosen, device)
 
 
 def _shared_zeros(program: Program, chosen: set[int], device: Device) -> Iterator[Held]:
@@ -70,7 +53,13 @@ def _shared_zeros(program: Program, chosen: set[int], device: Device) -> Iterato
             continue
         size = 2 * device.buffer_bytes(program.types[value])
         left = 0 if can_be_kept_apart(program.equations[index].operation) else size
-        yield Held(values=(value,), bytes=left, checkpointed_bytes=left, unchanged_bytes=size)
+        yield Held(
+            cause=Cause.POOLING,
+            values=(value,),
+            bytes=left,
+            checkpointed_bytes=left,
+            unchanged_bytes=size,
+        )
 
 
 def _coordinates(program: Program, chosen: set[int], device: Device) -> Iterator[Held]:
@@ -98,6 +87,7 @@ def _coordinates(program: Program, chosen: set[int], device: Device) -> Iterator
             for one in poolings
         )
         yield Held(
+            cause=Cause.POOLING,
             values=tuple(one.outputs[0] for one in poolings),
             bytes=found,
             checkpointed_bytes=zeros + places * math.prod(padded.shape),

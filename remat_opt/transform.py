@@ -30,9 +30,7 @@ from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.program import Equation, Program
 from remat_opt.schedule import Stage
 from remat_opt.tracing import array_type, is_inexact
-
-#: Equations whose derivatives are products of their own.
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+from remat_opt.weight_gradients import PRODUCTS
 
 
 def name_of(root: int, position: int) -> str:
@@ -251,7 +249,7 @@ def _multiplied_again(
     found: dict[int, frozenset[int]] = {}
     for index in step.equations:
         equation = program.equations[index]
-        if equation.operation.primitive in _PRODUCTS:
+        if equation.operation.primitive in PRODUCTS:
             read = arguments.intersection(equation.value_inputs)
             if not seen.isdisjoint(read):
                 found[index] = read & seen
