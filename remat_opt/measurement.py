@@ -49,6 +49,15 @@ _TPU_KINDS = {
 }
 _GPU_KINDS = {"A100-SXM": "a100", "H100 80GB HBM3": "h100", "H200": "h200", "B200": "b200"}
 
+#: What XLA says where it finds no tiles for a product of its own without the device, the options
+#: that leave products to the library, and what to say then.
+_NO_TILES = "output tile sizes"
+_LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+_TILES_NOTE = (
+    "compiled with xla_gpu_enable_triton_gemm=false: XLA finds no tiles for some product of this "
+    "program where the device is not attached"
+)
+
 #: The device a machine of each platform is taken for when it is not a known one: the
 #: smallest of its kind, so that nothing is planned that it could not do.
 _GENERIC_DEVICES = {"cpu": "cpu", "cuda": "a100", "tpu": "v5e"}
@@ -187,8 +196,9 @@ def measure(
         donate_argnums=donate_argnums,
     )
     lowered = _lower(jitted, args, kwargs, target)
-    compiled = _compile(lowered, target)
-    return _read(lowered, compiled, target, compile_seconds=time.perf_counter() - start)
+    compiled, notes = _compile(lowered, target)
+    found = _read(lowered, compiled, target, compile_seconds=time.perf_counter() - start)
+    return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
 def compile_for(
@@ -213,7 +223,8 @@ def compile_for(
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )
-    return _compile(_lower(jitted, args, kwargs, target), target)
+    compiled, _ = _compile(_lower(jitted, args, kwargs, target), target)
+    return compiled
 
 
 def _lower(
@@ -227,10 +238,19 @@ def _lower(
         return jitted.lower(*args, **kwargs)
 
 
-def _compile(lowered: jax.stages.Lowered, target: Device) -> jax.stages.Compiled:
+def _compile(
+    lowered: jax.stages.Lowered, target: Device
+) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
+    """The compiled program, and notes on what it took to compile it."""
+    options = compiler_options(target)
     with jax.default_device(_jax_device(target)):
         try:
-            return lowered.compile(compiler_options=compiler_options(target) or None)
+            try:
+                return lowered.compile(compiler_options=options or None), ()
+            except jax.errors.JaxRuntimeError as error:
+                if target.platform != "cuda" or target.attached or _NO_TILES not in str(error):
+                    raise
+            return lowered.compile(compiler_options=options | _LIBRARY_PRODUCTS), (_TILES_NOTE,)
         except jax.errors.JaxRuntimeError as error:
             raise _compile_error(error, target) from error
 

@@ -2,8 +2,9 @@
 
 A prediction is a model's. Here the compiler is asked: of the plans that the objective allows, the
 most promising ones are compiled, and the one that is best as compiled is kept. Where a budget is
-given and a plan turns out too large, the next one is chosen as if the budget were smaller by what
-the prediction was wrong.
+given, the next one is chosen as if the budget were smaller, or larger, by what the prediction was
+wrong, until nothing between a plan that is too large and one that fits is worth a try. A plan that
+the compiler refuses is taken for too large.
 
 What is compiled is the gradient of the traced program, not the function that it was traced from: so
 this can be done in the middle of somebody else's trace, where arguments, and what the function
@@ -23,7 +24,7 @@ import numpy as np
 from remat_opt import _jax_internals as internals
 from remat_opt import measurement, planning, transform
 from remat_opt.device import Device
-from remat_opt.errors import BudgetError, RematError
+from remat_opt.errors import BudgetError, CompileError, RematError
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
@@ -34,6 +35,10 @@ from remat_opt.units import format_bytes
 
 #: Plans that are compiled for a budget before giving up.
 MOST_FOR_BUDGET = 6
+#: Where a plan fits, another is compiled only if it saves this share of the recomputation.
+_LEAST_GAIN = 0.05
+#: How much smaller the prediction of the next plan is after one that the compiler refused.
+_STEP_IF_REFUSED = 1.1
 #: Plans that are compiled where the least memory is asked for, and how far above the least
 #: predicted peak they may lie.
 MOST_FOR_LEAST = 3
@@ -120,11 +125,12 @@ def choose(problem: Problem, objective: Objective, compiled: Callable[[Plan], Me
       compiled: compiles a plan's gradient for the device.
 
     Returns:
-      The plan, measured. For a budget: the first one within it, of those with ever more
+      The plan, measured. For a budget: of those that are within it the one with the least
       recomputation. Else: of a few with the least predicted peaks, the one with the least memory.
 
     Raises:
       BudgetError: no plan that was compiled is within the budget, or none is predicted to be.
+      CompileError: the compiler has refused all that were tried.
     """
     budget_bytes = planning.budget_bytes_of(problem, objective)
     if budget_bytes is None:
@@ -138,32 +144,53 @@ def _within(
     budget_bytes: int,
     compiled: Callable[[Plan], Measurement],
 ) -> Plan:
+    """Searches between the last plan that was too large and the first that fits."""
+    measure = objective.overhead
     # By falling peak, so with rising overhead.
-    left = pareto(list(problem.candidates), objective.overhead)[::-1]
+    front = pareto(list(problem.candidates), measure)[::-1]
+    trials = _Trials(problem, objective, compiled)
+    best: Plan | None = None
+    # Where nothing is predicted to fit, that is an error.
     first = planning.solve(problem, objective)
-    left = [one for one in left if one.peak_bytes <= first.peak_bytes]
-    tried: list[Plan] = []
-    allowed = float(budget_bytes)
-    while left and len(tried) < MOST_FOR_BUDGET:
-        fitting = [one for one in left if one.peak_bytes <= allowed] or left[-1:]
-        chosen = fitting[0]
-        left = [one for one in left if one.peak_bytes < chosen.peak_bytes]
-        tried.append(_measured(problem, chosen, objective, compiled))
-        found = _temporary_bytes(tried[-1])
-        if found <= budget_bytes:
-            return _noted(tried[-1], tried, f"a budget of {format_bytes(budget_bytes)}")
-        # The model is off by this much here; what it says of smaller plans is read accordingly.
-        allowed = min(allowed, chosen.peak_bytes * budget_bytes / found)
-    least = min(map(_temporary_bytes, tried))
+    too_large, number, fits = -1, _first_within(front, first.peak_bytes), len(front)
+    while too_large < number < fits and trials.count < MOST_FOR_BUDGET:
+        predicted_bytes = front[number].peak_bytes
+        plan = trials.plan(front[number])
+        # The model is off by this much here; what it says of other plans is read accordingly.
+        if plan is None:
+            allowed = predicted_bytes / _STEP_IF_REFUSED
+        else:
+            allowed = predicted_bytes * budget_bytes / max(1, _temporary_bytes(plan))
+        if plan is not None and _temporary_bytes(plan) <= budget_bytes:
+            best, fits = plan, number
+        else:
+            too_large = number
+        number = max(_first_within(front, allowed), too_large + 1)
+        if number < fits < len(front):
+            least_gain = _LEAST_GAIN * front[fits].overhead(measure)
+            if front[fits].overhead(measure) - front[number].overhead(measure) < least_gain:
+                break
+    if best is not None:
+        return _noted(best, trials.plans, f"a budget of {format_bytes(budget_bytes)}")
+    trials.raise_if_all_refused()
+    sizes = [one.predicted.temporary_bytes for one in trials.plans]
+    least = min(map(_temporary_bytes, trials.plans))
     raise BudgetError(
         f"No plan has compiled to temporaries within {format_bytes(budget_bytes)}: of "
-        f"{len(tried)} that were tried, the smallest took {format_bytes(least)} "
-        f"(predicted: {', '.join(format_bytes(one.predicted.temporary_bytes) for one in tried)}). "
+        f"{trials.count} that were tried, the smallest took {format_bytes(least)} "
+        f"(predicted: {', '.join(map(format_bytes, sizes))}). "
         "Give a larger budget or a smaller batch.",
         budget_bytes=budget_bytes,
         least_peak_bytes=least,
-        pinning=tuple((f"{p.label} {p.module}".strip(), p.bytes) for p in tried[-1].predicted.pins),
+        pinning=tuple(
+            (f"{p.label} {p.module}".strip(), p.bytes) for p in trials.plans[-1].predicted.pins
+        ),
     )
+
+
+def _first_within(front: Sequence[Candidate], bytes_: float) -> int:
+    """The first candidate, by falling peak, of at most so many bytes; if none, the last."""
+    return next((n for n, one in enumerate(front) if one.peak_bytes <= bytes_), len(front) - 1)
 
 
 def _least(problem: Problem, objective: Objective, compiled: Callable[[Plan], Measurement]) -> Plan:
@@ -175,12 +202,50 @@ def _least(problem: Problem, objective: Objective, compiled: Callable[[Plan], Me
         if one.overhead(objective.overhead) <= most_overhead
         and first.peak_bytes <= one.peak_bytes <= first.peak_bytes * _NEAR
     ]
-    tried = [
-        _measured(problem, one, objective, compiled)
-        for one in _spread([first, *(one for one in near if one != first)])
-    ]
-    best = min(tried, key=lambda plan: (_temporary_bytes(plan), plan.predicted.overhead_seconds))
-    return _noted(best, tried, "the least memory")
+    trials = _Trials(problem, objective, compiled)
+    for one in _spread([first, *(one for one in near if one != first)]):
+        trials.plan(one)
+    trials.raise_if_all_refused()
+    best = min(
+        trials.plans, key=lambda plan: (_temporary_bytes(plan), plan.predicted.overhead_seconds)
+    )
+    return _noted(best, trials.plans, "the least memory")
+
+
+class _Trials:
+    """Plans that were compiled, and how often the compiler refused one.
+
+    Attributes:
+      plans: those that compiled, measured.
+    """
+
+    def __init__(
+        self, problem: Problem, objective: Objective, compiled: Callable[[Plan], Measurement]
+    ) -> None:
+        self._problem, self._objective, self._compiled = problem, objective, compiled
+        self._refused: list[CompileError] = []
+        self.plans: list[Plan] = []
+
+    @property
+    def count(self) -> int:
+        """How many plans were tried."""
+        return len(self.plans) + len(self._refused)
+
+    def plan(self, candidate: Candidate) -> Plan | None:
+        """The candidate's plan, measured; None if the compiler refuses it."""
+        plan = planning.describe(self._problem, self._problem.program, candidate, self._objective)
+        try:
+            measured = self._compiled(plan)
+        except CompileError as error:
+            self._refused.append(error)
+            return None
+        self.plans.append(dataclasses.replace(plan, measured=measured))
+        return self.plans[-1]
+
+    def raise_if_all_refused(self) -> None:
+        """Raises the compiler's last error where nothing has compiled."""
+        if not self.plans:
+            raise self._refused[-1]
 
 
 def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -188,16 +253,6 @@ def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
     count = min(MOST_FOR_LEAST, len(candidates))
     places = [round(n * (len(candidates) - 1) / max(1, count - 1)) for n in range(count)]
     return [candidates[place] for place in dict.fromkeys(places)]
-
-
-def _measured(
-    problem: Problem,
-    candidate: Candidate,
-    objective: Objective,
-    compiled: Callable[[Plan], Measurement],
-) -> Plan:
-    plan = planning.describe(problem, problem.program, candidate, objective)
-    return dataclasses.replace(plan, measured=compiled(plan))
 
 
 def _temporary_bytes(plan: Plan) -> int:

@@ -329,6 +329,43 @@ def test_a_missing_package_names_the_extra(
     assert isinstance(caught.value, RematError)
 
 
+class TestProductsWithoutTiles:
+    """XLA for NVIDIA refuses some products where it cannot try tiles out."""
+
+    class Lowered:
+        def __init__(self, message: str) -> None:
+            self.message = message
+            self.given: list[Any] = []
+
+        def compile(self, compiler_options: Any) -> str:
+            self.given.append(compiler_options)
+            if not compiler_options:
+                raise jax.errors.JaxRuntimeError(self.message)
+            return "compiled"
+
+    def compiled(self, message: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(measurement, "_jax_device", lambda device: jax.devices("cpu")[0])
+        lowered: Any = self.Lowered(message)
+        return lowered, measurement._compile(lowered, get_device(device))
+
+    def test_they_are_left_to_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        message = "INTERNAL: Couldn't find output tile sizes for x"
+        lowered, (compiled, notes) = self.compiled(message, "h200", monkeypatch)
+        assert compiled == "compiled"
+        assert lowered.given == [None, {"xla_gpu_enable_triton_gemm": False}]
+        (note,) = notes
+        assert note.startswith("compiled with xla_gpu_enable_triton_gemm=false: ")
+
+    @pytest.mark.parametrize(
+        ("message", "device"), [("INTERNAL: other", "h200"), ("no output tile sizes", "v5e")]
+    )
+    def test_other_refusals_are_errors(
+        self, message: str, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(CompileError, match=message):
+            self.compiled(message, device, monkeypatch)
+
+
 class TestCompilerOptions:
     """The option without which JAX 0.10 undoes rematerialisation on a CPU."""
 

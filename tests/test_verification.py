@@ -14,7 +14,7 @@ import pytest
 import remat_opt
 from remat_opt import measurement, planning, tracing, verification
 from remat_opt.device import get_device
-from remat_opt.errors import BudgetError, RematError
+from remat_opt.errors import BudgetError, CompileError, RematError
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.tracing import Signature
@@ -89,6 +89,45 @@ def test_where_the_compiler_needs_more_the_budget_is_met_all_the_same(
     assert plan.measured is not None
     assert plan.measured.temporary_bytes <= half(problem)
     assert len(compiler.given) == 2, "the second try knows what the first was wrong by"
+
+
+def test_where_the_compiler_needs_less_less_is_recomputed(problem: planning.Problem) -> None:
+    objective = Objective(budget_bytes=half(problem))
+    careful = verification.choose(problem, objective, Compiler(lambda predicted: predicted))
+    compiler = Compiler(lambda predicted: 0.7 * predicted)
+    plan = verification.choose(problem, objective, compiler)
+    assert plan.measured is not None
+    assert plan.measured.temporary_bytes <= half(problem) < plan.predicted.temporary_bytes
+    assert plan.predicted.overhead_seconds < 0.95 * careful.predicted.overhead_seconds
+    assert 1 < len(compiler.given) <= verification.MOST_FOR_BUDGET
+
+
+def test_what_fits_is_kept_where_more_does_not(problem: planning.Problem) -> None:
+    # Less than predicted up to the budget, and far more beyond it.
+    budget = half(problem)
+    compiler = Compiler(lambda predicted: predicted * (0.8 if predicted <= budget else 2.0))
+    plan = verification.choose(problem, Objective(budget_bytes=budget), compiler)
+    assert plan.predicted.temporary_bytes == max(p for p in compiler.given if p <= budget)
+    assert len(compiler.given) == len(set(compiler.given)) > 1
+
+
+def test_what_the_compiler_refuses_is_passed_over(problem: planning.Problem) -> None:
+    def refuses(largest: int) -> Compiler:
+        def law(predicted: int) -> float:
+            if predicted > largest:
+                raise CompileError("no such program", device="cpu")
+            return predicted
+
+        return Compiler(law)
+
+    budget = half(problem)
+    objective = Objective(budget_bytes=budget)
+    plan = verification.choose(problem, objective, refuses(round(0.85 * budget)))
+    assert 0.6 * budget < plan.predicted.temporary_bytes <= 0.85 * budget
+    assert plan.measured is not None
+    for asked in (objective, Objective()):
+        with pytest.raises(CompileError, match="no such program"):
+            verification.choose(problem, asked, refuses(0))
 
 
 def test_what_never_fits_is_an_error(problem: planning.Problem) -> None:
