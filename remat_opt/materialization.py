@@ -19,32 +19,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from remat_opt import costs, pooling_gradients, weight_gradients
+from remat_opt import costs, cpu_fusion, pooling_gradients, weight_gradients
+from remat_opt.dataflow import ALIASES, Dataflow
 from remat_opt.device import Device
 from remat_opt.graph import Graph
 from remat_opt.held import Cause, Held
 from remat_opt.linearization import Linearization
 from remat_opt.operation import ArrayType, Operation
-from remat_opt.program import Atom, Program
+from remat_opt.program import Program
 from remat_opt.schedule import Schedule
 from remat_opt.weight_gradients import PRODUCTS
 
-#: Equations whose result has the bytes of their operand, and no kernel of its own.
-_ALIASES = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "name", "copy_p", "rev_bitcast"}
-)
-
-#: What a compiler that does not fuse into sums never computes twice.
-_DEAR = frozenset(
-    "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
-    "tanh".split()
-)
-
-#: What those devices round float32 operands to, at JAX's default precision.
+#: What devices that fuse into products round float32 operands to, at JAX's default precision.
 _OPERAND_DTYPE = "bfloat16"
 
 #: A fused value is given a buffer when computing it again in each of several readers would
@@ -113,7 +102,7 @@ def materialize(program: Program, linearization: Linearization, device: Device) 
 
 def computes_nothing(program: Program) -> bool:
     """Whether the program only hands on arguments and constants, so that its graph is empty."""
-    return all(equation.operation.primitive in _ALIASES for equation in program.equations)
+    return all(equation.operation.primitive in ALIASES for equation in program.equations)
 
 
 class _Builder:
@@ -121,28 +110,10 @@ class _Builder:
         self.program = program
         self.linearization = linearization
         self.device = device
-        self.costs = [costs.cost(equation.operation) for equation in program.equations]
-        self.maker = {
-            value: index
-            for index, equation in enumerate(program.equations)
-            for value in equation.outputs
-        }
-        self.source = self._aliases()
+        self.flow = Dataflow(program, linearization)
         self.narrow = self._narrow()
-        self.divisors = self._divisors()
-
-    def _aliases(self) -> dict[int, int]:
-        """For each value the value whose bytes it shares (often itself)."""
-        source: dict[int, int] = {}
-        for value in range(len(self.program.types)):
-            source[value] = value
-        for equation in self.program.equations:
-            if equation.operation.primitive in _ALIASES and len(equation.value_inputs) == 1:
-                (operand,) = equation.value_inputs
-                (result,) = equation.outputs
-                if self.program.types[operand].bytes == self.program.types[result].bytes:
-                    source[result] = source[operand]
-        return source
+        # On a CPU: where what is divided is stored, so is the divisor.
+        self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
 
     def _narrow(self) -> dict[int, int]:
         """The float32 values that are stored as bfloat16, with how many products read them.
@@ -153,15 +124,15 @@ class _Builder:
         if not self.device.fuses_into_products:
             return {}
         readers: dict[int, int] = {}
-        others = {self.source[value] for value in self.program.output_values}
+        others = {self.flow.source[value] for value in self.program.output_values}
         for index, equation in enumerate(self.program.equations):
-            if self._is_alias(index):
+            if self.flow.is_alias(index):
                 continue
             if _reads_rounded(equation.operation):
-                for value in self._reads(index):
+                for value in self.flow.reads(index):
                     readers[value] = readers.get(value, 0) + 1
             else:
-                others.update(self._reads(index))
+                others.update(self.flow.reads(index))
             derivative = self.linearization.derivatives.get(index)
             if derivative is not None:
                 others.update(equation.outputs[position] for position in derivative.outputs)
@@ -176,7 +147,7 @@ class _Builder:
         kind = self.program.types[value]
         if value in self.narrow:
             kind = dataclasses.replace(kind, dtype=_OPERAND_DTYPE)
-        return self._stored_bytes(kind) * (2 if value in self.divisors else 1)
+        return self._stored_bytes(kind) * (2 if value in self.divided else 1)
 
     def _stored_bytes(self, kind: ArrayType) -> int:
         if self.device.widens_bfloat16 and kind.dtype == "bfloat16":
@@ -186,22 +157,6 @@ class _Builder:
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the gradients with respect to some values: products write them in full."""
         return sum(self._stored_bytes(self.program.types[value]) for value in values)
-
-    def _reads(self, index: int) -> list[int]:
-        """The distinct computed values an equation reads, aliases resolved."""
-        found = dict.fromkeys(
-            self.source[value] for value in self.program.equations[index].value_inputs
-        )
-        return [value for value in found if value in self.maker]
-
-    def _is_alias(self, index: int) -> bool:
-        outputs = self.program.equations[index].outputs
-        return len(outputs) == 1 and self.source[outputs[0]] != outputs[0]
-
-    def _opaque(self, index: int) -> bool:
-        return (
-            self.costs[index].fusion is costs.Fusion.OPAQUE or self.program.equations[index].effects
-        )
 
     def _product(self, index: int) -> bool:
         """Whether the equation computes elementwise operands as it reads them."""
@@ -214,92 +169,20 @@ class _Builder:
         """Values that are materialised whatever the fan-out."""
         forced: set[int] = set()
         for index, equation in enumerate(self.program.equations):
-            if self._opaque(index) or self.costs[index].fusion is costs.Fusion.REDUCTION:
+            if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if self._opaque(index) and not self._product(index):
-                forced.update(self._reads(index))
+            if self.flow.opaque(index) and not self._product(index):
+                forced.update(self.flow.reads(index))
         if not self.device.fuses_into_sums:
-            forced |= self._read_by_sums() | self._dear()
+            forced |= cpu_fusion.read_by_sums(self.flow) | cpu_fusion.dear(self.flow)
         # One array of half the width for several products is less than what it is made of.
         forced.update(value for value, readers in self.narrow.items() if readers > 1)
         forced.update(
-            self.source[value]
+            self.flow.source[value]
             for value in self.program.output_values
-            if self.source[value] in self.maker
+            if self.flow.source[value] in self.flow.maker
         )
         return forced
-
-    def _read_by_sums(self) -> set[int]:
-        """What the gradient of a broadcast operand reads: the cotangent times this is summed."""
-        found: set[int] = set()
-        for index, equation in enumerate(self.program.equations):
-            derivative = self.linearization.derivatives.get(index)
-            if derivative is None or self.costs[index].fusion is not costs.Fusion.FUSIBLE:
-                continue
-            size = self.program.types[equation.outputs[0]].size
-            atoms = [atom for atom in equation.inputs if isinstance(atom, int)]
-            if not any(self._repeats(atom, size) for atom in atoms):
-                continue
-            read = [equation.inputs[position] for position in derivative.inputs]
-            read += [equation.outputs[position] for position in derivative.outputs]
-            found.update(self.source[value] for value in read if isinstance(value, int))
-        return found & self.maker.keys()
-
-    def _divisors(self) -> set[int]:
-        """What is divided by fewer entries, repeated, for a product of many matrices: attention.
-
-        There the divisor is stored in full too, as long as what it divides.
-        """
-        if self.device.fuses_into_sums:
-            return set()
-        found: set[int] = set()
-        feeding: set[int] = set()
-        for index in reversed(range(len(self.program.equations))):
-            equation = self.program.equations[index]
-            operation = equation.operation
-            if operation.primitive == "dot_general":
-                _, (batch, _) = operation.params["dimension_numbers"]
-                feeding.update(equation.value_inputs if batch else ())
-            elif not feeding.isdisjoint(equation.outputs) and not self._opaque(index):
-                feeding.update(equation.value_inputs)
-                if operation.primitive == "div" and index in self.linearization.derivatives:
-                    numerator, divisor = equation.inputs
-                    size = self.program.types[equation.outputs[0]].size
-                    if (
-                        isinstance(numerator, int)
-                        and isinstance(divisor, int)
-                        and self._repeats(divisor, size)
-                    ):
-                        found.add(self.source[numerator])
-        return found
-
-    def _repeats(self, value: int, size: int) -> bool:
-        """Whether a value with a cotangent is made of fewer entries, repeated."""
-        value = self.source[value]
-        if value not in self.linearization.active_values:
-            return False
-        maker = self.maker.get(value)
-        atoms: Sequence[Atom] = (value,)
-        if maker is not None and self.costs[maker].fusion is costs.Fusion.FUSIBLE:
-            atoms = self.program.equations[maker].inputs
-        return all(self.program.types[atom].size < size for atom in atoms if isinstance(atom, int))
-
-    def _dear(self) -> set[int]:
-        """Results of transcendental functions that are read twice, forward or backward."""
-        reads: Counter[int] = Counter()
-        dear: set[int] = set()
-        for index, equation in enumerate(self.program.equations):
-            if self._is_alias(index):
-                continue
-            reads.update(self._reads(index))
-            derivative = self.linearization.derivatives.get(index)
-            if derivative is not None:
-                read = [equation.inputs[position] for position in derivative.inputs]
-                read += [equation.outputs[position] for position in derivative.outputs]
-                reads.update({self.source[value] for value in read if isinstance(value, int)})
-            if equation.operation.primitive in _DEAR:
-                dear.update(equation.outputs)
-        return {value for value in dear if reads[value] > 1}
 
     def _leaves(self, materialized: set[int]) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
         """For each fused value the materialised values and arguments it is computed from.
@@ -312,11 +195,11 @@ class _Builder:
         sizes: dict[int, int] = {}
         types = self.program.types
         for index, equation in enumerate(self.program.equations):
-            if self._is_alias(index):
+            if self.flow.is_alias(index):
                 continue
             found: set[int] = set()
             size = 1
-            for value in {self.source[value] for value in equation.value_inputs}:
+            for value in {self.flow.source[value] for value in equation.value_inputs}:
                 if value in leaves and value not in materialized:
                     found |= leaves[value]
                     size += sizes[value]
@@ -337,15 +220,15 @@ class _Builder:
         roots: dict[int, frozenset[int]] = {}
         for index in reversed(range(len(self.program.equations))):
             equation = self.program.equations[index]
-            if self._is_alias(index):
+            if self.flow.is_alias(index):
                 continue
-            if any(value in materialized for value in equation.outputs) or self._opaque(index):
+            if any(value in materialized for value in equation.outputs) or self.flow.opaque(index):
                 reached = frozenset({index})
             else:
                 reached = frozenset().union(
                     *(roots.get(value, frozenset()) for value in equation.outputs)
                 )
-            for value in self._reads(index):
+            for value in self.flow.reads(index):
                 known = roots.get(value, frozenset())
                 if len(known) < 2:
                     roots[value] = frozenset(sorted(known | reached)[:2])
@@ -358,7 +241,7 @@ class _Builder:
         roots = [
             index
             for index, equation in enumerate(program.equations)
-            if not self._is_alias(index)
+            if not self.flow.is_alias(index)
             and (equation.effects or any(value in materialized for value in equation.outputs))
         ]
         vertex_of = {
@@ -366,12 +249,12 @@ class _Builder:
             for vertex, root in enumerate(roots)
             for value in program.equations[root].outputs
         }
-        outputs = {self.source[value] for value in program.output_values}
-        read = {value for index in range(len(program.equations)) for value in self._reads(index)}
+        outputs = {self.flow.source[value] for value in program.output_values}
+        read = {v for index in range(len(program.equations)) for v in self.flow.reads(index)}
 
         def holders(value: int) -> Iterable[int]:
             """The vertices to hold in order to have a value."""
-            value = self.source[value]
+            value = self.flow.source[value]
             if value in vertex_of:
                 return (vertex_of[value],)
             return tuple(vertex_of[leaf] for leaf in leaves.get(value, ()) if leaf in vertex_of)
@@ -395,12 +278,12 @@ class _Builder:
             flops = 0
             for index in cone:
                 member = program.equations[index]
-                flops += self.costs[index].flops
-                estimated += self.costs[index].flops if self.costs[index].estimated else 0
-                for value in {self.source[value] for value in member.value_inputs}:
+                flops += self.flow.costs[index].flops
+                estimated += self.flow.costs[index].flops if self.flow.costs[index].estimated else 0
+                for value in {self.flow.source[value] for value in member.value_inputs}:
                     if value in vertex_of:
                         predecessors.add(vertex_of[value])
-                    if value in vertex_of or value not in self.maker:
+                    if value in vertex_of or value not in self.flow.maker:
                         read_values.add(value)
                 derivative = self.linearization.derivatives.get(index)
                 if derivative is not None:
@@ -424,8 +307,8 @@ class _Builder:
             held_bytes = sum(self._bytes(v) for v in held if v not in outputs)
             moved_bytes = sum(self._bytes(v) for v in {*held, *read_values})
             dtype = _rate_dtype(equation.operation)
-            if self._opaque(root):
-                seconds = costs.seconds(self.costs[root], self.device, dtype)
+            if self.flow.opaque(root):
+                seconds = costs.seconds(self.flow.costs[root], self.device, dtype)
             else:
                 seconds = max(
                     flops / self.device.flops_rate(dtype),
@@ -447,7 +330,7 @@ class _Builder:
             for vertex, active in enumerate(active_values)
         ]
         fields["in_place"] = [
-            self.costs[root].fusion is costs.Fusion.FUSIBLE
+            self.flow.costs[root].fusion is costs.Fusion.FUSIBLE
             and _hands_on(vertex, fields["predecessors"], fields["cotangent_bytes"])
             for vertex, root in enumerate(roots)
         ]
@@ -493,7 +376,7 @@ class _Builder:
         for vertex, found in enumerate(predecessors):
             for predecessor in found:
                 successors[predecessor].append(vertex)
-        kinds = [self.costs[root].fusion for root in roots]
+        kinds = [self.flow.costs[root].fusion for root in roots]
         fused: set[int] = set()
         for vertex in reversed(range(len(roots))):
             readers = [reader for reader in successors[vertex] if active_values[reader]]
@@ -515,10 +398,10 @@ class _Builder:
         pending = [root]
         while pending:
             for value in self.program.equations[pending.pop()].value_inputs:
-                maker = self.maker.get(value)
+                maker = self.flow.maker.get(value)
                 if maker is None or maker in found:
                     continue
-                if self.source[value] in materialized and not self._is_alias(maker):
+                if self.flow.source[value] in materialized and not self.flow.is_alias(maker):
                     continue
                 found.add(maker)
                 pending.append(maker)

@@ -1,0 +1,87 @@
+"""What XLA for CPU stores where others fuse (``Device.fuses_into_sums``).
+
+A sum there multiplies two arrays as it reads them, and computes no more than that. So what the
+gradient of a broadcast operand multiplies is stored: what a scale was applied to, what a mean was
+taken from. Transcendental functions are never computed twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from remat_opt import costs
+from remat_opt.dataflow import Dataflow
+from remat_opt.program import Atom
+
+#: What is never computed twice.
+_DEAR = frozenset(
+    "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
+    "tanh".split()
+)
+
+
+def read_by_sums(flow: Dataflow) -> set[int]:
+    """What the gradient of a broadcast operand reads: the cotangent times this is summed."""
+    found: set[int] = set()
+    for index, equation in enumerate(flow.program.equations):
+        if flow.costs[index].fusion is not costs.Fusion.FUSIBLE:
+            continue
+        read = flow.derivative_reads(index)
+        size = flow.program.types[equation.outputs[0]].size
+        if read and any(_repeats(flow, value, size) for value in equation.value_inputs):
+            found |= read
+    return found & flow.maker.keys()
+
+
+def dear(flow: Dataflow) -> set[int]:
+    """Results of transcendental functions that are read twice, forward or backward."""
+    reads: Counter[int] = Counter()
+    found: set[int] = set()
+    for index, equation in enumerate(flow.program.equations):
+        if flow.is_alias(index):
+            continue
+        reads.update(flow.reads(index))
+        reads.update(flow.derivative_reads(index))
+        if equation.operation.primitive in _DEAR:
+            found.update(equation.outputs)
+    return {value for value in found if reads[value] > 1}
+
+
+def divided(flow: Dataflow) -> set[int]:
+    """What is divided by fewer entries, repeated, for a product of many matrices: attention.
+
+    There the divisor is stored in full too, as long as what it divides.
+    """
+    found: set[int] = set()
+    feeding: set[int] = set()
+    for index in reversed(range(len(flow.program.equations))):
+        equation = flow.program.equations[index]
+        operation = equation.operation
+        if operation.primitive == "dot_general":
+            _, (batch, _) = operation.params["dimension_numbers"]
+            feeding.update(equation.value_inputs if batch else ())
+        elif not feeding.isdisjoint(equation.outputs) and not flow.opaque(index):
+            feeding.update(equation.value_inputs)
+            if operation.primitive == "div" and index in flow.linearization.derivatives:
+                numerator, divisor = equation.inputs
+                size = flow.program.types[equation.outputs[0]].size
+                if (
+                    isinstance(numerator, int)
+                    and isinstance(divisor, int)
+                    and _repeats(flow, divisor, size)
+                ):
+                    found.add(flow.source[numerator])
+    return found
+
+
+def _repeats(flow: Dataflow, value: int, size: int) -> bool:
+    """Whether a value with a cotangent is made of fewer entries, repeated."""
+    value = flow.source[value]
+    if value not in flow.linearization.active_values:
+        return False
+    maker = flow.maker.get(value)
+    atoms: Sequence[Atom] = (value,)
+    if maker is not None and flow.costs[maker].fusion is costs.Fusion.FUSIBLE:
+        atoms = flow.program.equations[maker].inputs
+    return all(flow.program.types[atom].size < size for atom in atoms if isinstance(atom, int))
