@@ -54,9 +54,9 @@ model = ResNet()
 
 
 # The one line. has_aux=True, as for jax.grad: the new running averages come with the loss. The
-# budget is 60 % of what the gradient is predicted to need without the line, and verify="compile"
+# budget is 40 % of what the gradient is predicted to need without the line, and verify="compile"
 # has the compiler check it: plans are compiled until one is within the budget in fact.
-@remat_opt.optimal_remat(has_aux=True, budget=0.6, verify="compile")
+@remat_opt.optimal_remat(has_aux=True, budget=0.4, verify="compile")
 def loss_fn(params, batch_stats, images, labels):
     logits, updates = model.apply(
         {"params": params, "batch_stats": batch_stats}, images, train=True, mutable="batch_stats"

@@ -476,12 +476,12 @@ def frontier(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import remat_opt
-      >>> def loss(w, x):
-      ...     for _ in range(8):
+      >>> def loss(weights, x):
+      ...     for w in weights:
       ...         x = jnp.sin(x @ w)
       ...     return jnp.sum(x)
       >>> shape = jax.ShapeDtypeStruct((64, 64), "float32")
-      >>> rows = remat_opt.frontier(loss, shape, shape, device="cpu").rows
+      >>> rows = remat_opt.frontier(loss, [shape] * 8, shape, device="cpu").rows
       >>> rows[-1]["of_plain"], rows[-1]["recomputed_flops_share"]
       (1.0, 0.0)
     """

@@ -32,6 +32,9 @@ from remat_opt.schedule import Stage
 from remat_opt.tracing import array_type, is_inexact
 from remat_opt.weight_gradients import PRODUCTS
 
+#: Equations whose derivative is zero.
+_CONSTANT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
+
 
 def name_of(root: int, position: int) -> str:
     """The checkpoint name of one output of an equation."""
@@ -96,9 +99,15 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
 
 
 def _active(program: Program) -> frozenset[int]:
-    """The numbers that depend on a differentiated argument."""
+    """The numbers that depend on a differentiated argument.
+
+    Not those whose derivative is zero whatever they depend on: a barrier makes an array of such a
+    zero, and what has no derivative, such as a callback, may read them.
+    """
     active = set(program.differentiated)
     for equation in program.equations:
+        if equation.operation.primitive in _CONSTANT:
+            continue
         if not active.isdisjoint(equation.value_inputs):
             active.update(v for v in equation.outputs if is_inexact(program.types[v]))
     return frozenset(active)
