@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 
 import pytest
 
@@ -42,7 +41,7 @@ def test_the_record_is_what_the_programs_say_on_more_graphs() -> None:
 
 @pytest.mark.slow
 def test_the_portfolio_is_near_the_best_executable_schedules() -> None:
-    """A ratchet: two of 800 budgets cost one second more than the best, of 18 and 19."""
+    """A ratchet: all 800 budgets cost no more than the best."""
     told = []
     for tasks in by_graph():
         found = gaps(solvers.Portfolio(), tasks)
@@ -51,9 +50,7 @@ def test_the_portfolio_is_near_the_best_executable_schedules() -> None:
         told += [one[0] for one in found if one is not None]
     assert len(told) == GRAPHS * len(SHARES)
     assert min(told) >= 0
-    assert statistics.median(told) == 0
-    assert sum(gap < 1e-9 for gap in told) >= 798
-    assert max(told) <= 0.056
+    assert max(told) < 1e-9
 
 
 @pytest.mark.slow
