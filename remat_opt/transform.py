@@ -123,9 +123,10 @@ def _run(
     """Runs steps one after the other and adds what they provide.
 
     Of what a step reads and later ones read too, those that have a cotangent (``summed``) reach
-    them behind a barrier, together with what the step hands on. So the cotangent is summed up step
-    by step, before the step's own turn comes; XLA would hold what each reader contributes, or all
-    that the parts are slices of, until the last has come, and then add them at once.
+    them behind a barrier. So the cotangent is summed up step by step; XLA would hold what each
+    reader contributes, or all that the parts are slices of, until the last has come, and then add
+    them at once. Arguments pass the barrier together with what the step hands on: their parts,
+    which nothing else waits for, are added before the step's own turn comes.
 
     Args:
       program: what to run.
@@ -134,6 +135,7 @@ def _run(
       steps: in an order of execution.
       environment: the values known before.
     """
+    arguments = set(program.arguments)
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
         given = [environment[value] for value in step.inputs]
@@ -141,10 +143,14 @@ def _run(
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
         shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-        if shared:
-            shared += [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
-            behind = jax.lax.optimization_barrier([environment[value] for value in shared])
-            environment.update(zip(shared, behind, strict=True))
+        weights = [v for v in shared if v in arguments]
+        together = [[v] for v in shared if v not in arguments]
+        if weights:
+            handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
+            together.append([*weights, *handed_on])
+        for values in together:
+            behind = jax.lax.optimization_barrier([environment[value] for value in values])
+            environment.update(zip(values, behind, strict=True))
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
