@@ -68,17 +68,16 @@ class Materialization:
 
     def held_bytes(self, schedule: Schedule, cause: Cause | None = None) -> int:
         """Bytes that the compiler holds beside the graph for a plan; of one cause, if given."""
-        under = {
-            vertex
-            for region in schedule.regions
-            if region.checkpointed
-            for vertex in region.vertices
-        }
         return sum(
-            one.bytes
-            if under.isdisjoint(self.vertex_of[value] for value in one.values)
-            else one.checkpointed_bytes
+            one.checkpointed_bytes if self._under_checkpoint(one, schedule) else one.bytes
             for one in self._held(cause)
+        )
+
+    def _under_checkpoint(self, one: Held, schedule: Schedule) -> bool:
+        vertices = {self.vertex_of[value] for value in one.values}
+        return bool(vertices) and any(
+            region.checkpointed and not vertices.isdisjoint(region.vertices)
+            for region in schedule.regions
         )
 
     def unchanged_held_bytes(self, cause: Cause | None = None) -> int:
