@@ -27,11 +27,7 @@ class Dataflow:
         self.program = program
         self.linearization = linearization
         self.costs = [costs.cost(equation.operation) for equation in program.equations]
-        self.maker = {
-            value: index
-            for index, equation in enumerate(program.equations)
-            for value in equation.outputs
-        }
+        self.maker = program.makers()
         self.source = self._aliases()
 
     def _aliases(self) -> dict[int, int]:

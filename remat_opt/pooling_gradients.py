@@ -100,11 +100,7 @@ _CALLS = ("custom_jvp_call", "jit", "pjit")
 
 def activations(program: Program) -> dict[int, int]:
     """The equations whose zeros XLA for NVIDIA shares, by number, with the value that is pooled."""
-    maker = {
-        value: index
-        for index, equation in enumerate(program.equations)
-        for value in equation.outputs
-    }
+    maker = program.makers()
     found = {}
     for equation in program.equations:
         if not _is_pooling(equation):

@@ -115,6 +115,14 @@ class Program:
         """The numbers of the values among the outputs, without literals."""
         return tuple(atom for atom in self.outputs if isinstance(atom, int))
 
+    def makers(self) -> dict[int, int]:
+        """For each computed value the number of the equation that makes it."""
+        return {
+            value: number
+            for number, equation in enumerate(self.equations)
+            for value in equation.outputs
+        }
+
     def fingerprint(self) -> str:
         """A hash of what the program computes and of what is differentiated.
 

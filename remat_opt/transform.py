@@ -337,11 +337,7 @@ def _named(value: Any, name: str) -> Any:
 
 
 def _steps(program: Program, stages: Sequence[Stage]) -> list[_Step]:
-    maker = {
-        value: index
-        for index, equation in enumerate(program.equations)
-        for value in equation.outputs
-    }
+    maker = program.makers()
     all_roots = {root for stage in stages for root in stage.roots}
     available = set(program.constants) | set(program.arguments)
     drafts = _drafts(program, stages, frozenset(), maker, available)
