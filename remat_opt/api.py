@@ -177,11 +177,11 @@ class Rematerialized:
         call = self._bind(args, kwargs)
         program = self._trace(call)
         if program.differentiated or self._given is not None:
-            stages = self._plan_of(program, call).stages
+            plan = self._plan_of(program, call)
+            run = transform.rewrite(program, plan.stages, plan.platform)
         else:
             # jax.grad refuses such arguments; a call without derivative has nothing to plan.
-            stages = ()
-        run = transform.rewrite(program, stages)
+            run = transform.rewrite(program, (), "cpu")
         outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
         return jax.tree.unflatten(program.output_tree, outputs)
 

@@ -217,6 +217,15 @@ class Device:
         return self.platform == "cpu"
 
     @property
+    def sums_beside(self) -> bool:
+        """Whether a cotangent is summed up by the kernel that makes it.
+
+        The gradient of a bias is such a sum. A kernel of XLA's for NVIDIA that sums does not write
+        over what it reads.
+        """
+        return self.platform == "cuda"
+
+    @property
     def heap_has_holes(self) -> bool:
         """Whether the compiler's heap is larger than what is alive at its peak.
 

@@ -266,6 +266,7 @@ class _Builder:
             ).split()
         }
         active_values: list[list[int]] = []
+        summed_beside: set[int] = set()
         estimated = 0
         for vertex, root in enumerate(roots):
             equation = program.equations[root]
@@ -297,6 +298,8 @@ class _Builder:
                             internal_bytes += self._bytes(value)
                         else:
                             needs.update(holders(value))
+            if self.device.sums_beside and not read_values.isdisjoint(program.differentiated):
+                summed_beside.add(vertex)
             needs = {needed for needed in needs if needed <= vertex}
             if internal_bytes:
                 # The residuals are remade by running the vertex again.
@@ -330,6 +333,7 @@ class _Builder:
         ]
         fields["in_place"] = [
             self.flow.costs[root].fusion is costs.Fusion.FUSIBLE
+            and vertex not in summed_beside
             and _hands_on(vertex, fields["predecessors"], fields["cotangent_bytes"])
             for vertex, root in enumerate(roots)
         ]

@@ -15,16 +15,17 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any
+from typing import Any, Literal
 
 from remat_opt import plan_text
+from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.measurement import Measurement
 from remat_opt.schedule import Stage
 from remat_opt.solvers.base import Overhead
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 2"
+FORMAT = "remat_opt plan 3"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,7 @@ class Plan:
       function: name of the planned function.
       fingerprint: of the program it belongs to.
       device: name of the device it was planned for.
+      platform: of that device: whose compiler the plan is executed for.
       objective: what was asked for.
       budget_bytes: the budget in bytes, or None where none was given.
       solver: name of the solver.
@@ -159,6 +161,7 @@ class Plan:
     function: str
     fingerprint: str
     device: str
+    platform: Platform
     objective: Objective
     budget_bytes: int | None
     solver: str
@@ -290,6 +293,10 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
                 for name, entry in data.items()
             }
         )
+    if origin is Literal and data not in typing.get_args(kind):
+        raise ValueError(f"{where} is {data!r:.40}, not one of {', '.join(typing.get_args(kind))}")
+    if origin is Literal:
+        return data
     if kind is Overhead:
         return Overhead(data)
     if kind is float and type(data) in (int, float):

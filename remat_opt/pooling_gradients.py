@@ -117,6 +117,20 @@ def activations(program: Program) -> dict[int, int]:
     return found
 
 
+def searches(program: Program) -> list[int]:
+    """The poolings whose windows do not overlap, by number.
+
+    What their gradients search for depends on the operand alone, and is four times as large as what
+    is pooled: one coordinate for each dimension of a batch of images. XLA for NVIDIA searches as
+    soon as the operand is there, unless the derivative has to wait for its cotangent.
+    """
+    return [
+        index
+        for index, equation in enumerate(program.equations)
+        if _is_pooling(equation) and not _windows_overlap(equation.operation)
+    ]
+
+
 def can_be_kept_apart(operation: Operation) -> bool:
     """Whether ``transform`` gives the activation a zero of its own."""
     return operation.primitive == "custom_jvp_call"

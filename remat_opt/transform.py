@@ -10,7 +10,9 @@ each region that needs them. Activations whose zeros the compiler would share wi
 a pooling get zeros of their own (``pooling_gradients``).
 
 Cotangents of what is read often are summed up as they come: barriers keep XLA from leaving that to
-the end, see ``_run`` and ``_multiplied_again``.
+the end, see ``_run`` and ``_multiplied_again``. Two more hold for NVIDIA alone: under a checkpoint
+the gradients of weights are not put off, see ``_cotangents_together``, and the places that a
+pooling scatters to are not looked for too early (``pooling_gradients.searches``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
 from remat_opt import pooling_gradients
+from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.program import Equation, Program
 from remat_opt.schedule import Stage
@@ -64,13 +67,36 @@ class _Step:
     inside: tuple[_Step, ...]
 
 
-def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any]]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Rewriting:
+    """What holds for all steps.
+
+    Attributes:
+      program: what to run.
+      summed: the values that derivatives are taken for, or of.
+      apart: equations whose constants the compiler is not to share.
+      waiting: equations whose derivative must not start before their cotangent is there.
+      ordered: whether, under a checkpoint, no product's gradients may be put off.
+    """
+
+    program: Program
+    summed: frozenset[int]
+    apart: frozenset[int]
+    waiting: frozenset[int]
+    ordered: bool
+
+
+def rewrite(
+    program: Program, stages: Sequence[Stage], platform: Platform
+) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
 
     Args:
       program: a traced function.
       stages: hold every root equation once, in an order of execution. What no stage
         computes and the result still needs is computed at the end, as it is.
+      platform: whose compiler is expected. On another the results are the same, and the memory may
+        not be.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -80,17 +106,22 @@ def rewrite(program: Program, stages: Sequence[Stage]) -> Callable[..., list[Any
     """
     _check_stages(program, stages)
     steps = _steps(program, stages)
-    active = _active(program)
-    apart = frozenset(
-        index
-        for index in pooling_gradients.activations(program)
-        if pooling_gradients.can_be_kept_apart(program.equations[index].operation)
+    rewriting = _Rewriting(
+        program=program,
+        summed=_active(program),
+        apart=frozenset(
+            index
+            for index in pooling_gradients.activations(program)
+            if pooling_gradients.can_be_kept_apart(program.equations[index].operation)
+        ),
+        waiting=frozenset(pooling_gradients.searches(program) if platform == "cuda" else ()),
+        ordered=platform == "cuda",
     )
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
         environment.update(zip(program.arguments, arguments, strict=True))
-        _run(program, apart, active, steps, environment)
+        _run(rewriting, steps, environment)
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
@@ -113,13 +144,7 @@ def _active(program: Program) -> frozenset[int]:
     return frozenset(active)
 
 
-def _run(
-    program: Program,
-    apart: frozenset[int],
-    summed: frozenset[int],
-    steps: Sequence[_Step],
-    environment: dict[int, Any],
-) -> None:
+def _run(rewriting: _Rewriting, steps: Sequence[_Step], environment: dict[int, Any]) -> None:
     """Runs steps one after the other and adds what they provide.
 
     Of what a step reads and later ones read too, those that have a cotangent (``summed``) reach
@@ -129,17 +154,16 @@ def _run(
     which nothing else waits for, are added before the step's own turn comes.
 
     Args:
-      program: what to run.
-      apart: the equations whose constants the compiler is not to share.
-      summed: the values that derivatives are taken for, or of.
+      rewriting: what holds for all steps.
       steps: in an order of execution.
       environment: the values known before.
     """
+    program, summed = rewriting.program, rewriting.summed
     arguments = set(program.arguments)
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
         given = [environment[value] for value in step.inputs]
-        results = _runner(program, apart, summed, step)(*given)
+        results = _runner(rewriting, step)(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
         shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
@@ -209,12 +233,14 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
             )
 
 
-def _runner(
-    program: Program, apart: frozenset[int], summed: frozenset[int], step: _Step
-) -> Callable[..., list[Any]]:
+def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
+    program = rewriting.program
+    again = _multiplied_again(program, rewriting.summed, step)
+    tied = _tied_inputs(rewriting, step)
+
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
-        _run(program, apart, summed, step.inside, environment)
+        _run(rewriting, step.inside, environment)
         for index in step.equations:
             equation = program.equations[index]
             inputs = [
@@ -228,17 +254,15 @@ def _runner(
                     for atom, value in zip(equation.inputs, inputs, strict=True)
                     if atom in again[index]
                 )
-            if index in step.named and equation.derivative_reads_kept:
-                results = _run_kept(equation, index, inputs)
-            else:
-                bind = internals.bind_apart if index in apart else internals.bind
-                results = bind(equation.jax_equation, equation.name_stack, inputs)
-                if index in step.named:
-                    results = _all_named(index, results)
+            elif index in tied:
+                places = tied[index]
+                behind = _cotangents_together(inputs[place] for place in places)
+                for place, value in zip(places, behind, strict=True):
+                    inputs[place] = value
+            results = _run_one(rewriting, index, inputs, named=index in step.named)
             environment.update(zip(equation.outputs, results, strict=True))
         return [environment[value] for value in step.outputs]
 
-    again = _multiplied_again(program, summed, step)
     if not step.checkpointed:
         return region
     names = [
@@ -248,6 +272,56 @@ def _runner(
     ]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(region, policy=policy)
+
+
+def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named: bool) -> list[Any]:
+    """Runs an equation, its outputs named or not."""
+    equation = rewriting.program.equations[index]
+    if named and equation.derivative_reads_kept and index not in rewriting.waiting:
+        return _run_kept(equation, index, inputs)
+    bind = internals.bind_apart if index in rewriting.apart else internals.bind
+
+    def run(*given: Any) -> list[Any]:
+        return bind(equation.jax_equation, equation.name_stack, given)
+
+    # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
+    results = (jax.checkpoint(run) if index in rewriting.waiting else run)(*inputs)
+    return _all_named(index, results) if named else results
+
+
+def _tied_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, ...]]:
+    """For each product whose gradients must not be put off the places of what they are for."""
+    if not (rewriting.ordered and (step.checkpointed or step.named)):
+        return {}
+    found = {}
+    for index in step.equations:
+        equation = rewriting.program.equations[index]
+        if equation.operation.primitive in PRODUCTS:
+            places = [p for p, atom in enumerate(equation.inputs) if atom in rewriting.summed]
+            if len(places) > 1:
+                found[index] = tuple(places)
+    return found
+
+
+def _cotangents_together(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The values; of their cotangents none goes on before all are computed.
+
+    So the gradient for a weight is taken in its turn. What it is multiplied by may have been
+    recomputed for it alone, as a concatenation is: XLA for NVIDIA would rather hold the cotangent
+    and what the operand is made of, to the end of the backward pass. Forward nothing changes: a
+    barrier there would keep elementwise operations out of the product.
+    """
+
+    @jax.custom_jvp
+    def same(*given: Any) -> tuple[Any, ...]:
+        return given
+
+    @same.defjvp
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        return primals, tuple(jax.lax.optimization_barrier(tangents))
+
+    results: tuple[Any, ...] = same(*values)
+    return results
 
 
 def _multiplied_again(

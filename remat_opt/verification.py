@@ -67,7 +67,7 @@ def measure_plan(
             f"axes {', '.join(axes)} of a vmap or shard_map round it. Leave verify= out, or "
             "decorate a function that has the vmap or shard_map inside."
         )
-    run = transform.rewrite(program, plan.stages)
+    run = transform.rewrite(program, plan.stages, plan.platform)
     traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
     places = [program.arguments.index(value) for value in program.differentiated]
 

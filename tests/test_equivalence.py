@@ -213,7 +213,7 @@ def staged(example: Example, choose: Callable[[Program], Sequence[Stage]]) -> Ex
         signature = remat_opt.api.signature_of(**example.options)
         call = tracing.bind_static(example.fn, signature, args, kwargs)
         program = tracing.trace_call(call, has_aux=signature.has_aux)
-        run = transform.rewrite(program, choose(program))
+        run = transform.rewrite(program, choose(program), "cuda")
         flat = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
         return jax.tree.unflatten(program.output_tree, flat)
 
@@ -645,7 +645,7 @@ def test_rewritten_program_is_well_formed(name: str) -> None:
         each_alone(program),
         all_together(program),
     ):
-        run = transform.rewrite(program, stages)
+        run = transform.rewrite(program, stages, "cuda")
         leaves = jax.tree.leaves((call.args, call.kwargs))
         closed, _ = internals.make_jaxpr(run, list(program.constant_values), leaves)
         internals.check(closed)

@@ -12,6 +12,7 @@ import pytest
 
 from remat_opt import _jax_internals as internals
 from remat_opt import tracing, transform
+from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.operation import ArrayType
 from remat_opt.program import Program
@@ -36,12 +37,16 @@ CHAIN = (
 
 
 def rewritten(
-    stages: Sequence[Stage], fn: Callable[..., Any] = layers, *args: Any, **options: Any
+    stages: Sequence[Stage],
+    fn: Callable[..., Any] = layers,
+    *args: Any,
+    platform: Platform = "cpu",
+    **options: Any,
 ) -> tuple[Program, Callable[..., Any], Any]:
     """The program, what it became as a function, and its jaxpr."""
     args = args or (W, X)
     program = tracing.trace(fn, *args, signature=Signature(**options))
-    run = transform.rewrite(program, stages)
+    run = transform.rewrite(program, stages, platform)
 
     def call(*args: Any) -> Any:
         return jax.tree.unflatten(
@@ -298,6 +303,51 @@ def test_an_activation_before_a_pooling_has_zeros_of_its_own(kept: tuple[int, ..
         assert jnp.array_equal(found, expected)
 
 
+def barriers(closed: Any) -> int:
+    return len(re.findall("optimization_barrier", str(closed)))
+
+
+@pytest.mark.parametrize("kept", [(), (0,)])
+def test_for_nvidia_gradients_of_recomputed_products_are_not_put_off(kept: tuple[int, ...]) -> None:
+    stages = (
+        Stage(roots=(0, 1), kept=kept, checkpointed=True),
+        Stage(roots=(2, 3, 4, 5, 6), kept=(), checkpointed=False),
+    )
+    args = W, X
+    for platform, expected in (("cuda", 1), ("cpu", 0), ("tpu", 0)):
+        _, call, closed = rewritten(stages, layers, *args, platform=platform, argnums=(0, 1))
+        # Forward the product reads what it read.
+        assert barriers(closed) == 0
+        gradient = jax.grad(call, argnums=(0, 1))
+        assert barriers(jax.make_jaxpr(gradient)(*args)) == expected
+        tangents = jax.jvp(call, args, args)[1]
+        assert jnp.allclose(tangents, jax.jvp(layers, args, args)[1], rtol=1e-6)
+        for found, right in zip(
+            jax.tree.leaves(gradient(*args)),
+            jax.tree.leaves(jax.grad(layers, argnums=(0, 1))(*args)),
+            strict=True,
+        ):
+            assert jnp.allclose(found, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [(), (0,)])
+def test_for_nvidia_a_pooling_without_overlap_waits_for_its_cotangent(
+    kept: tuple[int, ...],
+) -> None:
+    def halved(x: jax.Array) -> jax.Array:
+        window = ((1, 2, 2, 1), (1, 2, 2, 1))
+        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window, "VALID") ** 2)
+
+    x = jnp.linspace(-1.0, 1.0, 2 * 8 * 8 * 2).reshape(2, 8, 8, 2)
+    stages = (Stage(roots=(0, 1, 2), kept=kept, checkpointed=False),)
+    for platform, expected in (("cuda", 1), ("cpu", 0), ("tpu", 0)):
+        program, call, _ = rewritten(stages, halved, x, platform=platform)
+        assert program.equations[0].operation.primitive == "reduce_window_max"
+        closed = jax.make_jaxpr(jax.grad(call))(x)
+        assert len(checkpoints(closed)) == expected
+        assert jnp.array_equal(jax.grad(call)(x), jax.grad(halved)(x))
+
+
 def test_cotangents_are_summed_region_by_region() -> None:
     """What several regions read reaches each later one with what the region hands on."""
 
@@ -348,8 +398,7 @@ def test_the_parts_of_a_weights_gradient_are_added_one_by_one() -> None:
     for checkpointed in (True, False):
         stages = (Stage(roots=tuple(order), kept=(), checkpointed=checkpointed),)
         _, call, closed = rewritten(stages, recurrent, *args)
-        found = re.findall("optimization_barrier", str(closed))
-        assert len(found) == 3
+        assert barriers(closed) == 3
         assert jnp.allclose(jax.grad(call)(*args), jax.grad(recurrent)(*args), rtol=1e-6)
 
     # One product for each weight: nothing to add up.
