@@ -16,9 +16,10 @@ recomputation. In each round the moves of those not yet explored are judged toge
 Memory is measured in two ways, and what no other beats by either measure stays: by the peak, and
 by a norm of the bytes alive over all steps. Where several steps share the peak, a move lowers one
 of them at a time: the peak tells nothing, the norm does. Small graphs try all moves. Of large ones
-each chain tries a few: values that cost the most to run again are kept, those alive at the peak
-that cost the least for their bytes are dropped, and the region whose turn it is at the peak is
-cut, widened and narrowed.
+each chain tries a few: values that cost the most to run again, or the most for their bytes, are
+kept, those alive at the peak that cost the least for their bytes are dropped, and the region whose
+turn it is at the peak is cut, widened and narrowed. Blocks repeat: of values that are alike, one
+stands for all in a chain, and another in the next.
 
 Small graphs are searched twice more, from chains drawn at random: from where the others start, some
 optima lie behind plateaus.
@@ -59,9 +60,9 @@ from remat_opt.solvers.chain_figures import (
 
 #: Graphs of at most so many vertices try all moves.
 SMALL = 12
-#: Chains to be judged for a small graph, and for a large one times its vertices.
+#: Chains to be judged for a small graph; for a large one times its vertices, and at most.
 EVALUATIONS = 40_000
-WORK = 400_000
+WORK, MOST = 600_000, 5_000
 #: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
 #: rounds follow one another, and of a large one, where as many as possible have their turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1
@@ -73,6 +74,12 @@ _APART = 2
 _TEMPLATE = 7
 #: Of a large graph: values kept and dropped, and boundaries, that each chain tries.
 _VALUES, _BOUNDARIES = 2, 2
+#: How many of the next best take turns.
+_IN_TURN = 6
+#: Values smaller than this share of the peak are not worth a move.
+_SMALL_SHARE = 1 / 4096
+#: Vertices count as alike if they are so up to those so many edges before them.
+_AROUND = 3
 
 
 def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
@@ -85,7 +92,7 @@ def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
     known = ChainFigures(graph)
     count = len(graph)
     small = count <= SMALL
-    left = EVALUATIONS if small else WORK // count
+    left = EVALUATIONS if small else min(MOST, WORK // count)
     given = known.settled(chains_of(graph, schedules))
     if not len(given) or not left:
         return []
@@ -317,10 +324,12 @@ class _FewMoves:
         self._known = known
         graph = known.graph
         self._seconds = np.asarray(graph.seconds)
-        self._freed = np.asarray(graph.bytes) / (
-            self._seconds + 1e-9 * graph.forward_seconds + 1e-30
-        )
-        self.most = 2 * _VALUES + _VALUES * _VALUES + _BOUNDARIES + 2
+        self._bytes = np.asarray(graph.bytes)
+        self._least_seconds = 1e-9 * graph.forward_seconds + 1e-30
+        self._alike = _alike(graph)
+        self._turn = 0
+        self._saved = self._seconds / (self._bytes + 1)
+        self.most = 5 * (_VALUES + 1) + _BOUNDARIES + 2
 
     def from_each(self, chains: Chains, figures: Figures) -> Chains:
         """The moves from each chain, settled."""
@@ -332,9 +341,14 @@ class _FewMoves:
 
     def _from_one(self, starts: np.ndarray, drops: np.ndarray, figures: Figures) -> Chains:
         again, held = figures.again[:, 0], figures.held[:, 0]
-        kept = _largest(self._seconds, again)
-        free = held & ~drops[0] & self._known.droppable
-        dropped = _largest(self._freed, free)
+        turn = self._turn
+        self._turn += 1
+        by_bytes = _largest(self._saved, again, self._alike, turn)
+        by_seconds = _largest(self._seconds, again, self._alike, turn)
+        large = self._bytes > figures.peak_bytes[0] * _SMALL_SHARE
+        free = held & ~drops[0] & self._known.droppable & large
+        freed = self._bytes / (self._to_compute(again | held) + self._least_seconds)
+        dropped = _largest(freed, free, self._alike, turn)
         found: list[tuple[np.ndarray, np.ndarray]] = []
 
         def change(keep: Sequence[int] = (), drop: Sequence[int] = ()) -> None:
@@ -343,17 +357,27 @@ class _FewMoves:
             after[0, list(drop)] = True
             found.append((starts, after))
 
-        for v in kept:
+        for v in dict.fromkeys([*by_bytes, *by_seconds]):
             change(keep=(v,))
         for v in dropped:
             change(drop=(v,))
-        for v, w in itertools.product(kept, dropped):
+        for v, w in itertools.product(dict.fromkeys([*by_bytes[:1], *by_seconds[:1]]), dropped):
             change(keep=(v,), drop=(w,))
         found += [(cut, drops) for cut in self._cut(starts, int(figures.turn[0]))]
         return Chains(
             starts=np.stack([one for one, _ in found], axis=2),
             drops=np.stack([one for _, one in found], axis=2),
         )
+
+    def _to_compute(self, there: np.ndarray) -> np.ndarray:
+        """For each vertex the seconds to compute it, and before it what is not there."""
+        found: list[float] = self._seconds.tolist()
+        missing = (~there).tolist()
+        for vertex, predecessors in enumerate(self._known.graph.predecessors):
+            for read in predecessors:
+                if missing[read]:
+                    found[vertex] += found[read]
+        return np.array(found)
 
     def _cut(self, starts: np.ndarray, turn: int) -> Iterator[np.ndarray]:
         """The boundaries of the region around a vertex changed."""
@@ -374,7 +398,38 @@ class _FewMoves:
                 yield after
 
 
-def _largest(by: np.ndarray, among: np.ndarray) -> list[int]:
-    """The vertices of a mask with the largest figures."""
+def _alike(graph: Graph) -> np.ndarray:
+    """For each vertex a number that it shares with those alike it, such as the same layer's.
+
+    They have the same figures, and so have what they are computed from and what that is.
+    """
+    numbers = np.zeros(len(graph), dtype=int)
+    for _ in range(_AROUND):
+        known: dict[tuple[object, ...], int] = {}
+        keys = (
+            (
+                graph.bytes[vertex],
+                graph.seconds[vertex],
+                graph.cotangent_bytes[vertex],
+                *sorted(int(numbers[read]) for read in graph.predecessors[vertex]),
+            )
+            for vertex in range(len(graph))
+        )
+        numbers = np.array([known.setdefault(key, len(known)) for key in keys])
+    return numbers
+
+
+def _largest(by: np.ndarray, among: np.ndarray, alike: np.ndarray, turn: int) -> list[int]:
+    """Of the vertices of a mask the one with the largest figure, and others in their turn.
+
+    Of those that are alike one stands for all, another each time.
+    """
     chosen = np.flatnonzero(among & (by > 0))
-    return [int(v) for v in chosen[np.argsort(-by[chosen], kind="stable")][:_VALUES]]
+    ranked = chosen[np.argsort(-by[chosen], kind="stable")]
+    groups: dict[int, list[int]] = {}
+    for vertex in ranked:
+        groups.setdefault(int(alike[vertex]), []).append(int(vertex))
+    best = list(itertools.islice(groups.values(), _VALUES + _IN_TURN))
+    rest = best[_VALUES:]
+    taken = best[:_VALUES] + ([rest[turn % len(rest)]] if rest else [])
+    return [group[turn % len(group)] for group in taken]

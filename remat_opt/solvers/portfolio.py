@@ -8,8 +8,9 @@ Method. The kept sets on the convex hull of (kept bytes, cost of recomputation) 
 may be right. ``joint_chain`` takes a dozen kept sets and gives every region a fate of its own,
 nested ones included; it reaches deepest. ``region_chain`` takes one kept set for the whole program:
 all of the hull, with mixtures between neighbours that lie far apart, and for each the chain of
-least peak, and chains for larger bounds, whose free last region is larger. ``local_search`` then
-improves on what both have found. ``simulator`` judges all of them.
+least peak, and chains for larger bounds, whose free last region is larger. To these come the
+schedules of the papers' solvers that are quick on any graph. ``local_search`` then improves on all
+that were found. ``simulator`` judges them.
 
 The candidates do not depend on the budget. So a larger budget never gives a larger
 overhead, and the plans for many budgets cost one sweep.
@@ -29,8 +30,16 @@ from typing import TypeVar
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import evaluate
-from remat_opt.solvers import joint_chain, local_search, min_cut, region_chain
-from remat_opt.solvers.base import Candidate, judge
+from remat_opt.solvers import (
+    binomial,
+    joint_chain,
+    local_search,
+    min_cut,
+    region_chain,
+    sublinear,
+    trunk,
+)
+from remat_opt.solvers.base import Candidate, Refused, judge
 
 _T = TypeVar("_T")
 
@@ -54,6 +63,8 @@ _FEWEST = 12
 #: Kept sets for the joint search, and the ratio of bytes between the largest and the smallest.
 _JOINT_SETS = 12
 _RATIO = 64
+#: Into how many parts the dynamic program for chains divides memory.
+_SLOTS = 100
 
 
 def frontier(graph: Graph) -> list[Candidate]:
@@ -73,8 +84,23 @@ def schedules(graph: Graph) -> list[Schedule]:
     found = [unchanged]
     found += joint_chain.schedules(graph, _spread(hull), most=_affordable(graph, _JOINT_WORK))
     found += _one_kept_set_each(graph, hull, peak_bytes)
+    found += _papers(graph)
     found += local_search.improved(graph, found)
     return list(dict.fromkeys(found))
+
+
+def _papers(graph: Graph) -> Iterator[Schedule]:
+    """What those of the papers' solvers find that take any graph and little time.
+
+    They see its trunk. On chains of equal blocks they know where to compute several times.
+    """
+    seen = trunk.trunk(graph)
+    for answer in (
+        sublinear.schedules(seen.graph),
+        binomial.schedules(seen.graph, slots=_SLOTS),
+    ):
+        if not isinstance(answer, Refused):
+            yield from map(seen.spread, answer)
 
 
 def _affordable(graph: Graph, work: int) -> int:
