@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -141,3 +142,15 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last["kind"] == "summary"
     assert [one["label"] for one in last["defaults"]] == [one["label"] for one in found[1:7]]
     assert json.loads(json.dumps(last)) == last
+    # What is recomputed is counted, not predicted.
+    for one in ours:
+        if one["label"].startswith("FLOPs of") and one["label"].endswith("try 1"):
+            default = next(d for d in found[1:7] if one["label"] == f"FLOPs of {d['label']}, try 1")
+            assert one["recomputed_flops"] <= max(0, default["recomputed_flops"])
+    # Of the defaults none is compiled again; of another device or version all are.
+    monkeypatch.setattr(compiled.Subject, "row", lambda *_: pytest.fail("compiled"))
+    again = itertools.islice(dominance.rows("lstm", None, "cpu", known=found), 7)
+    assert list(again) == found[:7]
+    monkeypatch.setattr(compiled.Subject, "row", lambda *_: "compiled")
+    older = [one | {"jax": "0.1"} for one in found]
+    assert next(dominance.rows("lstm", None, "cpu", known=older)) == "compiled"
