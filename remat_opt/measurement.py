@@ -34,7 +34,7 @@ from remat_opt import device as device_table
 from remat_opt._compile_only import compile_only_device
 from remat_opt.device import AttachedTarget, Device
 from remat_opt.errors import CompileError, DeviceError, PlanFileError
-from remat_opt.recomputation import Recomputation, is_recomputation, survival
+from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation, survival
 from remat_opt.units import format_bytes
 
 #: Our names for what ``jax.Device.device_kind`` says: of a TPU in full, of a GPU a part.
@@ -153,7 +153,7 @@ class Measurement:
         return cls(
             **{
                 **data,
-                "recomputation": None if found is None else Recomputation(**found),
+                "recomputation": None if found is None else Recomputation.from_plain(found),
                 "notes": tuple(data["notes"]),
             }
         )
@@ -314,8 +314,8 @@ def _recomputation_notes(found: Recomputation) -> list[str]:
     if found.compiler_values:
         notes.append(
             f"the compiler's own rematerialisation computes {found.compiler_values} more values "
-            "again, as it does where the device's memory runs short; a plan with a smaller budget "
-            "leaves it less to do"
+            f"again{in_brackets(found.not_kept)}, as it does where the device's memory runs "
+            "short; a plan with a smaller budget leaves it less to do"
         )
     return notes
 

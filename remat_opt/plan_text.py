@@ -155,7 +155,7 @@ def _measured(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list
         )
     ]
     if measured["recomputation"] is not None:
-        survival = Recomputation(**measured["recomputation"])
+        survival = Recomputation.from_plain(measured["recomputation"])
         if not survival.undone:  # Else a note says so.
             facts.append(("survived", survival.text()))
     if measured["host_bytes"]:

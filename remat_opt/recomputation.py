@@ -18,7 +18,8 @@ Doubt is not reported. Products with a vector are left out, since compilers make
 other products are missing too (the program has them twice, or the compiler makes one large product
 of several with a common factor), as many of the recomputed ones may be missing for that reason; and
 a product without a name may be one of them. Where a compiler unrolls a loop, it hides what is
-missing elsewhere. And which value was merged cannot be told: the layers of a loop share one name.
+missing elsewhere. Which products were merged is told where their names say it; the layers of a loop
+share one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 #: In the name of everything that ``jax.checkpoint`` computes again.
 _AGAIN = "rematted_computation"
@@ -47,6 +49,12 @@ _HANDING_ON = frozenset(
 
 #: What runs computations of their own.
 _CALLERS = frozenset("async-start call conditional custom-call fusion while".split())
+
+#: How many places a record names.
+MOST_PLACES = 5
+#: What JAX writes round a name, and for a call.
+_TRANSFORMED = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap|shard_map)\(([^()]*)\)")
+_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "remat2"})
 
 # StableHLO.
 _FUNCTION = re.compile(r'\s*func\.func .*?@"?(?P<name>[^"(]+)"?\(')
@@ -79,12 +87,25 @@ class Recomputation:
       compiled_products: those of them that the compiled program computes again.
       early_values: recomputed values that wait while products of the forward pass run.
       compiler_values: values that the compiler's own rematerialisation computes again.
+      merged: where in the program the merged products stand, where that can be told; the first few.
+      not_kept: where the values stand that the compiler computes again rather than keeping; the
+        first few.
     """
 
     asked_products: int
     compiled_products: int
     early_values: int
     compiler_values: int
+    merged: tuple[str, ...] = ()
+    not_kept: tuple[str, ...] = ()
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Recomputation:
+        """The record with such fields, as ``is_recomputation`` takes them."""
+        fields: dict[str, Any] = {
+            key: tuple(found) if key in _PLACES else found for key, found in data.items()
+        }
+        return cls(**fields)
 
     @property
     def merged_products(self) -> int:
@@ -105,7 +126,7 @@ class Recomputation:
                 "convolutions that were to be computed again are"
             )
         if self.merged_products:
-            said += ", the others are merged with those that they repeat"
+            said += ", the others are merged with those that they repeat" + in_brackets(self.merged)
         if self.early_values:
             said += (
                 f"; {self.early_values} recomputed values are computed during the forward pass "
@@ -114,12 +135,25 @@ class Recomputation:
         return said
 
 
+def in_brackets(places: Sequence[str]) -> str:
+    """Places to put behind what they are the places of; nothing if there are none."""
+    return f" ({', '.join(places)})" if places else ""
+
+
+_PLACES = ("merged", "not_kept")
+
+
 def is_recomputation(data: object) -> bool:
     """Whether plain data are the fields of a ``Recomputation``."""
     return (
         isinstance(data, Mapping)
         and set(data) == {field.name for field in dataclasses.fields(Recomputation)}
-        and all(type(count) is int and count >= 0 for count in data.values())
+        and all(
+            isinstance(found, list | tuple) and all(isinstance(place, str) for place in found)
+            if key in _PLACES
+            else type(found) is int and found >= 0
+            for key, found in data.items()
+        )
         and data["compiled_products"] <= data["asked_products"]
     )
 
@@ -160,12 +194,35 @@ def survival(asked: str, compiled: str) -> Recomputation | None:
     wanted, found = _products(before), _products(after)
     missing = wanted["again"] - found["again"]
     doubtful = found["unnamed"] + max(0, wanted["other"] - found["other"])
+    merged = max(0, missing - doubtful)
+    gone = _recomputed_places(before) - _recomputed_places(after)
+    own = _compilers_own(after)
     return Recomputation(
         asked_products=wanted["again"],
-        compiled_products=wanted["again"] - max(0, missing - doubtful),
+        compiled_products=wanted["again"] - merged,
         early_values=_early(after),
-        compiler_values=_compilers_own(after),
+        compiler_values=len(own),
+        merged=tuple(gone)[:MOST_PLACES] if gone.total() == merged else (),
+        not_kept=tuple(dict.fromkeys(filter(None, own)))[:MOST_PLACES],
     )
+
+
+def _recomputed_places(module: _Module) -> Counter[str]:
+    """Where the recomputed products of a program stand, each as often as it does."""
+    return Counter(
+        _place(name)
+        for top in module.computations.get(module.entry, ())
+        for instruction, name in _walk(module, top)
+        if instruction.is_product and _kind(name) == "again"
+    )
+
+
+def _place(name: str) -> str:
+    """A name without the transformations in it: that of a layer and of its primitive."""
+    place = "/".join(name.split()).rpartition(_AGAIN)[2]
+    while (bare := _TRANSFORMED.sub(r"\1", place)) != place:
+        place = bare
+    return "/".join(part for part in place.split("/") if part and part not in _CALLS)
 
 
 def _asked(text: str) -> _Module:
@@ -295,8 +352,8 @@ def _early(module: _Module) -> int:
     return early
 
 
-def _compilers_own(module: _Module) -> int:
-    """Copies that the compiler made to save memory; what is in a fusion is no array."""
+def _compilers_own(module: _Module) -> list[str]:
+    """Where the copies stand that the compiler made to save memory; in a fusion is no array."""
     fused = {
         name
         for body in module.computations.values()
@@ -304,9 +361,10 @@ def _compilers_own(module: _Module) -> int:
         if instruction.opcode == "fusion"
         for name in instruction.called
     }
-    return sum(
-        _OWN in instruction.name and instruction.opcode not in _HANDING_ON
+    return [
+        _place(instruction.op_name)
         for name, body in module.computations.items()
         if name not in fused
         for instruction in body
-    )
+        if _OWN in instruction.name and instruction.opcode not in _HANDING_ON
+    ]

@@ -483,7 +483,11 @@ class TestRecord:
         alias_bytes=4,
         flops=None,
         recomputation=Recomputation(
-            asked_products=3, compiled_products=2, early_values=1, compiler_values=0
+            asked_products=3,
+            compiled_products=2,
+            early_values=1,
+            compiler_values=0,
+            merged=("Net/layer/dot_general",),
         ),
         compile_seconds=1.5,
         jax_version="0.12",
@@ -518,6 +522,8 @@ class TestRecord:
             lambda data: data["recomputation"].pop("early_values"),
             lambda data: data["recomputation"].update(early_values=-1),
             lambda data: data["recomputation"].update(compiled_products=4),
+            lambda data: data["recomputation"].update(merged="a"),
+            lambda data: data["recomputation"].update(not_kept=[1]),
         ],
     )
     def test_refuses_edited_data(self, change: Callable[[dict[str, Any]], object]) -> None:

@@ -145,6 +145,7 @@ def test_what_survived_the_compiler(early_values):
     found = {
         **{"asked_products": 3, "compiled_products": 3},
         **{"early_values": early_values, "compiler_values": 0},
+        **{"merged": [], "not_kept": []},
     }
     text = plan_text.text(plan(measured={**MEASURED, "recomputation": found}))
     said = "survived    3 of 3 matrix products and convolutions that were to be computed again are"

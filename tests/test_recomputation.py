@@ -174,10 +174,13 @@ def test_the_compilers_own_rematerialisation(monkeypatch: pytest.MonkeyPatch) ->
     assert tight.recomputation is not None
     assert tight.recomputation.asked_products == 0
     assert tight.recomputation.compiler_values > 0
+    assert set(tight.recomputation.not_kept) <= {"layers/add", "layers/dot_general", "layers/tanh"}
+    assert tight.recomputation.not_kept
     assert tight.notes[-1] == (
         "the compiler's own rematerialisation computes "
-        f"{tight.recomputation.compiler_values} more values again, as it does where the device's "
-        "memory runs short; a plan with a smaller budget leaves it less to do"
+        f"{tight.recomputation.compiler_values} more values again "
+        f"({', '.join(tight.recomputation.not_kept)}), as it does where the device's memory runs "
+        "short; a plan with a smaller budget leaves it less to do"
     )
 
 
@@ -228,12 +231,19 @@ def compiled(*steps: str, fused: str = "%g = f32[8,8]{1,0} convolution(%p)") -> 
     ).format(fused=fused, steps="\n  ".join(steps))
 
 
-def record(compiled_products: int, early_values: int, compiler_values: int = 0) -> Recomputation:
+def record(
+    compiled_products: int,
+    early_values: int,
+    compiler_values: int = 0,
+    not_kept: tuple[str, ...] = (),
+) -> Recomputation:
     return Recomputation(
         asked_products=1,
         compiled_products=compiled_products,
         early_values=early_values,
         compiler_values=compiler_values,
+        merged=() if compiled_products else ("layer/dot_general",),
+        not_kept=not_kept,
     )
 
 
@@ -266,6 +276,14 @@ def record(compiled_products: int, early_values: int, compiler_values: int = 0) 
             ),
             record(1, 0, 1),
         ),
+        # Two of them, of one layer.
+        (
+            compiled(
+                *(FIRST, SECOND, f"%b.remat = f32[8] tanh(%a), {FORWARD}"),
+                *(f"%b.remat2 = f32[8] tanh(%a), {FORWARD}", THIRD, HANDED_ON, LAST),
+            ),
+            record(1, 0, 2, ("f/layer/dot_general",)),
+        ),
     ],
 )
 def test_texts(text: str, expected: Recomputation) -> None:
@@ -280,8 +298,8 @@ def test_no_recomputation_asked_for() -> None:
 def test_words() -> None:
     assert record(0, 2).text() == (
         "0 of 1 matrix products and convolutions that were to be computed again are, the others "
-        "are merged with those that they repeat; 2 recomputed values are computed during the "
-        "forward pass already, and wait"
+        "are merged with those that they repeat (layer/dot_general); 2 recomputed values are "
+        "computed during the forward pass already, and wait"
     )
     none = Recomputation(asked_products=0, compiled_products=0, early_values=0, compiler_values=0)
     assert none.text() == "no matrix product or convolution was to be computed again"
