@@ -55,6 +55,8 @@ class Materialization:
       labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       held: what the compiler holds beside the graph.
+      workspaces: bytes that it takes besides during the backward steps of some vertices. Searches
+        do not see them, predictions do.
       assumed: names of primitives that JAX could not differentiate.
     """
 
@@ -64,6 +66,7 @@ class Materialization:
     labels: tuple[str, ...]
     estimated_flops_share: float
     held: tuple[Held, ...]
+    workspaces: dict[int, int]
     assumed: tuple[str, ...]
 
     def held_bytes(self, schedule: Schedule, cause: Cause | None = None) -> int:
@@ -350,6 +353,10 @@ class _Builder:
                 for kind in (pooling_gradients, weight_gradients)
                 for one in kind.held(program, self.linearization.derivatives, self.device)
             ),
+            workspaces={
+                vertex_of[value]: size
+                for value, size in pooling_gradients.workspace_bytes(program, self.device).items()
+            },
             assumed=tuple(
                 sorted(
                     {

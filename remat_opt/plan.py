@@ -89,7 +89,7 @@ class Pin:
       label: primitive, dtype and shape of the value.
       module: name stack.
       source: line of the user's code.
-      role: ``kept``, ``forward``, ``recomputed``, ``cotangent`` or ``internal``.
+      role: ``kept``, ``forward``, ``recomputed``, ``cotangent``, ``internal`` or ``workspace``.
       bytes: its size.
     """
 

@@ -29,6 +29,7 @@ _ROLES = {
     "recomputed": "recomputed",
     "cotangent": "gradient of the value",
     "internal": "inside the equation",
+    "workspace": "needed while its gradient is taken",
 }
 
 

@@ -159,24 +159,29 @@ def _as_compiled(
 ) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
 
-    That is what is alive at the peak, or the heap that holds it, where that is larger; and what
-    the compiler holds all along beside it. Heaps take time to lay out, and are predicted less
-    well: there, of candidates that are hardly apart, only the first is taken.
+    That is what is alive at the peak, workspaces included, or the heap that holds it, where that is
+    larger; and what the compiler holds all along beside it. Heaps take time to lay out, and are
+    predicted less well: there, of candidates that are hardly apart, only the first is taken.
 
     Args:
       materialization: the graph that the candidates are for.
       device: whose compiler it is.
       front: candidates by ascending peak, and so by falling overhead.
     """
+    graph, workspaces = materialization.graph, materialization.workspaces
     if device.heap_has_holes:
         spaced: list[Candidate] = []
         for one in front:
             if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
                 spaced.append(one)
-        graph = materialization.graph
         front = [
-            dataclasses.replace(one, peak_bytes=heap_bytes(spans(graph, one.schedule)))
+            dataclasses.replace(one, peak_bytes=heap_bytes(spans(graph, one.schedule, workspaces)))
             for one in spaced
+        ]
+    elif workspaces:
+        front = [
+            dataclasses.replace(one, peak_bytes=spans(graph, one.schedule, workspaces).peak_bytes)
+            for one in front
         ]
     return tuple(
         dataclasses.replace(
@@ -188,7 +193,7 @@ def _as_compiled(
 
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it."""
-    found = simulate(materialization.graph, schedule)
+    found = simulate(materialization.graph, schedule, materialization.workspaces)
     more = materialization.held_bytes(schedule)
     return dataclasses.replace(
         found,

@@ -95,6 +95,25 @@ def _coordinates(program: Program, chosen: set[int], device: Device) -> Iterator
         )
 
 
+def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
+    """For each pooled value what XLA for NVIDIA holds while its gradient is taken, and only then.
+
+    That is where each maximum was found, four coordinates for images; and where windows overlap one
+    more array of zeros as large as what is scattered to.
+    """
+    found = {}
+    for equation in program.equations if device.platform == "cuda" else ():
+        if _is_pooling(equation):
+            (operand,) = equation.value_inputs
+            (result,) = equation.outputs
+            kind = program.types[result]
+            places = _COORDINATE_BYTES * len(kind.shape) * kind.size
+            overlap = _windows_overlap(equation.operation)
+            zeros = device.buffer_bytes(program.types[operand]) if overlap else 0
+            found[result] = places + zeros
+    return found
+
+
 _CALLS = ("custom_jvp_call", "jit", "pjit")
 
 

@@ -25,7 +25,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
@@ -56,8 +57,8 @@ class Live:
     Attributes:
       vertex: the vertex it belongs to.
       role: ``kept`` (stored for the backward pass), ``forward`` (waits for a forward
-        reader), ``recomputed``, ``cotangent``, or ``internal`` (residuals that cannot be
-        kept by name).
+        reader), ``recomputed``, ``cotangent``, ``internal`` (residuals that cannot be
+        kept by name), or ``workspace`` (of a backward step).
       bytes: its size.
     """
 
@@ -166,8 +167,15 @@ def _with_internals(graph: Graph, region: Region) -> list[int]:
     ]
 
 
-def simulate(graph: Graph, schedule: Schedule) -> Simulation:
+def simulate(
+    graph: Graph, schedule: Schedule, workspaces: Mapping[int, int] = MappingProxyType({})
+) -> Simulation:
     """Replays ``schedule`` on ``graph``.
+
+    Args:
+      graph: what it is a schedule of.
+      schedule: what to replay.
+      workspaces: bytes that the backward steps of some vertices take besides.
 
     Raises:
       GraphError: the schedule cannot be executed.
@@ -185,7 +193,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             peak, at_peak = len(moments), dict(run.live)
         moments.append(Moment(phase=phase, region=region, vertex=vertex, live_bytes=total))
 
-    run = _Replay(graph, tell)
+    run = _Replay(graph, tell, workspaces)
     run.whole(schedule, wanted)
     alive = [
         Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
@@ -296,17 +304,24 @@ class _Replay:
       total: their bytes.
     """
 
-    def __init__(self, graph: Graph, on_step: Callable[[str, int, int], None]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        on_step: Callable[[str, int, int], None],
+        workspaces: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         """Starts with nothing alive.
 
         Args:
           graph: what to run.
           on_step: called while each step runs, with its phase, region and vertex.
+          workspaces: see ``simulate``.
         """
         self.graph = graph
         self.live: _Live = {}
         self.total = 0
         self._on_step = on_step
+        self._workspaces = workspaces
 
     def _allocate(self, role: str, vertex: int, size: int, depth: int = 0) -> None:
         if (role, vertex, depth) not in self.live:
@@ -410,7 +425,9 @@ class _Replay:
                     self._allocate("cotangent", vertex, graph.cotangent_bytes[vertex])
                 for predecessor in graph.predecessors[vertex]:
                     self._allocate("cotangent", predecessor, graph.cotangent_bytes[predecessor])
+                self._allocate("workspace", vertex, self._workspaces.get(vertex, 0))
                 self._on_step("backward", top, vertex)
+                self._free("workspace", vertex)
             self._free("cotangent", vertex)
             self._free("internal", vertex)
             for read in graph.needs[vertex]:

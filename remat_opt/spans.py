@@ -20,7 +20,8 @@ Left out: steps that only free; nothing is written during one, so no peak is los
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -55,8 +56,16 @@ class Spans:
         return int(np.cumsum(change).max())
 
 
-def spans(graph: Graph, schedule: Schedule) -> Spans:
-    """The lives of all arrays of ``schedule``, which must be executable, on ``graph``."""
+def spans(
+    graph: Graph, schedule: Schedule, workspaces: Mapping[int, int] = MappingProxyType({})
+) -> Spans:
+    """The lives of all arrays of a schedule.
+
+    Args:
+      graph: what it is a schedule of.
+      schedule: must be executable.
+      workspaces: bytes that the backward steps of some vertices take besides.
+    """
     arrays = arrays_of(graph)
     levels: list[_Level] = []
     leaves: list[np.ndarray] = []
@@ -112,6 +121,10 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     end = turn - arrays.turns_in_place
     there = (start <= end) & (arrays.cotangent_bytes > 0)
     add(start[there], end[there], arrays.cotangent_bytes[there])
+    if workspaces:
+        vertices = np.array([v for v in workspaces if arrays.cotangent_bytes[v]], dtype=np.int64)
+        sizes_beside = np.array([workspaces[v] for v in vertices.tolist()], dtype=np.int64)
+        add(turn[vertices], turn[vertices], sizes_beside)
     return Spans(
         first=np.concatenate(first),
         last=np.concatenate(last),

@@ -169,6 +169,32 @@ def test_poolings_of_one_shape_share_their_coordinates() -> None:
     assert found.held_bytes(whole(graph)) == 4 * 4 * IMAGES.size
 
 
+def test_a_poolings_gradient_takes_a_workspace_on_nvidia() -> None:
+    pooled = 4 * 2 * 4 * 4 * 4
+    for strides, device, expected in (
+        (APART, "h200", 4 * pooled),
+        (OVERLAPPING, "h200", 4 * 4 * 2 * 7 * 7 * 4 + IMAGES.nbytes),
+        (APART, "v5e", None),
+        (APART, "cpu", None),
+    ):
+        _, found, graph = graph_of(
+            pooling_loss(jax.nn.relu, strides), KERNEL, IMAGES, device=device
+        )
+        vertex = names(graph).index("reduce_window_max")
+        assert found.workspaces.get(vertex) == expected
+        assert set(found.workspaces) <= {vertex}
+
+
+def test_a_bias_gradient_is_summed_beside_the_cotangent_on_nvidia() -> None:
+    def biased(parameters, x):
+        w, b = parameters
+        return jnp.sum(jnp.sin(jnp.tanh(x @ w + b) @ w))
+
+    for device, expected in (("h200", False), ("cpu", True)):
+        _, _, graph = graph_of(biased, (W, jnp.ones(W.shape[1])), X, device=device)
+        assert graph.in_place[names(graph).index("tanh")] is expected
+
+
 def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
     def recurrent(weights, x):
         state = x
