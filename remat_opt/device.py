@@ -226,6 +226,14 @@ class Device:
         return self.platform == "cuda"
 
     @property
+    def overwrites_values(self) -> bool:
+        """Whether a cotangent takes the place of the value that it is computed from, elementwise.
+
+        XLA for NVIDIA does that; of the others it is not known.
+        """
+        return self.platform == "cuda"
+
+    @property
     def heap_has_holes(self) -> bool:
         """Whether the compiler's heap is larger than what is alive at its peak.
 

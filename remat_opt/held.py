@@ -14,6 +14,7 @@ class Cause(enum.Enum):
     """What memory is held for."""
 
     POOLING = "the gradients of max poolings"
+    ROWS = "the gradients of gathers that pick one element of each row"
     WEIGHT = "the gradients of weights that several products read"
 
 

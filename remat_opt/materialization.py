@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from remat_opt import costs, cpu_fusion, pooling_gradients, weight_gradients
+from remat_opt import costs, cpu_fusion, pooling_gradients, row_gathers, weight_gradients
 from remat_opt.dataflow import ALIASES, Dataflow
 from remat_opt.device import Device
 from remat_opt.graph import Graph
@@ -30,6 +30,7 @@ from remat_opt.held import Cause, Held
 from remat_opt.linearization import Linearization
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.program import Program
+from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Schedule
 from remat_opt.weight_gradients import PRODUCTS
 
@@ -330,6 +331,10 @@ class _Builder:
             fields["internal_bytes"].append(internal_bytes)
             fields["pinned"].append(equation.effects)
         fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
+        for vertex in self._overwritten(roots, fields["predecessors"], fields["needs"]):
+            # It is there until its own step, first as the value, then as its cotangent.
+            fields["needs"][vertex] = tuple(sorted({*fields["needs"][vertex], vertex}))
+            fused.add(vertex)
         fields["cotangent_bytes"] = [
             0 if vertex in fused else self._cotangent_bytes(active)
             for vertex, active in enumerate(active_values)
@@ -350,7 +355,7 @@ class _Builder:
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
             held=tuple(
                 one
-                for kind in (pooling_gradients, weight_gradients)
+                for kind in (pooling_gradients, row_gathers, weight_gradients)
                 for one in kind.held(program, self.linearization.derivatives, self.device)
             ),
             workspaces={
@@ -401,6 +406,39 @@ class _Builder:
             ):
                 fused.add(vertex)
         return fused
+
+    def _overwritten(
+        self,
+        roots: list[int],
+        predecessors: list[tuple[int, ...]],
+        needs: list[tuple[int, ...]],
+    ) -> list[int]:
+        """The vertices whose cotangent is computed in the place of their value.
+
+        Such are logits: one kernel reads them, last of all, and writes their cotangent. That is so
+        where only reductions read a product, and gathers whose gradient is elementwise
+        (``row_gathers``), and the derivative of one of them needs it.
+        """
+        if not self.device.overwrites_values:
+            return []
+        readers: list[list[int]] = [[] for _ in roots]
+        for vertex, found in enumerate(predecessors):
+            for predecessor in found:
+                readers[predecessor].append(vertex)
+        outputs = {self.flow.source[value] for value in self.program.output_values}
+        equations = [self.program.equations[root] for root in roots]
+        return [
+            vertex
+            for vertex, equation in enumerate(equations)
+            if equation.operation.primitive in PRODUCTS
+            and outputs.isdisjoint(equation.outputs)
+            and all(
+                self.flow.costs[roots[reader]].fusion is costs.Fusion.REDUCTION
+                or is_row_gather(equations[reader].operation)
+                for reader in readers[vertex]
+            )
+            and any(vertex in needs[reader] for reader in readers[vertex])
+        ]
 
     def _cone(self, root: int, materialized: set[int]) -> list[int]:
         """The root equation and the fused equations behind it, in program order."""

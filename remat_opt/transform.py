@@ -31,6 +31,7 @@ from remat_opt import pooling_gradients
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.program import Equation, Program
+from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Stage
 from remat_opt.tracing import array_type, is_inexact
 from remat_opt.weight_gradients import PRODUCTS
@@ -76,6 +77,7 @@ class _Rewriting:
       summed: the values that derivatives are taken for, or of.
       apart: equations whose constants the compiler is not to share.
       waiting: equations whose derivative must not start before their cotangent is there.
+      picking: gathers whose gradient is to be elementwise.
       ordered: whether, under a checkpoint, no product's gradients may be put off.
     """
 
@@ -83,6 +85,7 @@ class _Rewriting:
     summed: frozenset[int]
     apart: frozenset[int]
     waiting: frozenset[int]
+    picking: frozenset[int]
     ordered: bool
 
 
@@ -115,6 +118,11 @@ def rewrite(
             if pooling_gradients.can_be_kept_apart(program.equations[index].operation)
         ),
         waiting=frozenset(pooling_gradients.searches(program) if platform == "cuda" else ()),
+        picking=frozenset(
+            index
+            for index, equation in enumerate(program.equations)
+            if platform == "cuda" and is_row_gather(equation.operation)
+        ),
         ordered=platform == "cuda",
     )
 
@@ -280,12 +288,40 @@ def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named:
     if named and equation.derivative_reads_kept and index not in rewriting.waiting:
         return _run_kept(equation, index, inputs)
     bind = internals.bind_apart if index in rewriting.apart else internals.bind
+    if index in rewriting.picking:
+        return _run_picking(equation, index, inputs, named=named)
 
     def run(*given: Any) -> list[Any]:
         return bind(equation.jax_equation, equation.name_stack, given)
 
     # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
     results = (jax.checkpoint(run) if index in rewriting.waiting else run)(*inputs)
+    return _all_named(index, results) if named else results
+
+
+def _run_picking(
+    equation: Equation, index: int, inputs: Sequence[Any], *, named: bool
+) -> list[Any]:
+    """Runs a gather from rows so that its gradient is elementwise (``row_gathers``)."""
+
+    @jax.custom_jvp
+    def pick(operand: Any, indices: Any) -> Any:
+        (result,) = internals.bind(equation.jax_equation, equation.name_stack, (operand, indices))
+        return result
+
+    @pick.defjvp
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        operand, indices = primals
+        result = pick(operand, indices)
+        axis = operand.ndim - 1
+        chosen = indices.reshape(*operand.shape[:-1], 1)
+        if equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
+        here = jax.lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen
+        picked = jnp.sum(jnp.where(here, tangents[0], 0), axis=axis)
+        return result, picked.reshape(result.shape).astype(result.dtype)
+
+    results = [pick(*inputs)]
     return _all_named(index, results) if named else results
 
 

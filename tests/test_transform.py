@@ -348,6 +348,37 @@ def test_for_nvidia_a_pooling_without_overlap_waits_for_its_cotangent(
         assert jnp.array_equal(jax.grad(call)(x), jax.grad(halved)(x))
 
 
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kept", [False, True])
+def test_for_nvidia_the_gradient_of_picking_from_rows_is_elementwise(
+    mode: Any, dtype: Any, kept: bool
+) -> None:
+    outside = {"fill": -1, "clip": 7, "promise_in_bounds": 1}
+    labels = jnp.array([[0, 4, outside[mode]], [3, 2, 1]])[..., None]
+
+    def loss(x):
+        y = jnp.sin(x)
+        picked = jnp.take_along_axis(y, labels, axis=-1, mode=mode)
+        return jnp.mean(jax.nn.logsumexp(y, axis=-1) - picked[..., 0])
+
+    x = jnp.linspace(-1.0, 2.0, 2 * 3 * 5, dtype=dtype).reshape(2, 3, 5)
+    program = tracing.trace(loss, x)
+    order = [equation.operation.primitive for equation in program.equations]
+    roots = tuple(range(len(order)))
+    stages = (Stage(roots=roots, kept=(order.index("gather"),) * kept, checkpointed=True),)
+    for platform, scatters in (("cuda", 0), ("cpu", 1), ("tpu", 1)):
+        _, call, _ = rewritten(stages, loss, x, platform=platform)
+        gradient = jax.make_jaxpr(jax.grad(call))(x)
+        assert len(re.findall(r"= scatter-add\[", str(gradient))) == scatters
+        assert call(x) == loss(x)
+        assert jnp.array_equal(jax.grad(call)(x), jax.grad(loss)(x))
+        tangents = [jax.jvp(fn, (x,), (x,))[1] for fn in (call, loss)]
+        assert jnp.allclose(*tangents, rtol=20 * jnp.finfo(dtype).eps)
+        batched = jnp.stack([x, 2 * x])
+        assert jnp.array_equal(*(jax.vmap(jax.grad(fn))(batched) for fn in (call, loss)))
+
+
 def test_cotangents_are_summed_region_by_region() -> None:
     """What several regions read reaches each later one with what the region hands on."""
 
