@@ -99,7 +99,8 @@ def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
     """For each pooled value what XLA for NVIDIA holds while its gradient is taken, and only then.
 
     That is where each maximum was found, four coordinates for images; and where windows overlap one
-    more array of zeros as large as what is scattered to.
+    more array of zeros as large as what is scattered to. Both are beside the operand's cotangent,
+    but not beside the operand, which has been searched by then: a simulation has both of these.
     """
     found = {}
     for equation in program.equations if device.platform == "cuda" else ():
@@ -108,9 +109,9 @@ def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
             (result,) = equation.outputs
             kind = program.types[result]
             places = _COORDINATE_BYTES * len(kind.shape) * kind.size
-            overlap = _windows_overlap(equation.operation)
-            zeros = device.buffer_bytes(program.types[operand]) if overlap else 0
-            found[result] = places + zeros
+            searched = device.buffer_bytes(program.types[operand])
+            zeros = searched if _windows_overlap(equation.operation) else 0
+            found[result] = max(0, places + zeros - searched)
     return found
 
 
