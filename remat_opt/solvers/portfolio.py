@@ -84,8 +84,10 @@ def schedules(graph: Graph) -> list[Schedule]:
     found = [unchanged]
     found += joint_chain.schedules(graph, _spread(hull), most=_affordable(graph, _JOINT_WORK))
     found += _one_kept_set_each(graph, hull, peak_bytes)
-    found += _papers(graph)
-    found += local_search.improved(graph, found)
+    papers = list(_papers(graph))
+    # Small graphs are searched from all over anyway, and there more starts only crowd the pool.
+    starts = found if len(graph) <= local_search.SMALL else found + papers
+    found += papers + local_search.improved(graph, starts)
     return list(dict.fromkeys(found))
 
 
