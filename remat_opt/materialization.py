@@ -114,6 +114,7 @@ class _Builder:
         self.linearization = linearization
         self.device = device
         self.flow = Dataflow(program, linearization)
+        self.outputs = {self.flow.source[value] for value in program.output_values}
         self.narrow = self._narrow()
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
@@ -127,7 +128,7 @@ class _Builder:
         if not self.device.fuses_into_products:
             return {}
         readers: dict[int, int] = {}
-        others = {self.flow.source[value] for value in self.program.output_values}
+        others = set(self.outputs)
         for index, equation in enumerate(self.program.equations):
             if self.flow.is_alias(index):
                 continue
@@ -252,7 +253,7 @@ class _Builder:
             for vertex, root in enumerate(roots)
             for value in program.equations[root].outputs
         }
-        outputs = {self.flow.source[value] for value in program.output_values}
+        outputs = self.outputs
         read = {v for index in range(len(program.equations)) for v in self.flow.reads(index)}
 
         def holders(value: int) -> Iterable[int]:
@@ -387,10 +388,7 @@ class _Builder:
         """
         if not self.device.fuses_into_products:
             return set()
-        successors: list[list[int]] = [[] for _ in roots]
-        for vertex, found in enumerate(predecessors):
-            for predecessor in found:
-                successors[predecessor].append(vertex)
+        successors = _readers(predecessors)
         kinds = [self.flow.costs[root].fusion for root in roots]
         fused: set[int] = set()
         for vertex in reversed(range(len(roots))):
@@ -421,17 +419,13 @@ class _Builder:
         """
         if not self.device.overwrites_values:
             return []
-        readers: list[list[int]] = [[] for _ in roots]
-        for vertex, found in enumerate(predecessors):
-            for predecessor in found:
-                readers[predecessor].append(vertex)
-        outputs = {self.flow.source[value] for value in self.program.output_values}
+        readers = _readers(predecessors)
         equations = [self.program.equations[root] for root in roots]
         return [
             vertex
             for vertex, equation in enumerate(equations)
             if equation.operation.primitive in PRODUCTS
-            and outputs.isdisjoint(equation.outputs)
+            and self.outputs.isdisjoint(equation.outputs)
             and all(
                 self.flow.costs[roots[reader]].fusion is costs.Fusion.REDUCTION
                 or is_row_gather(equations[reader].operation)
@@ -454,6 +448,15 @@ class _Builder:
                 found.add(maker)
                 pending.append(maker)
         return sorted(found)
+
+
+def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """For each vertex those that read it, ascending."""
+    found: list[list[int]] = [[] for _ in predecessors]
+    for vertex, read in enumerate(predecessors):
+        for predecessor in read:
+            found[predecessor].append(vertex)
+    return found
 
 
 def _hands_on(

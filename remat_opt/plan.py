@@ -293,9 +293,10 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
                 for name, entry in data.items()
             }
         )
-    if origin is Literal and data not in typing.get_args(kind):
-        raise ValueError(f"{where} is {data!r:.40}, not one of {', '.join(typing.get_args(kind))}")
     if origin is Literal:
+        options = typing.get_args(kind)
+        if data not in options:
+            raise ValueError(f"{where} is {data!r:.40}, not one of {', '.join(options)}")
         return data
     if kind is Overhead:
         return Overhead(data)

@@ -178,7 +178,7 @@ def _as_compiled(
             dataclasses.replace(one, peak_bytes=heap_bytes(spans(graph, one.schedule, workspaces)))
             for one in spaced
         ]
-    elif workspaces:
+    elif any(workspaces.values()):
         front = [
             dataclasses.replace(one, peak_bytes=spans(graph, one.schedule, workspaces).peak_bytes)
             for one in front

@@ -102,8 +102,10 @@ def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
     more array of zeros as large as what is scattered to. Both are beside the operand's cotangent,
     but not beside the operand, which has been searched by then: a simulation has both of these.
     """
-    found = {}
-    for equation in program.equations if device.platform == "cuda" else ():
+    found: dict[int, int] = {}
+    if device.platform != "cuda":
+        return found
+    for equation in program.equations:
         if _is_pooling(equation):
             (operand,) = equation.value_inputs
             (result,) = equation.outputs

@@ -50,8 +50,8 @@ _HANDING_ON = frozenset(
 #: What runs computations of their own.
 _CALLERS = frozenset("async-start call conditional custom-call fusion while".split())
 
-#: How many places a record names.
-MOST_PLACES = 5
+#: The fields of a record that name places, and how many places each names.
+_PLACES, _MOST_PLACES = ("merged", "not_kept"), 5
 #: What JAX writes round a name, and for a call.
 _TRANSFORMED = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap|shard_map)\(([^()]*)\)")
 _CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "remat2"})
@@ -140,9 +140,6 @@ def in_brackets(places: Sequence[str]) -> str:
     return f" ({', '.join(places)})" if places else ""
 
 
-_PLACES = ("merged", "not_kept")
-
-
 def is_recomputation(data: object) -> bool:
     """Whether plain data are the fields of a ``Recomputation``."""
     return (
@@ -191,30 +188,26 @@ def survival(asked: str, compiled: str) -> Recomputation | None:
     if _AGAIN not in asked and _OWN not in compiled:
         return None
     before, after = _asked(asked), _compiled(compiled)
-    wanted, found = _products(before), _products(after)
+    asked_names, compiled_names = _product_names(before), _product_names(after)
+    wanted, found = Counter(map(_kind, asked_names)), Counter(map(_kind, compiled_names))
     missing = wanted["again"] - found["again"]
     doubtful = found["unnamed"] + max(0, wanted["other"] - found["other"])
     merged = max(0, missing - doubtful)
-    gone = _recomputed_places(before) - _recomputed_places(after)
+    gone = _recomputed_places(asked_names) - _recomputed_places(compiled_names)
     own = _compilers_own(after)
     return Recomputation(
         asked_products=wanted["again"],
         compiled_products=wanted["again"] - merged,
         early_values=_early(after),
         compiler_values=len(own),
-        merged=tuple(gone)[:MOST_PLACES] if gone.total() == merged else (),
-        not_kept=tuple(dict.fromkeys(filter(None, own)))[:MOST_PLACES],
+        merged=tuple(gone)[:_MOST_PLACES] if gone.total() == merged else (),
+        not_kept=tuple(dict.fromkeys(filter(None, own)))[:_MOST_PLACES],
     )
 
 
-def _recomputed_places(module: _Module) -> Counter[str]:
-    """Where the recomputed products of a program stand, each as often as it does."""
-    return Counter(
-        _place(name)
-        for top in module.computations.get(module.entry, ())
-        for instruction, name in _walk(module, top)
-        if instruction.is_product and _kind(name) == "again"
-    )
+def _recomputed_places(names: Sequence[str]) -> Counter[str]:
+    """Where the recomputed ones of some products stand, each as often as it does."""
+    return Counter(_place(name) for name in names if _kind(name) == "again")
 
 
 def _place(name: str) -> str:
@@ -312,14 +305,14 @@ def _kind(name: str) -> str:
     return "again" if _AGAIN in name else "other"
 
 
-def _products(module: _Module) -> Counter[str]:
-    """How many products are recomputed, how many are others, and how many have no name."""
-    return Counter(
-        _kind(name)
+def _product_names(module: _Module) -> list[str]:
+    """The names of all products that run, with those of their callers."""
+    return [
+        name
         for top in module.computations.get(module.entry, ())
         for instruction, name in _walk(module, top)
         if instruction.is_product
-    )
+    ]
 
 
 def _early(module: _Module) -> int:

@@ -122,9 +122,10 @@ def spans(
     there = (start <= end) & (arrays.cotangent_bytes > 0)
     add(start[there], end[there], arrays.cotangent_bytes[there])
     if workspaces:
-        vertices = np.array([v for v in workspaces if arrays.cotangent_bytes[v]], dtype=np.int64)
-        sizes_beside = np.array([workspaces[v] for v in vertices.tolist()], dtype=np.int64)
-        add(turn[vertices], turn[vertices], sizes_beside)
+        vertices = np.array(list(workspaces), dtype=np.int64)
+        beside = np.array(list(workspaces.values()), dtype=np.int64)
+        steps = arrays.cotangent_bytes[vertices] > 0
+        add(turn[vertices][steps], turn[vertices][steps], beside[steps])
     return Spans(
         first=np.concatenate(first),
         last=np.concatenate(last),

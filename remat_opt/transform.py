@@ -10,9 +10,10 @@ each region that needs them. Activations whose zeros the compiler would share wi
 a pooling get zeros of their own (``pooling_gradients``).
 
 Cotangents of what is read often are summed up as they come: barriers keep XLA from leaving that to
-the end, see ``_run`` and ``_multiplied_again``. Two more hold for NVIDIA alone: under a checkpoint
-the gradients of weights are not put off, see ``_cotangents_together``, and the places that a
-pooling scatters to are not looked for too early (``pooling_gradients.searches``).
+the end, see ``_run`` and ``_multiplied_again``. Three things are done for NVIDIA alone: under a
+checkpoint the gradients of weights are not put off, see ``_cotangents_together``; the places that a
+pooling scatters to are not looked for too early (``pooling_gradients.searches``); and the gradient
+of picking from rows is elementwise (``row_gathers``).
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def rewrite(
     """
     _check_stages(program, stages)
     steps = _steps(program, stages)
+    nvidia = platform == "cuda"
     rewriting = _Rewriting(
         program=program,
         summed=_active(program),
@@ -117,13 +119,13 @@ def rewrite(
             for index in pooling_gradients.activations(program)
             if pooling_gradients.can_be_kept_apart(program.equations[index].operation)
         ),
-        waiting=frozenset(pooling_gradients.searches(program) if platform == "cuda" else ()),
+        waiting=frozenset(pooling_gradients.searches(program) if nvidia else ()),
         picking=frozenset(
             index
             for index, equation in enumerate(program.equations)
-            if platform == "cuda" and is_row_gather(equation.operation)
+            if nvidia and is_row_gather(equation.operation)
         ),
-        ordered=platform == "cuda",
+        ordered=nvidia,
     )
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -287,21 +289,23 @@ def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named:
     equation = rewriting.program.equations[index]
     if named and equation.derivative_reads_kept and index not in rewriting.waiting:
         return _run_kept(equation, index, inputs)
-    bind = internals.bind_apart if index in rewriting.apart else internals.bind
-    if index in rewriting.picking:
-        return _run_picking(equation, index, inputs, named=named)
 
     def run(*given: Any) -> list[Any]:
-        return bind(equation.jax_equation, equation.name_stack, given)
+        return internals.bind(equation.jax_equation, equation.name_stack, given)
 
-    # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
-    results = (jax.checkpoint(run) if index in rewriting.waiting else run)(*inputs)
+    if index in rewriting.apart:
+        results = internals.bind_apart(equation.jax_equation, equation.name_stack, inputs)
+    elif index in rewriting.picking:
+        results = _run_picking(equation, inputs)
+    elif index in rewriting.waiting:
+        # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
+        results = jax.checkpoint(run)(*inputs)
+    else:
+        results = run(*inputs)
     return _all_named(index, results) if named else results
 
 
-def _run_picking(
-    equation: Equation, index: int, inputs: Sequence[Any], *, named: bool
-) -> list[Any]:
+def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
     """Runs a gather from rows so that its gradient is elementwise (``row_gathers``)."""
 
     @jax.custom_jvp
@@ -321,8 +325,7 @@ def _run_picking(
         picked = jnp.sum(jnp.where(here, tangents[0], 0), axis=axis)
         return result, picked.reshape(result.shape).astype(result.dtype)
 
-    results = [pick(*inputs)]
-    return _all_named(index, results) if named else results
+    return [pick(*inputs)]
 
 
 def _tied_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, ...]]:

@@ -420,7 +420,7 @@ def _alike(graph: Graph) -> np.ndarray:
 
 
 def _largest(by: np.ndarray, among: np.ndarray, alike: np.ndarray, turn: int) -> list[int]:
-    """Of the vertices of a mask the one with the largest figure, and others in their turn.
+    """The vertices of a mask with the largest figures, and one of those that come next, in turn.
 
     Of those that are alike one stands for all, another each time.
     """
