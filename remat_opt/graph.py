@@ -36,9 +36,13 @@ class Graph:
       cotangent_bytes: bytes of the gradient with respect to it; 0 where it has none.
       internal_bytes: bytes of residuals that only running the vertex provides and that
         no policy can keep by name.
+      workspace_bytes: bytes that its backward step takes while it runs, and only then.
+      forward_workspace_bytes: bytes that it takes while it runs in the forward pass, and only
+        then; 0 unless it is pinned.
       in_place: whether its cotangent can be turned into that of a predecessor in the same
         buffer (elementwise vertices).
-      pinned: whether the vertex has side effects and must run exactly once.
+      pinned: whether the vertex must run exactly once: it has side effects, or the compiler would
+        hold more to run it again than that saves.
     """
 
     names: tuple[str, ...]
@@ -49,6 +53,8 @@ class Graph:
     needs: tuple[tuple[int, ...], ...]
     cotangent_bytes: tuple[int, ...]
     internal_bytes: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]
+    forward_workspace_bytes: tuple[int, ...]
     in_place: tuple[bool, ...]
     pinned: tuple[bool, ...]
 
@@ -132,6 +138,8 @@ class Graph:
             needs=tuple((*found, vertex) for vertex, found in enumerate(ordered)),
             cotangent_bytes=tuple(bytes),
             internal_bytes=(0,) * count,
+            workspace_bytes=(0,) * count,
+            forward_workspace_bytes=(0,) * count,
             in_place=(False,) * count,
             pinned=(False,) * count,
         )
@@ -150,6 +158,8 @@ class Graph:
                 needs=tuple(self.names[needed] for needed in self.needs[vertex]),
                 cotangent_bytes=self.cotangent_bytes[vertex],
                 internal_bytes=self.internal_bytes[vertex],
+                workspace_bytes=self.workspace_bytes[vertex],
+                forward_workspace_bytes=self.forward_workspace_bytes[vertex],
                 in_place=self.in_place[vertex],
                 pinned=self.pinned[vertex],
             )
@@ -220,6 +230,10 @@ class Graph:
                 for node, size in zip(order, sizes, strict=True)
             ),
             internal_bytes=tuple(attribute(node, "internal_bytes", 0) for node in order),
+            workspace_bytes=tuple(attribute(node, "workspace_bytes", 0) for node in order),
+            forward_workspace_bytes=tuple(
+                attribute(node, "forward_workspace_bytes", 0) for node in order
+            ),
             in_place=tuple(attribute(node, "in_place", False) for node in order),
             pinned=tuple(attribute(node, "pinned", False) for node in order),
         )
@@ -238,7 +252,10 @@ def _validate(graph: Graph) -> None:
     if len(set(graph.names)) != count:
         doubled = next(name for name in graph.names if graph.names.count(name) > 1)
         raise GraphError(f"Two vertices are called {doubled!r}; names must be unique.")
-    for field in ("bytes", "seconds", "flops", "cotangent_bytes", "internal_bytes"):
+    figures = (
+        "bytes seconds flops cotangent_bytes internal_bytes workspace_bytes forward_workspace_bytes"
+    )
+    for field in figures.split():
         for vertex, number in enumerate(per_vertex[field]):
             real = isinstance(number, numbers.Real)
             if not (real and math.isfinite(number) and number >= 0):
@@ -246,6 +263,12 @@ def _validate(graph: Graph) -> None:
                     f"Vertex {graph.names[vertex]!r} has {field} = {number!r}; it must be a "
                     "finite number, 0 or more."
                 )
+    for vertex, size in enumerate(graph.forward_workspace_bytes):
+        if size and not graph.pinned[vertex]:
+            raise GraphError(
+                f"Vertex {graph.names[vertex]!r} has forward_workspace_bytes = {size!r} and is not "
+                "pinned: only what runs exactly once may take memory just while it runs forward."
+            )
     for vertex, predecessors in enumerate(graph.predecessors):
         for predecessor in predecessors:
             if not 0 <= predecessor < vertex:

@@ -33,6 +33,8 @@ class GraphArrays:
       seconds: see ``Graph``.
       cotangent_bytes: see ``Graph``.
       internal_bytes: see ``Graph``.
+      forward_workspace_bytes: see ``Graph``.
+      workspace_bytes: see ``Graph``; 0 where no backward step runs.
       forward: reads of a vertex's own computation.
       backward: reads of its backward step.
       turns_in_place: see ``Graph``.
@@ -42,6 +44,8 @@ class GraphArrays:
     seconds: np.ndarray
     cotangent_bytes: np.ndarray
     internal_bytes: np.ndarray
+    forward_workspace_bytes: np.ndarray
+    workspace_bytes: np.ndarray
     forward: Reads
     backward: Reads
     turns_in_place: np.ndarray
@@ -50,11 +54,15 @@ class GraphArrays:
 @functools.lru_cache(maxsize=8)
 def arrays_of(graph: Graph) -> GraphArrays:
     """The arrays of a graph; those of the last few graphs are kept."""
+    cotangent_bytes = np.asarray(graph.cotangent_bytes, dtype=np.int64)
+    workspace_bytes = np.asarray(graph.workspace_bytes, dtype=np.int64)
     return GraphArrays(
         bytes=np.asarray(graph.bytes, dtype=np.int64),
         seconds=np.asarray(graph.seconds, dtype=float),
-        cotangent_bytes=np.asarray(graph.cotangent_bytes, dtype=np.int64),
+        cotangent_bytes=cotangent_bytes,
         internal_bytes=np.asarray(graph.internal_bytes, dtype=np.int64),
+        forward_workspace_bytes=np.asarray(graph.forward_workspace_bytes, dtype=np.int64),
+        workspace_bytes=workspace_bytes * (cotangent_bytes > 0),
         forward=_reads(graph.predecessors),
         backward=_reads(graph.needs),
         turns_in_place=np.array([graph.turns_in_place(v) for v in range(len(graph))], dtype=bool),

@@ -15,7 +15,6 @@ class Cause(enum.Enum):
 
     POOLING = "the gradients of max poolings"
     ROWS = "the gradients of gathers that pick one element of each row"
-    WEIGHT = "the gradients of weights that several products read"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

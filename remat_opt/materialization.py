@@ -5,6 +5,7 @@ written to memory. A planner that counts every jaxpr value keeps the wrong thing
 is taken as materialised where
 
 * an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
+* it is a sum of products that the transform has stored (``products.stored_sums``),
 * an opaque equation reads it (where a matrix product computes its operands as it reads them,
   that is no reason: ``Device.fuses_into_products``),
 * it is an output of the program, or
@@ -19,20 +20,30 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from remat_opt import costs, cpu_fusion, pooling_gradients, row_gathers, weight_gradients
+import numpy as np
+
+from remat_opt import (
+    costs,
+    cpu_fusion,
+    pooling_gradients,
+    products,
+    row_gathers,
+    weight_gradients,
+)
 from remat_opt.dataflow import ALIASES, Dataflow
 from remat_opt.device import Device
 from remat_opt.graph import Graph
 from remat_opt.held import Cause, Held
 from remat_opt.linearization import Linearization
 from remat_opt.operation import ArrayType, Operation
+from remat_opt.products import PRODUCTS
 from remat_opt.program import Program
 from remat_opt.row_gathers import is_row_gather
-from remat_opt.schedule import Schedule
-from remat_opt.weight_gradients import PRODUCTS
+from remat_opt.schedule import Region, Schedule
+from remat_opt.weight_gradients import SharedWeight
 
 #: What devices that fuse into products round float32 operands to, at JAX's default precision.
 _OPERAND_DTYPE = "bfloat16"
@@ -43,6 +54,9 @@ _REREAD_LIMIT = 1.25
 
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
+
+#: Equations that read no more than they give.
+_SLICES = frozenset({"slice", "split", "dynamic_slice"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +69,12 @@ class Materialization:
       vertex_of: for each materialised value the vertex that holds it.
       labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
+      named_bytes: for some vertices what they take where a checkpoint keeps them by name, if that
+        is not what they take otherwise. Searches do not see it, predictions do.
       held: what the compiler holds beside the graph.
-      workspaces: bytes that it takes besides during the backward steps of some vertices. Searches
-        do not see them, predictions do.
+      transposed: pairs of a vertex and of one that it reads, of which the compiler makes another
+        array, for the backward step of the first, as soon as it is there.
+      shared_weights: the weights whose gradients the compiler computes in parts.
       assumed: names of primitives that JAX could not differentiate.
     """
 
@@ -66,16 +83,73 @@ class Materialization:
     vertex_of: dict[int, int]
     labels: tuple[str, ...]
     estimated_flops_share: float
+    named_bytes: dict[int, int]
     held: tuple[Held, ...]
-    workspaces: dict[int, int]
+    transposed: tuple[tuple[int, int], ...]
+    shared_weights: tuple[SharedWeight, ...]
     assumed: tuple[str, ...]
+
+    @property
+    def unchanged_graph(self) -> Graph:
+        """The graph with the workspaces of the function as it is."""
+        if not self.shared_weights:
+            return self.graph
+        parts = weight_gradients.parts(self.shared_weights, len(self.graph))
+        return dataclasses.replace(self.graph, workspace_bytes=self._workspaces(parts))
+
+    def graph_of(self, schedule: Schedule) -> Graph:
+        """The graph with what this schedule's values and sums of gradients take."""
+        if not self.depends_on_schedule:
+            return self.graph
+        sizes = list(self.graph.bytes)
+        for vertex in self.named_bytes.keys() & set(_kept_by_name(schedule.regions)):
+            sizes[vertex] = self.named_bytes[vertex]
+        return dataclasses.replace(
+            self.graph,
+            bytes=tuple(sizes),
+            workspace_bytes=self._workspaces(self.sums_bytes(schedule)),
+        )
+
+    def sums_bytes(self, schedule: Schedule) -> np.ndarray:
+        """What sums of weights' gradients take in each vertex's backward step."""
+        return weight_gradients.sums(self.shared_weights, schedule.regions, len(self.graph))
+
+    def _workspaces(self, sums_bytes: np.ndarray) -> tuple[int, ...]:
+        """The graph's workspaces with such sums in the place of those that it expects."""
+        expected = weight_gradients.expected_sums(self.shared_weights, len(self.graph))
+        workspace_bytes = np.array(self.graph.workspace_bytes, dtype=np.int64)
+        return tuple((workspace_bytes - expected + sums_bytes).tolist())
+
+    @property
+    def depends_on_schedule(self) -> bool:
+        """Whether ``graph_of`` tells schedules apart."""
+        return bool(self.named_bytes or self.shared_weights)
 
     def held_bytes(self, schedule: Schedule, cause: Cause | None = None) -> int:
         """Bytes that the compiler holds beside the graph for a plan; of one cause, if given."""
-        return sum(
+        found = sum(
             one.checkpointed_bytes if self._under_checkpoint(one, schedule) else one.bytes
             for one in self._held(cause)
         )
+        return found if cause else found + self._transposed_bytes(schedule)
+
+    def _transposed_bytes(self, schedule: Schedule) -> int:
+        """Bytes of what is there twice: transposed, and as it is for regions with a checkpoint."""
+        checkpointed = {
+            vertex
+            for region in schedule.regions
+            if region.checkpointed
+            for vertex in region.vertices
+        }
+        if not checkpointed or not self.transposed:
+            return 0
+        read = {
+            one
+            for vertex in checkpointed
+            for one in (*self.graph.predecessors[vertex], *self.graph.needs[vertex])
+        }
+        twice = {one for by, one in self.transposed if by not in checkpointed and one in read}
+        return sum(self.graph.bytes[one] for one in twice)
 
     def _under_checkpoint(self, one: Held, schedule: Schedule) -> bool:
         vertices = {self.vertex_of[value] for value in one.values}
@@ -90,6 +164,13 @@ class Materialization:
 
     def _held(self, cause: Cause | None) -> list[Held]:
         return [one for one in self.held if cause in (None, one.cause)]
+
+
+def _kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
+    for region in regions:
+        if region.checkpointed:
+            yield from region.kept
+            yield from _kept_by_name(region.inside)
 
 
 def materialize(program: Program, linearization: Linearization, device: Device) -> Materialization:
@@ -116,6 +197,7 @@ class _Builder:
         self.flow = Dataflow(program, linearization)
         self.outputs = {self.flow.source[value] for value in program.output_values}
         self.narrow = self._narrow()
+        self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
 
@@ -153,10 +235,27 @@ class _Builder:
             kind = dataclasses.replace(kind, dtype=_OPERAND_DTYPE)
         return self._stored_bytes(kind) * (2 if value in self.divided else 1)
 
+    def _named_bytes(self, value: int) -> int:
+        """Bytes of a value where a checkpoint keeps it: neither widened, nor with its divisor."""
+        if self.device.fuses_into_sums:
+            return self._bytes(value)
+        return self.device.buffer_bytes(self.program.types[value])
+
     def _stored_bytes(self, kind: ArrayType) -> int:
         if self.device.widens_bfloat16 and kind.dtype == "bfloat16":
             kind = dataclasses.replace(kind, dtype="float32")
         return self.device.buffer_bytes(kind)
+
+    def _transposed(
+        self, roots: Sequence[int], vertex_of: Mapping[int, int]
+    ) -> Iterator[tuple[int, int]]:
+        """See ``Materialization.transposed``: on a CPU, what is convolved."""
+        for vertex, root in enumerate(roots) if not self.device.fuses_into_sums else ():
+            equation = self.program.equations[root]
+            if equation.operation.primitive == "conv_general_dilated":
+                for value in self.flow.derivative_reads(root):
+                    if value in vertex_of:
+                        yield vertex, vertex_of[value]
 
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the gradients with respect to some values: products write them in full."""
@@ -179,6 +278,8 @@ class _Builder:
                 forced.update(self.flow.reads(index))
         if not self.device.fuses_into_sums:
             forced |= cpu_fusion.read_by_sums(self.flow) | cpu_fusion.dear(self.flow)
+        for index in self.stored_sums:
+            forced.update(self.program.equations[index].outputs)
         # One array of half the width for several products is less than what it is made of.
         forced.update(value for value, readers in self.narrow.items() if readers > 1)
         forced.update(
@@ -188,36 +289,67 @@ class _Builder:
         )
         return forced
 
-    def _leaves(self, materialized: set[int]) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-        """For each fused value the materialised values and arguments it is computed from.
+    def _stored(self) -> tuple[set[int], dict[int, frozenset[int]]]:
+        """The materialised values, and for each fused one what it is computed from.
 
-        The second dictionary counts the equations in between. Values that are shared by
-        several readers and dear to compute again are added to ``materialized`` on the way.
+        What reads a value depends on what else is materialised, so this is found twice: a value
+        that only goes into another one, which is materialised itself, has one reader. (On a CPU
+        what is found at first is nearer to what is stored.)
         """
-        readers = self._reader_counts(materialized)
-        leaves: dict[int, frozenset[int]] = {}
+        forced = self._forced()
+        materialized, leaves = self._leaves(forced, self._reader_counts(forced))
+        if self.device.fuses_into_sums:
+            readers = self._reader_counts(materialized)
+            if any(readers.get(value, 0) < 2 for value in materialized - forced):
+                materialized, leaves = self._leaves(forced, readers)
+        return materialized, leaves
+
+    def _leaves(
+        self, forced: Set[int], readers: Mapping[int, int]
+    ) -> tuple[set[int], dict[int, frozenset[int]]]:
+        """The forced values and those that are shared and dear to compute again; and the leaves.
+
+        The leaves of a fused value are the materialised values and arguments it is computed from.
+
+        Args:
+          forced: what is materialised anyway.
+          readers: how many vertices would read each fused value.
+        """
+        materialized = set(forced)
+        # Of each leaf the bytes that are read, and how many equations lie in between.
+        read_bytes: dict[int, dict[int, float]] = {}
         sizes: dict[int, int] = {}
         types = self.program.types
         for index, equation in enumerate(self.program.equations):
             if self.flow.is_alias(index):
                 continue
-            found: set[int] = set()
+            found: dict[int, float] = {}
             size = 1
             for value in {self.flow.source[value] for value in equation.value_inputs}:
-                if value in leaves and value not in materialized:
-                    found |= leaves[value]
+                if value in read_bytes and value not in materialized:
                     size += sizes[value]
+                    own = read_bytes[value]
                 else:
-                    found.add(value)
+                    own = {value: types[value].bytes}
+                for leaf, amount in own.items():
+                    found[leaf] = max(amount, found.get(leaf, 0))
             for value in equation.outputs:
-                leaves[value] = frozenset(found)
+                part = self._part(equation.operation, types[value])
+                read_bytes[value] = {leaf: amount * part for leaf, amount in found.items()}
                 sizes[value] = size
                 if value in materialized or readers.get(value, 0) < 2:
                     continue
-                read_bytes = sum(types[leaf].bytes for leaf in found)
-                if read_bytes > _REREAD_LIMIT * types[value].bytes or size > _CONE_LIMIT:
+                total = sum(read_bytes[value].values())
+                if total > _REREAD_LIMIT * types[value].bytes or size > _CONE_LIMIT:
                     materialized.add(value)
-        return leaves, sizes
+        return materialized, {value: frozenset(found) for value, found in read_bytes.items()}
+
+    def _part(self, operation: Operation, result: ArrayType) -> float:
+        """The part of its operand that an operation reads for a result."""
+        sliced = self.device.fuses_into_sums and operation.primitive in _SLICES
+        if not sliced or not operation.inputs[0].bytes:
+            return 1.0
+        return result.bytes / operation.inputs[0].bytes
 
     def _reader_counts(self, materialized: set[int]) -> dict[int, int]:
         """How many vertices (counted up to 2) would read each fused value."""
@@ -240,8 +372,7 @@ class _Builder:
 
     def build(self) -> Materialization:
         program = self.program
-        materialized = self._forced()
-        leaves, _ = self._leaves(materialized)
+        materialized, leaves = self._stored()
         roots = [
             index
             for index, equation in enumerate(program.equations)
@@ -272,6 +403,12 @@ class _Builder:
         }
         active_values: list[list[int]] = []
         summed_beside: set[int] = set()
+        named_bytes: dict[int, int] = {}
+        found_places = {
+            self.flow.maker[value]: size
+            for value, size in pooling_gradients.places_bytes(program, self.device).items()
+            if self.flow.maker[value] in self.linearization.derivatives
+        }
         estimated = 0
         for vertex, root in enumerate(roots):
             equation = program.equations[root]
@@ -279,7 +416,7 @@ class _Builder:
             predecessors: set[int] = set()
             read_values: set[int] = set()
             needs: set[int] = set()
-            internal_bytes = 0
+            internal_bytes = places_bytes = 0
             flops = 0
             for index in cone:
                 member = program.equations[index]
@@ -291,7 +428,9 @@ class _Builder:
                     if value in vertex_of or value not in self.flow.maker:
                         read_values.add(value)
                 derivative = self.linearization.derivatives.get(index)
-                if derivative is not None:
+                if index == root and root in found_places:
+                    places_bytes = found_places[root]
+                elif derivative is not None:
                     internal_bytes += derivative.internal_bytes
                     for position in derivative.inputs:
                         atom = member.inputs[position]
@@ -311,7 +450,10 @@ class _Builder:
                 needs.update(predecessors)
             held = [value for value in equation.outputs if value in read or value in outputs]
             active = [v for v in held if v in self.linearization.active_values]
-            held_bytes = sum(self._bytes(v) for v in held if v not in outputs)
+            stored = [v for v in held if v not in outputs]
+            held_bytes = sum(self._bytes(v) for v in stored)
+            if (named := sum(self._named_bytes(v) for v in stored)) != held_bytes:
+                named_bytes[vertex] = named
             moved_bytes = sum(self._bytes(v) for v in {*held, *read_values})
             dtype = _rate_dtype(equation.operation)
             if self.flow.opaque(root):
@@ -329,8 +471,8 @@ class _Builder:
             fields["predecessors"].append(tuple(sorted(predecessors)))
             fields["needs"].append(tuple(sorted(needs)))
             active_values.append(active)
-            fields["internal_bytes"].append(internal_bytes)
-            fields["pinned"].append(equation.effects)
+            fields["internal_bytes"].append(internal_bytes + places_bytes)
+            fields["pinned"].append(equation.effects or root in found_places)
         fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
         for vertex in self._overwritten(roots, fields["predecessors"], fields["needs"]):
             # It is there until its own step, first as the value, then as its cotangent.
@@ -340,11 +482,39 @@ class _Builder:
             0 if vertex in fused else self._cotangent_bytes(active)
             for vertex, active in enumerate(active_values)
         ]
+        beside_zeros = pooling_gradients.beside_zeros(program, self.device)
         fields["in_place"] = [
             self.flow.costs[root].fusion is costs.Fusion.FUSIBLE
             and vertex not in summed_beside
+            and beside_zeros.isdisjoint(program.equations[root].outputs)
             and _hands_on(vertex, fields["predecessors"], fields["cotangent_bytes"])
             for vertex, root in enumerate(roots)
+        ]
+        fields["workspace_bytes"] = [0] * len(roots)
+        for value, size in pooling_gradients.workspace_bytes(program, self.device).items():
+            if value in vertex_of:
+                fields["workspace_bytes"][vertex_of[value]] = size
+        fields["forward_workspace_bytes"] = [0] * len(roots)
+        for index, size in pooling_gradients.search_bytes(program, found_places).items():
+            (value,) = program.equations[index].outputs
+            fields["forward_workspace_bytes"][vertex_of[value]] = size
+        transposed = tuple(self._transposed(roots, vertex_of))
+        for vertex, operand in transposed:
+            beside = fields["cotangent_bytes"][vertex]
+            if operand not in fields["needs"][operand]:
+                beside += fields["bytes"][operand]
+            least = fields["workspace_bytes"][operand]
+            fields["workspace_bytes"][operand] = max(least, beside)
+        shared_weights = weight_gradients.shared(
+            program,
+            self.linearization.derivatives,
+            self.stored_sums.values(),
+            self.device,
+            vertex_of,
+        )
+        summed = weight_gradients.expected_sums(shared_weights, len(roots)).tolist()
+        fields["workspace_bytes"] = [
+            size + more for size, more in zip(fields["workspace_bytes"], summed, strict=True)
         ]
         labels = tuple(fields.pop("labels"))
         graph = Graph(**{name: tuple(entries) for name, entries in fields.items()})
@@ -354,15 +524,14 @@ class _Builder:
             vertex_of=vertex_of,
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
+            named_bytes=named_bytes,
             held=tuple(
                 one
-                for kind in (pooling_gradients, row_gathers, weight_gradients)
+                for kind in (pooling_gradients, row_gathers)
                 for one in kind.held(program, self.linearization.derivatives, self.device)
             ),
-            workspaces={
-                vertex_of[value]: size
-                for value, size in pooling_gradients.workspace_bytes(program, self.device).items()
-            },
+            transposed=transposed,
+            shared_weights=shared_weights,
             assumed=tuple(
                 sorted(
                     {

@@ -37,7 +37,7 @@ from remat_opt.solvers.base import (
     smallest_within,
 )
 from remat_opt.solvers.catalogue import Portfolio, Solver
-from remat_opt.spans import spans
+from remat_opt.spans import Spans, spans
 from remat_opt.units import format_bytes
 
 #: What plans where nothing else is asked for.
@@ -126,13 +126,12 @@ def problem(
         graph = materialization.graph
         front = pareto(_candidates(program, graph, measure, solver), measure)
         as_it_is = judge(graph, plain(graph))
-        (unchanged,) = _as_compiled(materialization, device, [as_it_is])
-        more = materialization.unchanged_held_bytes()
-        more -= materialization.held_bytes(as_it_is.schedule)
+        lives = spans(materialization.unchanged_graph, as_it_is.schedule)
+        peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
         _sweeps[key] = Sweep(
             materialization=materialization,
             candidates=_as_compiled(materialization, device, front),
-            unchanged=dataclasses.replace(unchanged, peak_bytes=unchanged.peak_bytes + more),
+            unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
         )
         if len(_sweeps) > _MOST_SWEEPS:
             _sweeps.popitem(last=False)
@@ -159,7 +158,7 @@ def _as_compiled(
 ) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
 
-    That is what is alive at the peak, workspaces included, or the heap that holds it, where that is
+    That is what is alive at the peak, or the heap that holds it, where that is
     larger; and what the compiler holds all along beside it. Heaps take time to lay out, and are
     predicted less well: there, of candidates that are hardly apart, only the first is taken.
 
@@ -168,19 +167,15 @@ def _as_compiled(
       device: whose compiler it is.
       front: candidates by ascending peak, and so by falling overhead.
     """
-    graph, workspaces = materialization.graph, materialization.workspaces
     if device.heap_has_holes:
         spaced: list[Candidate] = []
         for one in front:
             if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
                 spaced.append(one)
+        front = spaced
+    if device.heap_has_holes or materialization.depends_on_schedule:
         front = [
-            dataclasses.replace(one, peak_bytes=heap_bytes(spans(graph, one.schedule, workspaces)))
-            for one in spaced
-        ]
-    elif any(workspaces.values()):
-        front = [
-            dataclasses.replace(one, peak_bytes=spans(graph, one.schedule, workspaces).peak_bytes)
+            dataclasses.replace(one, peak_bytes=_peak_bytes(materialization, device, one.schedule))
             for one in front
         ]
     return tuple(
@@ -191,9 +186,17 @@ def _as_compiled(
     )
 
 
+def _peak_bytes(materialization: Materialization, device: Device, schedule: Schedule) -> int:
+    return _heap_bytes(device, spans(materialization.graph_of(schedule), schedule))
+
+
+def _heap_bytes(device: Device, lives: Spans) -> int:
+    return heap_bytes(lives) if device.heap_has_holes else lives.peak_bytes
+
+
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it."""
-    found = simulate(materialization.graph, schedule, materialization.workspaces)
+    found = simulate(materialization.graph_of(schedule), schedule)
     more = materialization.held_bytes(schedule)
     return dataclasses.replace(
         found,
@@ -444,13 +447,13 @@ def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     materialization = of.materialization
     notes = list(_notes_on_poolings(of, schedule))
-    parts_bytes = materialization.unchanged_held_bytes(Cause.WEIGHT)
-    if parts_bytes:
-        sums_bytes = materialization.held_bytes(schedule, Cause.WEIGHT)
+    if materialization.shared_weights:
+        parts_bytes = sum(one.parts_bytes for one in materialization.shared_weights)
+        sums_bytes = int(materialization.sums_bytes(schedule).max())
         notes.append(
             f"Several products read the same weights. The unchanged function holds up to "
             f"{format_bytes(parts_bytes)} of parts of their gradients until all are computed; this "
-            f"plan adds each to the others at once, and holds {format_bytes(sums_bytes)}."
+            f"plan adds each to the others at once, and holds up to {format_bytes(sums_bytes)}."
         )
     if materialization.estimated_flops_share > 0.005:
         notes.append(

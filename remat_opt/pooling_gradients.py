@@ -13,8 +13,8 @@ equals, that memory is free. ``transform`` sees to it for activations that are c
 CPU. XLA finds the places to scatter to by a search over arrays of coordinates, one for each
 dimension and each as large as the padded operand. Nothing keeps it from making these, and the
 zeros, at the start of the program: ResNet-50 holds 1,003 MiB so at batch 64. Where the pooling is
-under no checkpoint the search is done in the forward pass, and its result takes the operand's
-place.
+under no checkpoint the search is done in the forward pass, and the gradient reads its result, one
+place for each maximum, and no longer the operand.
 """
 
 from __future__ import annotations
@@ -68,31 +68,58 @@ def _coordinates(program: Program, chosen: set[int], device: Device) -> Iterator
         if index in chosen and _is_pooling(equation):
             (operand,) = equation.value_inputs
             kind = program.types[operand]
-            padding = equation.operation.params.get("padding") or [(0, 0)] * len(kind.shape)
-            shape = tuple(
-                size + low + high for size, (low, high) in zip(kind.shape, padding, strict=True)
-            )
-            padded = dataclasses.replace(kind, shape=shape)
+            padded = dataclasses.replace(kind, shape=_padded_shape(program, equation))
             alike.setdefault(padded, []).append(equation)
     for padded, poolings in alike.items():
-        places = _COORDINATE_BYTES * len(padded.shape)
         overlap = any(_windows_overlap(one.operation) for one in poolings)
         zeros = device.buffer_bytes(padded) if overlap else 0
-        found = zeros + sum(
-            max(
-                0,
-                places * program.types[one.outputs[0]].size
-                - device.buffer_bytes(program.types[one.value_inputs[0]]),
-            )
-            for one in poolings
-        )
         yield Held(
             cause=Cause.POOLING,
             values=tuple(one.outputs[0] for one in poolings),
-            bytes=found,
-            checkpointed_bytes=zeros + places * math.prod(padded.shape),
-            unchanged_bytes=found,
+            bytes=zeros,
+            checkpointed_bytes=zeros,
+            unchanged_bytes=zeros,
         )
+
+
+def places_bytes(program: Program, device: Device) -> dict[int, int]:
+    """For each pooled value the places of its maxima, where they replace the operand.
+
+    On a CPU the gradient reads these and no more; they are found where the pooling is computed.
+    """
+    if device.platform != "cpu":
+        return {}
+    return {
+        one.outputs[0]: _places_bytes(program.types[one.outputs[0]])
+        for one in program.equations
+        if _is_pooling(one)
+    }
+
+
+def search_bytes(program: Program, chosen: Iterable[int]) -> dict[int, int]:
+    """What is there while the places of maxima are looked for, on a CPU, by number of equation.
+
+    Those are the arrays of coordinates of this and of all later poolings; alike ones are shared.
+    """
+    found: dict[int, int] = {}
+    coordinates: dict[tuple[int, ...], int] = {}
+    for index in sorted(chosen, reverse=True):
+        equation = program.equations[index]
+        shape = _padded_shape(program, equation)
+        coordinates[shape] = _COORDINATE_BYTES * len(shape) * math.prod(shape)
+        found[index] = sum(coordinates.values())
+    return found
+
+
+def _padded_shape(program: Program, pooling: Equation) -> tuple[int, ...]:
+    (operand,) = pooling.value_inputs
+    shape = program.types[operand].shape
+    padding = pooling.operation.params.get("padding") or [(0, 0)] * len(shape)
+    return tuple(size + low + high for size, (low, high) in zip(shape, padding, strict=True))
+
+
+def _places_bytes(pooled: ArrayType) -> int:
+    return _COORDINATE_BYTES * len(pooled.shape) * pooled.size
 
 
 def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
@@ -101,16 +128,18 @@ def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
     That is where each maximum was found, four coordinates for images; and where windows overlap one
     more array of zeros as large as what is scattered to. Both are beside the operand's cotangent,
     but not beside the operand, which has been searched by then: a simulation has both of these.
+    The zeros are still there while the gradient of the activation before the pooling is taken.
     """
     found: dict[int, int] = {}
     if device.platform != "cuda":
         return found
+    for value in beside_zeros(program, device):
+        found[value] = device.buffer_bytes(program.types[value])
     for equation in program.equations:
         if _is_pooling(equation):
             (operand,) = equation.value_inputs
             (result,) = equation.outputs
-            kind = program.types[result]
-            places = _COORDINATE_BYTES * len(kind.shape) * kind.size
+            places = _places_bytes(program.types[result])
             searched = device.buffer_bytes(program.types[operand])
             zeros = searched if _windows_overlap(equation.operation) else 0
             found[result] = max(0, places + zeros - searched)
@@ -151,6 +180,11 @@ def searches(program: Program) -> list[int]:
         for index, equation in enumerate(program.equations)
         if _is_pooling(equation) and not _windows_overlap(equation.operation)
     ]
+
+
+def beside_zeros(program: Program, device: Device) -> set[int]:
+    """The activations whose cotangents XLA for NVIDIA selects beside zeros, not in place."""
+    return set(activations(program).values()) if device.platform == "cuda" else set()
 
 
 def can_be_kept_apart(operation: Operation) -> bool:

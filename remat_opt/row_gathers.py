@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from remat_opt.device import Device
 from remat_opt.held import Cause, Held
 from remat_opt.operation import Operation
+from remat_opt.products import PRODUCTS
 from remat_opt.program import Program
-from remat_opt.weight_gradients import PRODUCTS
 
 
 def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:

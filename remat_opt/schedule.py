@@ -36,6 +36,11 @@ class Schedule:
 
     regions: tuple[Region, ...]
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether any region runs under ``jax.checkpoint``."""
+        return any(region.checkpointed for region in self.regions)
+
     def region_of(self) -> dict[int, int]:
         """For each vertex the number of its region."""
         return {
@@ -119,12 +124,13 @@ def _reads_later(graph: Graph, vertex: int, predecessor: int) -> GraphError:
 def merged(regions: Sequence[Region]) -> list[Region]:
     """The chain with regions without a checkpoint that stand in a row made one."""
     found: list[Region] = []
-    for region in regions:
-        if found and not (found[-1].checkpointed or region.checkpointed):
-            vertices = found.pop().vertices + region.vertices
-            found.append(Region(vertices=vertices, checkpointed=False))
+    for checkpointed, group in itertools.groupby(regions, key=lambda region: region.checkpointed):
+        row = list(group)
+        if checkpointed or len(row) == 1:
+            found += row
         else:
-            found.append(region)
+            vertices = tuple(vertex for region in row for vertex in region.vertices)
+            found.append(Region(vertices=vertices, checkpointed=False))
     return found
 
 

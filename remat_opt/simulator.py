@@ -25,8 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
@@ -167,15 +166,12 @@ def _with_internals(graph: Graph, region: Region) -> list[int]:
     ]
 
 
-def simulate(
-    graph: Graph, schedule: Schedule, workspaces: Mapping[int, int] = MappingProxyType({})
-) -> Simulation:
+def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """Replays ``schedule`` on ``graph``.
 
     Args:
       graph: what it is a schedule of.
       schedule: what to replay.
-      workspaces: bytes that the backward steps of some vertices take besides.
 
     Raises:
       GraphError: the schedule cannot be executed.
@@ -193,7 +189,7 @@ def simulate(
             peak, at_peak = len(moments), dict(run.live)
         moments.append(Moment(phase=phase, region=region, vertex=vertex, live_bytes=total))
 
-    run = _Replay(graph, tell, workspaces)
+    run = _Replay(graph, tell)
     run.whole(schedule, wanted)
     alive = [
         Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
@@ -304,24 +300,17 @@ class _Replay:
       total: their bytes.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        on_step: Callable[[str, int, int], None],
-        workspaces: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, graph: Graph, on_step: Callable[[str, int, int], None]) -> None:
         """Starts with nothing alive.
 
         Args:
           graph: what to run.
           on_step: called while each step runs, with its phase, region and vertex.
-          workspaces: see ``simulate``.
         """
         self.graph = graph
         self.live: _Live = {}
         self.total = 0
         self._on_step = on_step
-        self._workspaces = workspaces
 
     def _allocate(self, role: str, vertex: int, size: int, depth: int = 0) -> None:
         if (role, vertex, depth) not in self.live:
@@ -355,7 +344,9 @@ class _Replay:
                 self._allocate("forward", vertex, graph.bytes[vertex])
                 if not region.checkpointed:
                     self._allocate("internal", vertex, graph.internal_bytes[vertex])
+                self._allocate("workspace", vertex, graph.forward_workspace_bytes[vertex])
                 self._on_step("forward", number, vertex)
+                self._free("workspace", vertex)
                 for read in graph.predecessors[vertex]:
                     readers[read] -= 1
                     if not readers[read] and read not in wanted.stored:
@@ -425,7 +416,7 @@ class _Replay:
                     self._allocate("cotangent", vertex, graph.cotangent_bytes[vertex])
                 for predecessor in graph.predecessors[vertex]:
                     self._allocate("cotangent", predecessor, graph.cotangent_bytes[predecessor])
-                self._allocate("workspace", vertex, self._workspaces.get(vertex, 0))
+                self._allocate("workspace", vertex, graph.workspace_bytes[vertex])
                 self._on_step("backward", top, vertex)
                 self._free("workspace", vertex)
             self._free("cotangent", vertex)

@@ -20,8 +20,7 @@ Left out: steps that only free; nothing is written during one, so no peak is los
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -56,15 +55,12 @@ class Spans:
         return int(np.cumsum(change).max())
 
 
-def spans(
-    graph: Graph, schedule: Schedule, workspaces: Mapping[int, int] = MappingProxyType({})
-) -> Spans:
+def spans(graph: Graph, schedule: Schedule) -> Spans:
     """The lives of all arrays of a schedule.
 
     Args:
       graph: what it is a schedule of.
       schedule: must be executable.
-      workspaces: bytes that the backward steps of some vertices take besides.
     """
     arrays = arrays_of(graph)
     levels: list[_Level] = []
@@ -121,11 +117,10 @@ def spans(
     end = turn - arrays.turns_in_place
     there = (start <= end) & (arrays.cotangent_bytes > 0)
     add(start[there], end[there], arrays.cotangent_bytes[there])
-    if workspaces:
-        vertices = np.array(list(workspaces), dtype=np.int64)
-        beside = np.array(list(workspaces.values()), dtype=np.int64)
-        steps = arrays.cotangent_bytes[vertices] > 0
-        add(turn[vertices][steps], turn[vertices][steps], beside[steps])
+    busy = np.flatnonzero(arrays.forward_workspace_bytes)
+    add(forward[busy], forward[busy], arrays.forward_workspace_bytes[busy])
+    busy = np.flatnonzero(arrays.workspace_bytes)
+    add(turn[busy], turn[busy], arrays.workspace_bytes[busy])
     return Spans(
         first=np.concatenate(first),
         last=np.concatenate(last),

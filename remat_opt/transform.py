@@ -28,14 +28,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt import pooling_gradients
+from remat_opt import pooling_gradients, products
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, TraceError
+from remat_opt.products import PRODUCTS
 from remat_opt.program import Equation, Program
 from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Stage
 from remat_opt.tracing import array_type, is_inexact
-from remat_opt.weight_gradients import PRODUCTS
 
 #: Equations whose derivative is zero.
 _CONSTANT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
@@ -79,7 +79,9 @@ class _Rewriting:
       apart: equations whose constants the compiler is not to share.
       waiting: equations whose derivative must not start before their cotangent is there.
       picking: gathers whose gradient is to be elementwise.
+      whole: sums of products that are to be stored as one array.
       ordered: whether, under a checkpoint, no product's gradients may be put off.
+      stored: whether what a checkpointed region hands on is to be stored.
     """
 
     program: Program
@@ -87,7 +89,9 @@ class _Rewriting:
     apart: frozenset[int]
     waiting: frozenset[int]
     picking: frozenset[int]
+    whole: frozenset[int]
     ordered: bool
+    stored: bool
 
 
 def rewrite(
@@ -125,7 +129,9 @@ def rewrite(
             for index, equation in enumerate(program.equations)
             if nvidia and is_row_gather(equation.operation)
         ),
+        whole=frozenset(index for index, _ in products.stored_sums(program, platform)),
         ordered=nvidia,
+        stored=platform == "cpu",
     )
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -176,6 +182,10 @@ def _run(rewriting: _Rewriting, steps: Sequence[_Step], environment: dict[int, A
         results = _runner(rewriting, step)(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
+        if rewriting.stored and step.checkpointed:
+            for value in step.outputs:
+                if last_reader.get(value, 0) > number:
+                    (environment[value],) = jax.lax.optimization_barrier([environment[value]])
         shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
         weights = [v for v in shared if v in arguments]
         together = [[v] for v in shared if v not in arguments]
@@ -244,8 +254,8 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
 
 
 def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
-    program = rewriting.program
-    again = _multiplied_again(program, rewriting.summed, step)
+    program, summed = rewriting.program, rewriting.summed
+    again = _multiplied_again(program, summed, step)
     tied = _tied_inputs(rewriting, step)
 
     def region(*given: Any) -> list[Any]:
@@ -257,7 +267,8 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
                 environment[atom] if isinstance(atom, int) else atom.value
                 for atom in equation.inputs
             ]
-            if index in again:
+            tied_to_product = index in again and not summed.issuperset(equation.value_inputs)
+            if index in again and not tied_to_product:
                 inputs = jax.lax.optimization_barrier(inputs)
                 environment.update(
                     (atom, value)
@@ -271,6 +282,10 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
                     inputs[place] = value
             results = _run_one(rewriting, index, inputs, named=index in step.named)
             environment.update(zip(equation.outputs, results, strict=True))
+            if tied_to_product:
+                read = (*equation.outputs, *again[index])
+                behind = _cotangents_together(environment[value] for value in read)
+                environment.update(zip(read, behind, strict=True))
         return [environment[value] for value in step.outputs]
 
     if not step.checkpointed:
@@ -302,7 +317,20 @@ def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named:
         results = jax.checkpoint(run)(*inputs)
     else:
         results = run(*inputs)
+    if index in rewriting.whole and not named:
+        results = list(_stored(*results))
     return _all_named(index, results) if named else results
+
+
+@jax.custom_jvp
+def _stored(*given: Any) -> tuple[Any, ...]:
+    """The values as arrays of their own; their cotangents are as they were."""
+    return tuple(jax.lax.optimization_barrier(given))
+
+
+@_stored.defjvp
+def _stored_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    return _stored(*primals), tangents
 
 
 def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -370,7 +398,9 @@ def _multiplied_again(
 
     These pass a barrier together with what they are multiplied by. Backward, that has the product
     add its part to their cotangent before it hands on the other one; XLA would compute the parts of
-    all products, such as the steps of a recurrent network, before it adds the first two.
+    all products, such as the steps of a recurrent network, before it adds the first two. What has
+    no cotangent, such as the batch, would get one there: then it is the product that has its
+    cotangent only when the later parts are added.
     """
     arguments = summed.intersection(program.arguments)
     seen: set[int] = set()

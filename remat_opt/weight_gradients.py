@@ -2,47 +2,167 @@
 
 Each product contributes a part of the weight's size. XLA computes these parts when it can, and adds
 them at the end: 64 steps of an RNN hold 64 times its weights. ``transform`` has each part added
-before the next is computed. Then the sum waits, and one part beside it.
-
-XLA for TPU was not seen to do this.
+before the next is computed. Then the sum waits, and one part beside it. The sum is where the
+gradient is put out in the end, which is no temporary. But a checkpointed region has a sum of its
+own, which is added to the one outside when the region has run; and so has each region in it.
+That is XLA for NVIDIA. Of XLA for CPU it is only known that a sum and a part, all along, are
+nearer to what it takes. XLA for TPU was not seen to hold any.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from remat_opt.device import Device
-from remat_opt.held import Cause, Held
+from remat_opt.products import PRODUCTS
 from remat_opt.program import Program
-
-#: The equations whose derivatives are products of their own.
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+from remat_opt.schedule import Region
 
 
-def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
-    """What a device's compiler holds for weights that several products read.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeight:
+    """A weight that several products read.
+
+    Attributes:
+      bytes: its size, and that of every part of its gradient.
+      readers: the vertices whose backward steps compute a part, ascending; one for each part.
+      beside: for each reader the bytes of parts while its own is computed. Where it is computed
+        together with another weight's, these are both, and both once more, cut apart. Empty where
+        one part is there all along.
+    """
+
+    bytes: int
+    readers: tuple[int, ...]
+    beside: tuple[int, ...]
+
+    @property
+    def parts_bytes(self) -> int:
+        """All parts, as the unchanged function holds them in the end."""
+        return len(self.readers) * self.bytes
+
+
+def shared(
+    program: Program,
+    differentiated: Iterable[int],
+    stored_sums: Iterable[tuple[int, int]],
+    device: Device,
+    vertex_of: Mapping[int, int],
+) -> tuple[SharedWeight, ...]:
+    """The weights whose gradients have parts.
 
     Args:
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
+      stored_sums: the products of each of ``products.stored_sums``.
       device: whose compiler it is.
+      vertex_of: for each value that is stored the vertex that holds it.
     """
     if device.platform == "tpu":
-        return
+        return ()
+    of: dict[int, list[int]] = {}
     weights = set(program.differentiated)
-    readers: Counter[int] = Counter()
-    for index in differentiated:
+    for index in sorted(differentiated):
         equation = program.equations[index]
         if equation.operation.primitive in PRODUCTS:
-            readers.update(weights.intersection(equation.value_inputs))
-    for weight, parts in sorted(readers.items()):
-        if parts > 1:
+            for weight in weights.intersection(equation.value_inputs):
+                of.setdefault(weight, []).append(index)
+
+    def bytes_of(index: int) -> int:
+        read = weights.intersection(program.equations[index].value_inputs)
+        return sum(device.buffer_bytes(program.types[weight]) for weight in read)
+
+    together = {}
+    for pair in stored_sums:
+        both = sum(map(bytes_of, pair))
+        together.update(dict.fromkeys(pair, 2 * both))
+    found = []
+    for weight, indices in sorted(of.items()):
+        if len(indices) > 1:
             size = device.buffer_bytes(program.types[weight])
-            yield Held(
-                cause=Cause.WEIGHT,
-                values=(),
-                bytes=2 * size,
-                checkpointed_bytes=2 * size,
-                unchanged_bytes=parts * size,
+            readers = {vertex_of[program.equations[one].outputs[0]]: one for one in indices}
+            found.append(
+                SharedWeight(
+                    bytes=size,
+                    readers=tuple(sorted(readers)),
+                    beside=tuple(together.get(readers[v], size) for v in sorted(readers))
+                    if device.platform == "cuda"
+                    else (),
+                )
             )
+    return tuple(found)
+
+
+def expected_sums(weights: Iterable[SharedWeight], count: int) -> np.ndarray:
+    """For each of so many vertices what sums and parts take in its backward step, in any schedule.
+
+    It is what they take in a checkpointed region.
+    """
+    found = np.zeros(count, dtype=np.int64)
+    for weight in weights:
+        between = slice(weight.readers[0], weight.readers[-1] + 1)
+        found[between] += weight.bytes if weight.beside else 2 * weight.bytes
+        found[list(weight.readers)] += weight.beside or 0
+    return found
+
+
+def sums(weights: Iterable[SharedWeight], regions: Sequence[Region], count: int) -> np.ndarray:
+    """For each of so many vertices what sums and parts take in its backward step, in bytes.
+
+    The outermost sums are computed where the gradients are put out, and take nothing beside.
+
+    Args:
+      weights: those whose gradients have parts.
+      regions: of the schedule.
+      count: of vertices.
+    """
+    found = np.zeros(count, dtype=np.int64)
+    for weight in weights:
+        if not weight.beside:
+            found += expected_sums([weight], count)
+            continue
+        reads = np.zeros(count, dtype=np.int64)
+        reads[list(weight.readers)] = 1
+        number = np.zeros(count, dtype=np.int64)
+        for region in regions:
+            if region.checkpointed:
+                _count_sums(reads, region, 0, number)
+        found += weight.bytes * number
+        found[list(weight.readers)] += weight.beside
+    return found
+
+
+def _count_sums(reads: np.ndarray, of: Region, outside: int, number: np.ndarray) -> None:
+    """Counts the sums that are under way in the backward steps of a checkpointed region.
+
+    Args:
+      reads: for each vertex whether it reads the weight.
+      of: the region, which has one sum.
+      outside: the sums of the regions around it.
+      number: for each vertex the sums under way; where to write.
+    """
+    later = 0
+    for region in reversed(of.inside or (dataclasses.replace(of, checkpointed=False),)):
+        own = list(region.vertices)
+        if region.checkpointed:
+            _count_sums(reads, region, outside + (later > 0), number)
+        else:
+            number[own] = outside + (later + _behind(reads[own]) > 0)
+        later += int(reads[own].sum())
+
+
+def _behind(reads: np.ndarray) -> np.ndarray:
+    """For each vertex of a region how many after it read the weight."""
+    behind: np.ndarray = reads[::-1].cumsum()[::-1] - reads
+    return behind
+
+
+def parts(weights: Iterable[SharedWeight], count: int) -> np.ndarray:
+    """For each of so many vertices what the parts take: unchanged, a function has all wait."""
+    found = np.zeros(count, dtype=np.int64)
+    for weight in weights:
+        left = len(weight.readers) - np.searchsorted(weight.readers, np.arange(count))
+        found += left * weight.bytes
+    return found

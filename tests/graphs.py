@@ -155,6 +155,7 @@ def graphs(
             chosen = set(predecessors[vertex]) if reads in ("both", "inputs") else set()
             chosen |= {vertex} if reads in ("both", "output") else set()
         needs.append(tuple(sorted(chosen)))
+    once = each(rarely(pinned))
     return Graph(
         names=tuple(f"v{vertex}" for vertex in range(count)),
         bytes=sizes,
@@ -166,8 +167,10 @@ def graphs(
         internal_bytes=tuple(
             draw(st.integers(1, 8)) if draw(rarely(internal)) else 0 for _ in range(count)
         ),
+        workspace_bytes=each(st.sampled_from((0, 0, 0, 5)) if internal else st.just(0)),
+        forward_workspace_bytes=tuple(6 * one for one in once),
         in_place=each(st.booleans() if in_place else st.just(False)),
-        pinned=each(rarely(pinned)),
+        pinned=once,
     )
 
 

@@ -65,6 +65,8 @@ def test_to_networkx_names_the_fields() -> None:
         "needs": ("b", "c", "d"),
         "cotangent_bytes": 4,
         "internal_bytes": 0,
+        "workspace_bytes": 0,
+        "forward_workspace_bytes": 0,
         "in_place": False,
         "pinned": False,
     }

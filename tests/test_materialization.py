@@ -145,20 +145,39 @@ def test_zeros_are_shared_with_a_pooling_of_overlapping_windows() -> None:
             assert (found.held_bytes(schedule), found.unchanged_held_bytes()) == (held, unchanged)
 
 
-def test_a_cpu_holds_coordinates_for_a_pooling() -> None:
+def pooled_on_a_cpu(loss, kernels) -> tuple[Materialization, Graph, list[int]]:
+    """The graph, and the vertices that are max poolings."""
+    _, found, graph = graph_of(loss, kernels, IMAGES, device="cpu")
+    return found, graph, [v for v, one in enumerate(names(graph)) if one == "reduce_window_max"]
+
+
+def test_a_cpu_searches_coordinates_where_a_pooling_runs() -> None:
     size, pooled = IMAGES.size, 2 * 4 * 4 * 4
-    loss = pooling_loss(jax.nn.relu, APART)
-    _, found, graph = graph_of(loss, KERNEL, IMAGES, device="cpu")
-    assert found.held_bytes(whole(graph)) == 4 * 4 * size
-    # The place of each maximum, and no longer what was searched.
-    assert found.held_bytes(plain(graph)) == max(0, 4 * 4 * pooled - IMAGES.nbytes) == 0
-    assert found.unchanged_held_bytes() == 0
+    found, graph, (vertex,) = pooled_on_a_cpu(pooling_loss(jax.nn.relu, APART), KERNEL)
+    # The gradient reads the place of each maximum, and not what was searched for it.
+    assert graph.internal_bytes[vertex] == 4 * 4 * pooled
+    assert graph.forward_workspace_bytes[vertex] == 4 * 4 * size
+    assert graph.needs[vertex] == ()
+    # To search once more would take these arrays from one pass to the other.
+    assert graph.pinned[vertex]
+    assert found.held_bytes(plain(graph)) == found.unchanged_held_bytes() == 0
     # Overlapping windows scatter into zeros; padding makes both larger.
     window = {"strides": OVERLAPPING, "padding": ((0, 0), (0, 1), (0, 1), (0, 0))}
-    _, found, graph = graph_of(pooling_loss(jax.nn.relu, **window), KERNEL, IMAGES, device="cpu")
+    found, graph, (vertex,) = pooled_on_a_cpu(pooling_loss(jax.nn.relu, **window), KERNEL)
     padded = 2 * 9 * 9 * 4
-    assert found.held_bytes(whole(graph)) == 4 * (4 + 1) * padded
-    assert found.unchanged_held_bytes() == 4 * padded + 4 * 4 * size - IMAGES.nbytes
+    assert graph.forward_workspace_bytes[vertex] == 4 * 4 * padded
+    assert found.held_bytes(plain(graph)) == found.unchanged_held_bytes() == 4 * padded
+
+
+def test_coordinates_are_there_from_the_start() -> None:
+    def two(kernels, x):
+        larger = jnp.tanh(x * kernels[1])
+        pooled = lax.reduce_window(larger, -jnp.inf, lax.max, (1, 2, 2, 1), APART, "VALID")
+        return pooling_loss(jnp.tanh, APART)(kernels[0], jnp.sin(pooled))
+
+    _, graph, (first, second) = pooled_on_a_cpu(two, [KERNEL, jnp.ones((8, 8, 4))])
+    assert graph.forward_workspace_bytes[second] == 4 * 4 * IMAGES.size // 4
+    assert graph.forward_workspace_bytes[first] == 4 * 4 * IMAGES.size * 5 // 4
 
 
 def test_poolings_of_one_shape_share_their_coordinates() -> None:
@@ -166,24 +185,25 @@ def test_poolings_of_one_shape_share_their_coordinates() -> None:
         first, second = pooling_loss(jax.nn.relu, APART), pooling_loss(jnp.tanh, APART)
         return first(kernels[0], x) + second(kernels[1], x)
 
-    _, found, graph = graph_of(twice, [KERNEL, KERNEL], IMAGES, device="cpu")
-    assert found.held_bytes(whole(graph)) == 4 * 4 * IMAGES.size
+    _, graph, vertices = pooled_on_a_cpu(twice, [KERNEL, KERNEL])
+    for vertex in vertices:
+        assert graph.forward_workspace_bytes[vertex] == 4 * 4 * IMAGES.size
 
 
 def test_a_poolings_gradient_takes_a_workspace_on_nvidia() -> None:
-    for strides, device, expected in (
+    for strides, device, expected, beside in (
         # Four coordinates for a quarter as many numbers take the operand's place.
-        (APART, "h200", 0),
-        (OVERLAPPING, "h200", 4 * 4 * 2 * 7 * 7 * 4),
-        (APART, "v5e", None),
-        (APART, "cpu", None),
+        (APART, "h200", 0, 0),
+        # The zeros that it scatters to stay for the relu's gradient, which is not in place.
+        (OVERLAPPING, "h200", 4 * 4 * 2 * 7 * 7 * 4, IMAGES.nbytes),
+        (APART, "v5e", 0, 0),
     ):
-        _, found, graph = graph_of(
-            pooling_loss(jax.nn.relu, strides), KERNEL, IMAGES, device=device
-        )
-        vertex = names(graph).index("reduce_window_max")
-        assert found.workspaces.get(vertex) == expected
-        assert set(found.workspaces) <= {vertex}
+        _, _, graph = graph_of(pooling_loss(jax.nn.relu, strides), KERNEL, IMAGES, device=device)
+        relu, pooling = map(names(graph).index, ("custom_jvp_call", "reduce_window_max"))
+        assert graph.workspace_bytes[pooling] == expected
+        assert graph.workspace_bytes[relu] == beside
+        assert graph.in_place[relu] == (not beside)
+        assert sum(graph.workspace_bytes) == expected + beside
 
 
 def test_a_bias_gradient_is_summed_beside_the_cotangent_on_nvidia() -> None:
@@ -235,15 +255,27 @@ def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
         return jnp.sum(jnp.sin(state @ weights[1]))
 
     size = W.nbytes
-    for device, held, unchanged in (
-        ("h200", 2 * size, 5 * size),
-        ("cpu", 2 * size, 5 * size),
-        ("v5e", 0, 0),
+    for device, summed, of_plan, unchanged in (
+        # In a checkpointed region the sum, and beside it the part that is computed; without a
+        # checkpoint the sum is where the gradient is put out.
+        ("h200", 2 * size, size, 5 * size),
+        ("cpu", 2 * size, 2 * size, 5 * size),
+        ("v5e", 0, 0, 0),
     ):
         _, found, graph = graph_of(recurrent, [W, W], X, device=device)
-        for schedule in (plain(graph), whole(graph)):
-            assert found.held_bytes(schedule) == held
-        assert found.unchanged_held_bytes() == unchanged
+        products = [v for v, one in enumerate(names(graph)) if one == "dot_general"]
+        before = (v for v in range(len(graph)) if v < products[0])
+        after = range(products[4] + 1, len(graph))
+        assert {graph.workspace_bytes[v] for v in products[:5]} == {summed}
+        planned = found.graph_of(plain(graph)).workspace_bytes
+        assert {planned[v] for v in products[:5]} == {of_plan}
+        assert not any(graph.workspace_bytes[v] for v in (*before, *after))
+        # As it is, one part after the other comes, and none goes.
+        parts = found.unchanged_graph.workspace_bytes
+        assert not any(parts[v] for v in after)
+        for number, vertex in enumerate(products[:5]):
+            assert parts[vertex] == (5 - number) * unchanged // 5
+        assert parts[0] == unchanged
 
 
 def stored(graph: Graph) -> list[str]:
@@ -476,3 +508,25 @@ def test_a_tpu_never_stores_the_cotangent_of_logits() -> None:
         _, _, graph = graph_of(loss, *args, device=device)
         (product,) = [v for v, name in enumerate(names(graph)) if name == "dot_general"]
         assert graph.cotangent_bytes[product] == expected
+
+
+def test_parts_of_sums_are_no_arrays_of_their_own() -> None:
+    """The gates of a recurrent cell are read from one array; so is what only goes into a sum."""
+
+    def cell(weights, state):
+        gates = state[0] @ weights[0] + state[1] @ weights[1]
+        forget, new = jnp.split(gates, 2, axis=1)
+        cell = jax.nn.sigmoid(forget) * state[1] + jax.nn.sigmoid(new) * jnp.tanh(new)
+        return jnp.tanh(cell) @ weights[2], cell
+
+    def loss(weights, x):
+        state = x, x
+        for _ in range(3):
+            state = cell(weights, state)
+        return jnp.sum(jnp.sin(state[0] @ weights[2]))
+
+    wide = jnp.ones((W.shape[0], 2 * W.shape[1]))
+    _, _, graph = graph_of(loss, [wide, wide, W], X)
+    # Products, the sum of the first two, the cell's new state, what the third product reads.
+    each = ["dot_general", "dot_general", "add", "add", "tanh", "dot_general"]
+    assert names(graph)[:12] == each * 2

@@ -105,6 +105,9 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
             for other in range(len(regions)):
                 if other != number or not local:
                     uses += touches(vertex, other)
+        if graph.forward_workspace_bytes[vertex]:
+            size = graph.forward_workspace_bytes[vertex]
+            arrays.append(Array(vertex, "workspace", size, made, made))
         role = "kept" if vertex in stored else "forward"
         arrays.append(Array(vertex, role, graph.bytes[vertex], made, max([made, *uses])))
 
@@ -120,6 +123,7 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
 
         size = graph.cotangent_bytes[vertex]
         if size:
+            arrays.append(Array(vertex, "workspace", graph.workspace_bytes[vertex], done, done))
             smaller = [
                 graph.cotangent_bytes[p]
                 for p in graph.predecessors[vertex]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import hypothesis
 import pytest
-from hypothesis import strategies as st
 
+from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import simulate
@@ -17,9 +16,8 @@ from remat_opt.spans import spans
 from tests.graphs import INSTANCES, chain_edges, graphs, nested_graphs, scheduled_graphs
 
 
-def agree(graph: Graph, schedule: Schedule, workspaces: Mapping[int, int] | None = None) -> None:
-    beside = workspaces or {}
-    found, told = spans(graph, schedule, beside), simulate(graph, schedule, beside)
+def agree(graph: Graph, schedule: Schedule) -> None:
+    found, told = spans(graph, schedule), simulate(graph, schedule)
     assert found.peak_bytes == told.peak_bytes
     assert sorted(found.again.tolist()) == list(told.recomputed)
     assert math.fsum(graph.seconds[one] for one in found.again) == told.overhead_seconds
@@ -51,20 +49,13 @@ def test_agrees_where_regions_nest(drawn: tuple[Graph, Schedule]) -> None:
     agree(*drawn)
 
 
-@hypothesis.given(nested_graphs(max_vertices=14), st.data())
-@hypothesis.settings(max_examples=200)
-def test_agrees_where_backward_steps_have_workspaces(
-    drawn: tuple[Graph, Schedule], data: st.DataObject
-) -> None:
-    vertices = st.integers(min_value=0, max_value=len(drawn[0]) - 1)
-    agree(*drawn, data.draw(st.dictionaries(vertices, st.integers(1, 50), max_size=4)))
-
-
 def test_a_workspace_is_there_for_one_step() -> None:
     graph = Graph.from_edges([3, 3, 3], chain_edges(3))
     without = simulate(graph, plain(graph))
     for vertex in range(3):
-        found = simulate(graph, plain(graph), {vertex: 100})
+        sizes = tuple(100 if v == vertex else 0 for v in range(3))
+        busy = dataclasses.replace(graph, workspace_bytes=sizes)
+        found = simulate(busy, plain(graph))
         more = [
             (one.phase, one.vertex, one.live_bytes - other.live_bytes)
             for one, other in zip(found.moments, without.moments, strict=True)
@@ -72,6 +63,22 @@ def test_a_workspace_is_there_for_one_step() -> None:
         ]
         assert more == [("backward", vertex, 100)]
         assert ("workspace", vertex, 100) in [(a.role, a.vertex, a.bytes) for a in found.alive]
+
+
+def test_a_forward_workspace_is_there_while_its_vertex_runs() -> None:
+    graph = Graph.from_edges([3, 3, 3], chain_edges(3))
+    without = simulate(graph, plain(graph))
+    busy = dataclasses.replace(
+        graph, pinned=(False, True, False), forward_workspace_bytes=(0, 100, 0)
+    )
+    found = simulate(busy, plain(graph))
+    assert [
+        (one.phase, one.vertex, one.live_bytes - other.live_bytes)
+        for one, other in zip(found.moments, without.moments, strict=True)
+        if one != other
+    ] == [("forward", 1, 100)]
+    with pytest.raises(GraphError, match="not pinned"):
+        dataclasses.replace(graph, forward_workspace_bytes=(0, 100, 0))
 
 
 @hypothesis.given(graphs(pinned=False))

@@ -40,7 +40,7 @@ def rewritten(
     stages: Sequence[Stage],
     fn: Callable[..., Any] = layers,
     *args: Any,
-    platform: Platform = "cpu",
+    platform: Platform = "tpu",
     **options: Any,
 ) -> tuple[Program, Callable[..., Any], Any]:
     """The program, what it became as a function, and its jaxpr."""
@@ -314,7 +314,7 @@ def test_for_nvidia_gradients_of_recomputed_products_are_not_put_off(kept: tuple
         Stage(roots=(2, 3, 4, 5, 6), kept=(), checkpointed=False),
     )
     args = W, X
-    for platform, expected in (("cuda", 1), ("cpu", 0), ("tpu", 0)):
+    for platform, expected in (("cuda", 1), ("tpu", 0)):
         _, call, closed = rewritten(stages, layers, *args, platform=platform, argnums=(0, 1))
         # Forward the product reads what it read.
         assert barriers(closed) == 0
@@ -379,6 +379,33 @@ def test_for_nvidia_the_gradient_of_picking_from_rows_is_elementwise(
         assert jnp.array_equal(*(jax.vmap(jax.grad(fn))(batched) for fn in (call, loss)))
 
 
+def test_on_a_cpu_what_a_region_hands_on_is_stored() -> None:
+    """Behind a barrier nothing is computed from what the region read, however cheap it is."""
+
+    def loss(w, x):
+        y = jnp.tanh(x @ w) + x
+        return jnp.sum(jnp.sin(y) @ w)
+
+    args = W[0], X
+    program = tracing.trace(loss, *args)
+    order = [equation.operation.primitive for equation in program.equations]
+    first = (order.index("dot_general"), order.index("add"))
+    rest = tuple(n for n in range(len(order)) if n > first[1])
+    stages = (
+        Stage(roots=first, kept=(), checkpointed=True),
+        Stage(roots=rest, kept=(), checkpointed=False),
+    )
+    for platform, expected in (("cpu", 1), ("tpu", 0)):
+        _, call, closed = rewritten(stages, loss, *args, platform=platform)
+        found = [
+            e for e in internals.parts(closed)[3] if e.primitive.name == "optimization_barrier"
+        ]
+        alone = [e for e in found if [read.aval.shape for read in e.invars] == [(4, 8)]]
+        assert len(alone) == expected
+        # Not what the last region hands on, and nothing changes.
+        assert jnp.allclose(call(*args), loss(*args), rtol=1e-6)
+
+
 def test_cotangents_are_summed_region_by_region() -> None:
     """What several regions read reaches each later one with what the region hands on."""
 
@@ -435,3 +462,48 @@ def test_the_parts_of_a_weights_gradient_are_added_one_by_one() -> None:
     # One product for each weight: nothing to add up.
     _, _, closed = rewritten((Stage(roots=tuple(range(7)), kept=(), checkpointed=False),))
     assert "optimization_barrier" not in str(closed)
+
+
+def test_what_has_no_cotangent_gets_none_where_parts_are_added() -> None:
+    """A batch that is multiplied with the same weight again and again."""
+
+    def pooled(w, xs):
+        return sum(jnp.sum(jnp.tanh(x @ w)) for x in xs)
+
+    args = W[0], [X] * 4
+    every = tuple(range(len(tracing.trace(pooled, *args).equations)))
+    for checkpointed in (True, False):
+        stages = (Stage(roots=every, kept=(), checkpointed=checkpointed),)
+        _, call, _ = rewritten(stages, pooled, *args)
+        gradient = jax.make_jaxpr(jax.grad(call))(*args)
+        # The last three parts wait for one another, backward only.
+        assert barriers(gradient) == 3
+        products = len(re.findall("dot_general", str(gradient)))
+        assert products == (12 if checkpointed else 8)
+        assert jnp.allclose(jax.grad(call)(*args), jax.grad(pooled)(*args), rtol=1e-6)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_for_nvidia_a_sum_of_products_is_one_array(platform: Platform) -> None:
+    """Its cotangent stays as it was: only forward is it kept from being computed elsewhere."""
+
+    def gated(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+        first, second = x @ weights[0], jnp.sin(x) @ weights[1]
+        # The last product is read twice, so its sum is no array that would replace it.
+        third = x @ weights[2]
+        return jnp.sum(jnp.tanh(first + second) + third + jnp.cos(third))
+
+    args = [jnp.full((8, 8), 0.1 * n) for n in (1, 2, 3)], jnp.ones((4, 8))
+    every = tuple(range(len(tracing.trace(gated, *args).equations)))
+    stages = (Stage(roots=every, kept=(), checkpointed=False),)
+    _, planned, forward = rewritten(stages, gated, *args, platform=platform)
+    gradient = jax.make_jaxpr(jax.grad(planned))(*args)
+    assert barriers(forward) == barriers(gradient) == (1 if platform == "cuda" else 0)
+    equations = internals.parts(forward)[3]
+    for one in equations:
+        if one.primitive.name == "custom_jvp_call":
+            (read,) = one.invars
+            (made,) = [e for e in equations if read in e.outvars]
+            assert made.primitive.name == "add"
+    found, plain = jax.grad(planned)(*args), jax.grad(gated)(*args)
+    assert all(jnp.array_equal(one, other) for one, other in zip(found, plain, strict=True))

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
-from remat_opt.simulator import demand, evaluate
+from remat_opt.simulator import Demand, demand, evaluate
 
 
 class Overhead(enum.Enum):
@@ -73,21 +73,25 @@ def judge(graph: Graph, schedule: Schedule) -> Candidate:
 
 def tidied(graph: Graph, chain: Sequence[Region]) -> tuple[Region, ...]:
     """A chain of regions without what is kept and never read."""
-    wanted = demand(graph, Schedule(regions=tuple(chain))).stored
+    return _tidied(chain, demand(graph, Schedule(regions=tuple(chain))))
+
+
+def _tidied(chain: Sequence[Region], wanted: Demand) -> tuple[Region, ...]:
     return tuple(
         dataclasses.replace(
             region,
-            kept=tuple(v for v in region.kept if v in wanted),
-            inside=tidied(graph, region.inside),
+            kept=tuple(v for v in region.kept if v in wanted.stored),
+            inside=_tidied(region.inside, inside) if inside is not None else (),
         )
-        for region in chain
+        for region, inside in zip(chain, wanted.inside, strict=True)
     )
 
 
 def pareto(candidates: list[Candidate], measure: Overhead) -> list[Candidate]:
     """The candidates that no other beats in both peak and overhead, by ascending peak.
 
-    Of candidates that are equal in both, the one with the fewest regions stays.
+    Of candidates that are equal in both, the one with the fewest regions stays. What has no
+    checkpoint at all stays in any case, and is the last: where it fits, nothing has to be cut.
     """
     ordered = sorted(
         candidates,
@@ -97,7 +101,8 @@ def pareto(candidates: list[Candidate], measure: Overhead) -> list[Candidate]:
     for candidate in ordered:
         if not front or candidate.overhead(measure) < front[-1].overhead(measure):
             front.append(candidate)
-    return front
+    uncut = next((one for one in ordered if not one.schedule.has_checkpoints), None)
+    return front if uncut is None or uncut in front else [*front, uncut]
 
 
 def fastest_within(

@@ -91,14 +91,15 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
 from remat_opt.solvers.base import Candidate, Infeasible, Refused, Solution, Status, judge
-from remat_opt.solvers.link_figures import measure
+from remat_opt.solvers.link_figures import Run, measure
 
 #: Into how many slots a budget is divided where its bytes have no common measure as coarse.
 SLOTS = 500
 #: A budget's table is refused beyond this number of entries (8 bytes each).
 MOST_ENTRIES = 30_000_000
-#: Nests of checkpoints deeper than this are refused.
-MOST_REPETITIONS = 100
+#: Nests of checkpoints deeper than this are refused: with some 50 within one another, JAX's own
+#: transforms reach Python's limit on recursion.
+MOST_REPETITIONS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,63 +333,94 @@ _NEVER = 1 << 62
 
 
 class _Chain:
-    """The choices at every pair of links: what each takes by itself, and what it holds."""
+    """The choices at pairs of links i to j: what each takes by itself, and what it holds.
+
+    They are numbered: 0 is to save link i, and c, from 1 to j - i, to nest up to k = j - c + 1.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.ranges = links(graph)
         readers = graph.successors()
-        self.links = tuple(measure(graph, part, readers[part[-1]]) for part in self.ranges)
-        self.last = len(self.links) - 1
-        self.states = np.array([link.state_bytes for link in self.links], dtype=np.int64)
-        self._waiting = [link.waiting_bytes for link in self.links]
-        self._seconds = np.cumsum([0.0, *(link.again.seconds for link in self.links)])
-        # For each first link, the most memory of running from there up to every other.
-        self._first = [self._running(start, rerun=False) for start in range(len(self.links))]
-        self._again = [self._running(start, rerun=True) for start in range(len(self.links))]
+        found = tuple(measure(graph, part, readers[part[-1]]) for part in self.ranges)
+        self.last = len(found) - 1
+        self._states = np.array([link.state_bytes for link in found], dtype=np.int64)
+        self._waiting = np.array([link.waiting_bytes for link in found], dtype=np.int64)
+        self._held = np.array([link.held_bytes for link in found], dtype=np.int64)
+        self._backward = np.array([link.backward_bytes for link in found], dtype=np.int64)
+        self._seconds = np.cumsum([0.0, *(link.again.seconds for link in found)])
+        # By how link i is saved: in the forward pass, again as the last of its run, or again.
+        saved = [(link.first_saved, link.again_last, link.again_saved) for link in found]
+        self._saved_bytes = np.array([[run.bytes for run in runs] for runs in saved])
+        self._saved_seconds = np.array([[run.seconds for run in runs] for runs in saved])
+        pinned = np.array([link.pinned for link in found])
+        self._first = _running([link.first for link in found], pinned)
+        self._again = _running([link.again for link in found], pinned)
 
-    def _running(self, start: int, *, rerun: bool) -> np.ndarray:
-        most, found, pinned = 0, [], False
-        for number in range(start, len(self.links)):
-            link = self.links[number]
-            run = link.again if rerun else link.first
-            most = max(most, run.bytes if number == start else run.bytes_with_input)
-            pinned = pinned or link.pinned
-            found.append(_NEVER if pinned else most)
-        return np.array(found, dtype=np.int64)
+    def __len__(self) -> int:
+        return self.last + 1
 
-    def save(self, i: int, j: int) -> tuple[int, int, float]:
-        """Bytes that saving link i needs at least, bytes it then holds, seconds."""
-        link = self.links[i]
-        if j == self.last:
-            run = link.first_saved
-        else:
-            run = link.again_last if i == j else link.again_saved
-        needed = max(self._waiting[j] + run.bytes, link.backward_bytes)
-        return needed, link.held_bytes, run.seconds
+    def choices(self, i: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All choices at links i to i + length, for several i.
 
-    def nest(self, i: int, j: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same of running i .. k - 1 for the state alone, for every k from i + 1 to j."""
-        running = (self._first if j == self.last else self._again)[i][: j - i]
-        needed = np.minimum(running, _NEVER - self._waiting[j]) + self._waiting[j]
-        seconds = self._seconds[i + 1 : j + 1] - self._seconds[i]
-        return needed, self.states[i:j], np.zeros(j - i) if j == self.last else seconds
+        Args:
+          i: the first links.
+          length: how far the last ones lie behind them.
+
+        Returns:
+          Bytes needed at least, bytes then held, and seconds, each [i, choice].
+        """
+        j = i + length
+        how = np.where(j == self.last, 0, 1 if not length else 2)
+        needed = np.empty((len(i), length + 1), dtype=np.int64)
+        held = np.empty_like(needed)
+        seconds = np.zeros(needed.shape)
+        needed[:, 0] = np.maximum(self._waiting[j] + self._saved_bytes[i, how], self._backward[i])
+        held[:, 0] = self._held[i]
+        seconds[:, 0] = self._saved_seconds[i, how]
+        if length:
+            waiting = self._waiting[j][:, None]
+            forward = (j == self.last)[:, None]
+            running = np.where(forward, self._first[i, :length], self._again[i, :length])
+            needed[:, 1:] = np.minimum(running, _NEVER - waiting)[:, ::-1] + waiting
+            stops = self.stops(j, length)
+            held[:, 1:] = self._states[stops - 1]
+            again = self._seconds[stops] - self._seconds[i][:, None]
+            seconds[:, 1:] = np.where(forward, 0.0, again)
+        return needed, held, seconds
+
+    def stops(self, j: np.ndarray, length: int) -> np.ndarray:
+        """The stop k of each choice from 1 on, [j, choice - 1]."""
+        return j[:, None] - np.arange(length)
 
     def figures(self, parts: Sequence[Part], j: int) -> tuple[int, float, int]:
         """Peak, seconds and depth of a chain of parts that ends in link j, without rounding."""
         peak, seconds, depth = 0, 0.0, 0
         for part in reversed(parts):
-            if not part.inside:
-                needed, held, own = self.save(part.start, j)
-                peak = max(needed, held + peak if part.start < j else 0)
-            else:
-                all_needed, all_held, all_own = self.nest(part.start, j)
-                place = part.stop - part.start - 1
+            choice = j - part.stop + 1 if part.inside else 0
+            figures = self.choices(np.array([part.start]), j - part.start)
+            needed, held, own = (one[0, choice].item() for one in figures)
+            after = held + peak if part.start < j else 0
+            if part.inside:
                 inner, again, deep = self.figures(part.inside, part.stop - 1)
-                own = float(all_own[place]) + again
-                peak = max(int(all_needed[place]), int(all_held[place]) + peak, inner)
+                own += again
+                after = max(after, inner)
                 depth = max(depth, deep + 1)
+            peak = max(needed, after)
             seconds += own
         return peak, seconds, depth
+
+
+def _running(runs: Sequence[Run], pinned: np.ndarray) -> np.ndarray:
+    """The most memory of running from each link on, up to so many links later."""
+    own = np.array([run.bytes for run in runs], dtype=np.int64)
+    own[pinned] = _NEVER
+    after = np.array([run.bytes_with_input for run in runs], dtype=np.int64)
+    after[pinned] = _NEVER
+    most = np.zeros((len(runs), len(runs)), dtype=np.int64)
+    for start in range(len(runs)):
+        row = np.concatenate((own[start : start + 1], after[start + 1 :]))
+        most[start, : len(row)] = np.maximum.accumulate(row)
+    return most
 
 
 class _Table:
@@ -396,51 +428,60 @@ class _Table:
 
     def __init__(self, chain: _Chain, slot: int, slots: int, *, up: bool) -> None:
         self.chain, self._slot, self._up = chain, slot, up
-        count = len(chain.links)
-        self._levels = np.arange(slots + 1)
+        self._chosen: dict[tuple[int, int, int], tuple[int, int]] = {}
+        levels = np.arange(slots + 1)
         # The last column is what memory below 0 leads to.
-        self.least = np.full((count, count, slots + 2), np.inf)
-        for i in reversed(range(count)):
-            for j in range(i, count):
-                self.least[i, j, :-1] = self._costs(i, j, self._levels).min(axis=0)
+        self.least = np.full((len(chain), len(chain), slots + 2), np.inf)
+        for length in range(len(chain)):
+            i = np.arange(len(chain) - length)
+            self.least[i, i + length, :-1] = self._costs(i, length, levels)[0].min(axis=1)
 
     def _in_slots(self, bytes_: np.ndarray) -> np.ndarray:
         return -(-bytes_ // self._slot) if self._up else bytes_ // self._slot
 
-    def _costs(self, i: int, j: int, levels: np.ndarray) -> np.ndarray:
-        """The cost of every choice (row) at the levels: save, then nest by descending k."""
-        saved_needed, saved_held, saved_seconds = self.chain.save(i, j)
-        needed, held, seconds = self.chain.nest(i, j)
-        needed = self._in_slots(np.array([saved_needed, *needed[::-1]], dtype=np.int64))
-        held = self._in_slots(np.array([saved_held, *held[::-1]], dtype=np.int64))
-        costs = np.array([saved_seconds, *seconds[::-1]])[:, None] + np.zeros(len(levels))
-        if i < j:
-            # Row 0 goes on with i + 1, row 1 with k = j, row 2 with j - 1 and so on.
-            then = np.array([i + 1, *range(j, i, -1)])[:, None]
-            left = np.maximum(levels - held[:, None], -1)
-            costs += self.least[then, j, left]
-            costs[1:] += self.least[i, i:j][::-1, levels]
-        costs[levels < needed[:, None]] = np.inf
-        return costs
+    def _costs(
+        self, i: np.ndarray, length: int, levels: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The cost of every choice at the levels, [i, choice, level], and the slots it holds."""
+        needed, held, seconds = self.chain.choices(i, length)
+        needed, held = self._in_slots(needed), self._in_slots(held)
+        costs = seconds[:, :, None] + np.zeros(len(levels))
+        if length:
+            j = (i + length)[:, None]
+            stops = self.chain.stops(i + length, length)
+            then = np.concatenate((i[:, None] + 1, stops), axis=1)
+            left = np.maximum(levels - held[:, :, None], -1)
+            costs += self.least[then[:, :, None], j[:, :, None], left]
+            costs[:, 1:] += self.least[i[:, None], stops - 1][:, :, levels]
+        costs[levels < needed[:, :, None]] = np.inf
+        return costs, held
 
     def choose(self, i: int, j: int, level: int) -> tuple[int, int]:
         """The best choice with so much memory: 0 to save, or k; and the level left after it."""
-        place = int(np.argmin(self._costs(i, j, np.array([level]))[:, 0]))
-        if not place:
-            held = self.chain.links[i].held_bytes
-        else:
-            held = self.chain.links[j - place].state_bytes
-        stop = j + 1 - place if place else 0
-        return stop, level - int(self._in_slots(np.array([held]))[0])
+        if (i, j, level) not in self._chosen:
+            costs, held = self._costs(np.array([i]), j - i, np.array([level]))
+            choice = int(np.argmin(costs[0, :, 0]))
+            stop = j + 1 - choice if choice else 0
+            self._chosen[i, j, level] = stop, level - int(held[0, choice])
+        return self._chosen[i, j, level]
 
 
 def _parts(
-    choose: Callable[[int, int, int], tuple[int, int]], i: int, j: int, level: int
-) -> tuple[Part, ...]:
+    choose: Callable[[int, int, int], tuple[int, int]],
+    i: int,
+    j: int,
+    level: int,
+    deepest: int = MOST_REPETITIONS,
+) -> tuple[Part, ...] | None:
+    """Links i to j as chosen; None if checkpoints nest deeper than ``deepest``."""
     parts: list[Part] = []
     while i <= j:
         stop, left = choose(i, j, level)
-        inside = _parts(choose, i, stop - 1, level) if stop else ()
+        if stop and not deepest:
+            return None
+        inside = _parts(choose, i, stop - 1, level, deepest - 1) if stop else ()
+        if inside is None:
+            return None
         parts.append(Part(start=i, stop=stop or i + 1, inside=inside))
         i, level = parts[-1].stop, left
     return tuple(parts)
@@ -450,27 +491,31 @@ def least_budget(graph: Graph) -> int | Refused:
     """The least peak of any nest, in the model of memory, in bytes."""
     if refused := _refusal(graph, links(graph)):
         return refused
-    chain = _Chain(graph)
-    return chain.figures(_least_parts(chain), chain.last)[0]
+    return _least(_Chain(graph))[0]
 
 
-def _least_parts(chain: _Chain) -> tuple[Part, ...]:
-    """The nest of least peak: the recursion of least(i, j, m), with the peak as its value."""
-    count = len(chain.links)
+def _least(chain: _Chain) -> tuple[int, tuple[Part, ...] | None]:
+    """The least peak of any nest, and the nest unless it is too deep.
+
+    It is the recursion of least(i, j, m), with the peak as its value.
+    """
+    count = len(chain)
     least = np.zeros((count + 1, count), dtype=np.int64)
     chosen = np.zeros((count, count), dtype=np.int64)
-    for i in reversed(range(count)):
-        for j in range(i, count):
-            needed, held, _ = chain.save(i, j)
-            saved = max(needed, held + int(least[i + 1, j]) if i < j else 0)
-            all_needed, all_held, _ = chain.nest(i, j)
-            nested = np.maximum(all_needed, np.maximum(all_held + least[i + 1 : j + 1, j], 0))
-            nested = np.maximum(nested, least[i, i:j])
-            peaks = np.array([saved, *nested[::-1]])
-            place = int(np.argmin(peaks))
-            least[i, j] = peaks[place]
-            chosen[i, j] = j + 1 - place if place else 0
-    return _parts(lambda i, j, level: (int(chosen[i, j]), level), 0, chain.last, 0)
+    for length in range(count):
+        i = np.arange(count - length)
+        j = i + length
+        peaks, held, _ = chain.choices(i, length)
+        if length:
+            stops = chain.stops(j, length)
+            then = np.concatenate((i[:, None] + 1, stops), axis=1)
+            peaks = np.maximum(peaks, held + least[then, j[:, None]])
+            peaks[:, 1:] = np.maximum(peaks[:, 1:], least[i[:, None], stops - 1])
+        choice = np.argmin(peaks, axis=1)
+        least[i, j] = peaks[i, choice]
+        chosen[i, j] = np.where(choice, j + 1 - choice, 0)
+    parts = _parts(lambda i, j, level: (int(chosen[i, j]), level), 0, chain.last, 0)
+    return int(least[0, chain.last]), parts
 
 
 Answer = Solution[Nest] | Infeasible | Refused
@@ -493,13 +538,17 @@ def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> 
     if isinstance(found, Refused):
         return found
     chain, slot, levels = found
-    fallback = _least_parts(chain)
-    least_bytes = chain.figures(fallback, chain.last)[0]
+    least_bytes, fallback = _least(chain)
     if least_bytes > budget_bytes:
         return Infeasible(budget_bytes=budget_bytes, least_bytes=least_bytes)
     table = _Table(chain, slot, levels, up=True)
     reached = bool(np.isfinite(table.least[0, chain.last, levels]))
     parts = _parts(table.choose, 0, chain.last, levels) if reached else fallback
+    if parts is None:
+        return Refused(
+            message=f"The nest for {budget_bytes} bytes has more than {MOST_REPETITIONS} "
+            "checkpoints within one another. Give a larger budget."
+        )
     peak, seconds, depth = chain.figures(parts, chain.last)
     bound = seconds
     if slot != _common_measure(graph):
@@ -510,7 +559,7 @@ def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> 
     return Solution(
         schedule=Schedule(regions=_regions(chain.ranges, parts)),
         figures=Nest(
-            links=len(chain.links),
+            links=len(chain),
             depth=depth,
             peak_bytes=peak,
             overhead_seconds=seconds,
@@ -541,11 +590,14 @@ def schedules(graph: Graph, *, slots: int = SLOTS) -> list[Schedule] | Refused:
     chain, slot, levels = found
     table = _Table(chain, slot, levels, up=True)
     costs = table.least[0, chain.last, : levels + 1]
-    nests = [Schedule(regions=_regions(chain.ranges, _least_parts(chain)))]
+    nests = [_least(chain)[1]]
     for level in np.flatnonzero(costs < np.concatenate([[np.inf], costs[:-1]])):
-        parts = _parts(table.choose, 0, chain.last, int(level))
-        nests.append(Schedule(regions=_regions(chain.ranges, parts)))
-    return list(dict.fromkeys(nests))
+        nests.append(_parts(table.choose, 0, chain.last, int(level)))
+    return list(
+        dict.fromkeys(
+            Schedule(regions=_regions(chain.ranges, parts)) for parts in nests if parts is not None
+        )
+    )
 
 
 def _prepare(graph: Graph, budget_bytes: float, slots: int) -> tuple[_Chain, int, int] | Refused:
@@ -553,7 +605,7 @@ def _prepare(graph: Graph, budget_bytes: float, slots: int) -> tuple[_Chain, int
     if refused := _refusal(graph, links(graph)):
         return refused
     chain = _Chain(graph)
-    count = len(chain.links)
+    count = len(chain)
     everything = tuple(Part(start=i, stop=i + 1) for i in range(count))
     budget = max(0, math.floor(min(budget_bytes, chain.figures(everything, chain.last)[0])))
     slot = _common_measure(graph)
@@ -570,4 +622,11 @@ def _prepare(graph: Graph, budget_bytes: float, slots: int) -> tuple[_Chain, int
 
 def _common_measure(graph: Graph) -> int:
     """The largest number that all bytes of the model are multiples of."""
-    return math.gcd(*graph.bytes, *graph.cotangent_bytes, *graph.internal_bytes) or 1
+    sizes = (
+        graph.bytes,
+        graph.cotangent_bytes,
+        graph.internal_bytes,
+        graph.workspace_bytes,
+        graph.forward_workspace_bytes,
+    )
+    return math.gcd(*itertools.chain(*sizes)) or 1

@@ -117,6 +117,8 @@ class ChainFigures:
         self._bytes = np.asarray(graph.bytes, dtype=float)
         self._internal = np.asarray(graph.internal_bytes, dtype=float)
         self._cotangent = np.asarray(graph.cotangent_bytes, dtype=float)
+        self._forward_workspace = arrays_of(graph).forward_workspace_bytes.astype(float)
+        self._workspace = arrays_of(graph).workspace_bytes.astype(float)
         self._seconds = np.asarray(graph.seconds, dtype=float)
         self._pinned = np.asarray(graph.pinned, dtype=bool)
         self._turns = arrays_of(graph).turns_in_place
@@ -163,10 +165,22 @@ class ChainFigures:
                         drops[level, first:stop, chain] = False
         return Chains(starts=starts, drops=drops)
 
+    def same_residuals(self, chains: Chains, settled: Chains) -> np.ndarray:
+        """Of each chain whether residuals without a name are made when the settled one makes them.
+
+        Settled, a checkpoint that drops nothing of use is none, and puts them off no more.
+        """
+        if not self._internal.any():
+            return np.ones(len(chains), dtype=bool)
+        first, stop = _ends_of(settled)
+        made = self._made(chains.drops, first, stop) == self._made(settled.drops, first, stop)
+        same: np.ndarray = made[self._internal > 0].all(axis=0)
+        return same
+
     def figures(self, chains: Chains) -> Figures:
         """The figures of each of the settled chains."""
         count, many = len(self.graph), len(chains)
-        first, stop = zip(*(_ends(chains.starts[level]) for level in range(LEVELS)), strict=True)
+        first, stop = _ends_of(chains)
         vertex = np.arange(count, dtype=np.int32)[:, None]
         # Each vertex that is differentiated earlier has three places: two runs, and its step.
         begin = count + 3 * (count - stop[0])
@@ -183,6 +197,11 @@ class ChainFigures:
         start += (self._sender[:, None] < 0) & self._turns[:, None]
         end = turns - self._turns[:, None]
         rows.append((start, end, (start <= end) * self._cotangent[:, None]))
+        if self._forward_workspace.any():
+            once = np.repeat(vertex, many, axis=1)
+            rows.append((once, once, self._forward_workspace[:, None]))
+        if self._workspace.any():
+            rows.append((turns, turns, self._workspace[:, None]))
         if made is not None:
             rows.append((np.choose(made, [vertex, *runs]), turns, self._internal[:, None]))
         alive = _alive(rows, 4 * count, many)
@@ -258,6 +277,12 @@ class ChainFigures:
         return made
 
 
+def _ends_of(chains: Chains) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+    """For each level the ``_ends`` of its regions."""
+    first, stop = zip(*map(_ends, chains.starts), strict=True)
+    return first, stop
+
+
 def _ends(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each vertex where its region starts, and where the next one does."""
     count = len(starts)
@@ -318,18 +343,21 @@ def _chain(starts: np.ndarray, drops: np.ndarray, level: int, begin: int, end: i
     return merged(regions)
 
 
+def is_chain(schedule: Schedule) -> bool:
+    """Whether its regions follow the order of execution, and nest no deeper than they may."""
+    return _fits(schedule.regions, 0, 0)
+
+
 def chains_of(graph: Graph, schedules: Sequence[Schedule]) -> Chains:
-    """Those of the schedules that can be written so, in order."""
-    taken = [one for one in schedules if _fits(one.regions, 0, 0)]
-    shape = (LEVELS, len(graph), len(taken))
+    """Schedules, each of which ``is_chain``, as chains."""
+    shape = (LEVELS, len(graph), len(schedules))
     starts, drops = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-    for number, schedule in enumerate(taken):
+    for number, schedule in enumerate(schedules):
         _write(schedule.regions, 0, starts[:, :, number], drops[:, :, number])
     return Chains(starts=starts, drops=drops)
 
 
 def _fits(regions: Sequence[Region], level: int, first: int) -> bool:
-    """Whether the chain follows the order of execution and nests no deeper than it may."""
     for region in regions:
         if region.vertices != tuple(range(first, first + len(region.vertices))):
             return False

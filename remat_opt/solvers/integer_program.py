@@ -191,7 +191,13 @@ def _search(
     most_binaries: int,
 ) -> _Found | Refused:
     """Solves the program; where bytes must be rounded, once with all up and once with all down."""
-    sizes = (*graph.bytes, *graph.internal_bytes, *graph.cotangent_bytes)
+    sizes = (
+        *graph.bytes,
+        *graph.internal_bytes,
+        *graph.cotangent_bytes,
+        *graph.workspace_bytes,
+        *graph.forward_workspace_bytes,
+    )
     ceiling = (depth + 1) * sum(sizes)
     most = min(budget_bytes, ceiling)
     measure = math.gcd(*sizes) or 1
@@ -437,6 +443,7 @@ class _Program:
         ]
         for v in range(len(graph)):
             total = self._internal(0, v)
+            total.constant += self._in_units(graph.forward_workspace_bytes[v])
             for u in range(v + 1):
                 waits = u == v or any(reader >= v for reader in self._successors[u])
                 total.add(_ALWAYS if waits else stored[u], self._in_units(graph.bytes[u]))

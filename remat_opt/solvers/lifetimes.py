@@ -44,7 +44,7 @@ def lifetimes(graph: Graph, again: frozenset[int]) -> tuple[np.ndarray, np.ndarr
 
 
 def cotangent_profile(graph: Graph) -> np.ndarray:
-    """Bytes of cotangents alive at the backward step of each vertex; regions do not matter."""
+    """Bytes of cotangents and workspace at each backward step; regions do not matter."""
     count = len(graph)
     arrays = arrays_of(graph)
     sizes, reads = arrays.cotangent_bytes, arrays.forward
@@ -55,11 +55,15 @@ def cotangent_profile(graph: Graph) -> np.ndarray:
     change = np.zeros(count + 1)
     np.add.at(change, np.arange(count) + arrays.turns_in_place, sizes)
     np.subtract.at(change, newest + 1, sizes)
-    return np.cumsum(change)[:count]
+    profile: np.ndarray = np.cumsum(change)[:count] + arrays.workspace_bytes
+    return profile
 
 
 def cotangents(graph: Graph) -> dict[int, tuple[int, int]]:
-    """For each vertex the bytes of cotangents before its backward step, and while it runs."""
+    """For each vertex the bytes of cotangents before its backward step, and while it runs.
+
+    The latter are with its workspace.
+    """
     sizes = graph.cotangent_bytes
     alive: dict[int, int] = {}
     found = {}
@@ -71,7 +75,8 @@ def cotangents(graph: Graph) -> dict[int, tuple[int, int]]:
             else:
                 alive[vertex] = sizes[vertex]
             alive.update((read, sizes[read]) for read in graph.predecessors[vertex])
-        found[vertex] = before, sum(alive.values())
+        workspace = graph.workspace_bytes[vertex] if sizes[vertex] else 0
+        found[vertex] = before, sum(alive.values()) + workspace
         alive.pop(vertex, None)
     return found
 

@@ -141,7 +141,8 @@ def _run_bytes(
     most = live
     for vertex in sorted(chosen):
         live += graph.bytes[vertex] + (graph.internal_bytes[vertex] if with_internal else 0)
-        most = max(most, live)
+        # What has a workspace runs exactly once.
+        most = max(most, live + graph.forward_workspace_bytes[vertex])
         readers.subtract(graph.predecessors[vertex])
         for read in (*graph.predecessors[vertex], vertex):
             if not readers[read] and read not in saved and (read != entry or with_input):
@@ -164,7 +165,7 @@ def _backward_bytes(graph: Graph, vertices: range, saved: Collection[int], waits
             else:
                 cotangents[vertex] = sizes[vertex]
             cotangents.update((read, sizes[read]) for read in graph.predecessors[vertex])
-            most = max(most, live + sum(cotangents.values()))
+            most = max(most, live + sum(cotangents.values()) + graph.workspace_bytes[vertex])
         cotangents.pop(vertex, None)
         live -= graph.internal_bytes[vertex]
         readers.subtract(graph.needs[vertex])

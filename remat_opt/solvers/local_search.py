@@ -29,11 +29,11 @@ Why not a ready-made tool: the moves and their judge are those of this problem.
 Complexity: a fixed number of chains is judged, ``EVALUATIONS`` in each search of a small graph and
 ``WORK`` vertices of chains for a large one; O(n + e) each for n vertices and e edges.
 
-Guarantee: what is given back is new, and beaten by nothing that was given. On small graphs it is
+Guarantee: for each given schedule there is one given back that is no worse. On small graphs it is
 nearly always the best of all, see ``benchmarks.optimality_gap``. Deterministic; it ends at a
 counted step.
 
-Left out: what ``chain_figures`` leaves out: such schedules are passed over.
+Left out: what ``chain_figures`` leaves out: such schedules are passed over, and given back.
 
 Reference: Paquete, Chiarandini, Stützle, *Pareto local optimum sets in the biobjective traveling
 salesman problem* (2004).
@@ -54,6 +54,7 @@ from remat_opt.solvers.chain_figures import (
     Chains,
     Figures,
     chains_of,
+    is_chain,
     joined,
     schedule_of,
 )
@@ -82,23 +83,30 @@ _SMALL_SHARE = 1 / 4096
 _AROUND = 3
 
 
-def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
-    """Schedules that no given one beats in both memory and recomputation, by ascending peak.
+def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
+    """Those of the given schedules and of what is found near them that no other beats.
 
     Args:
       graph: what to plan; its ``seconds`` are what recomputation costs.
       schedules: where to start; the better, the better.
+
+    Returns:
+      By ascending peak, what no other beats in both memory and recomputation; of equals the one
+      with the fewest regions. Then those of the given that are passed over.
     """
     known = ChainFigures(graph)
     count = len(graph)
     small = count <= SMALL
     left = EVALUATIONS if small else min(MOST, WORK // count)
-    given = known.settled(chains_of(graph, schedules))
-    if not len(given) or not left:
-        return []
+    taken = [one for one in schedules if is_chain(one)]
+    passed_over = [one for one in schedules if not is_chain(one)]
+    if not taken:
+        return passed_over
+    given = chains_of(graph, taken)
     moves = _AllMoves(known) if small else _FewMoves(known)
     pool = _Pool(known)
-    pool.add(given)
+    settled = known.settled(given)
+    pool.add(settled)
     for part in moves.templates() if isinstance(moves, _AllMoves) else ():
         left -= pool.add(part, left)
     _search(pool, moves, left, rounds=ROUNDS if small else ROUNDS_OF_LARGE)
@@ -108,9 +116,13 @@ def improved(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
         other.add(known.settled(_drawn(count, number)))
         _search(other, moves, EVALUATIONS, rounds=ROUNDS)
         pool.add(other.chains)
-    before = set(given.keys())
-    new = [number for number in pool.front() if pool.keys[number] not in before]
-    return [schedule_of(graph, pool.chains, number) for number in new]
+    before = dict(zip(given.keys(), taken, strict=True))
+    alike = known.same_residuals(given, settled)
+    passed_over += [schedule for schedule, same in zip(taken, alike, strict=True) if not same]
+    return [
+        before.get(pool.keys[number]) or schedule_of(graph, pool.chains, number)
+        for number in pool.front()
+    ] + passed_over
 
 
 def _search(pool: _Pool, moves: _AllMoves | _FewMoves, left: int, *, rounds: int) -> None:
@@ -186,11 +198,16 @@ class _Pool:
 
     def front(self) -> list[int]:
         """Those that no other beats in both peak and overhead, by ascending peak."""
-        return _unbeaten(self.figures.peak_bytes, self.figures.seconds)
+        return _unbeaten(
+            self.figures.peak_bytes, self.figures.seconds, self.chains.starts.sum(axis=(0, 1))
+        )
 
 
-def _unbeaten(memory: np.ndarray, seconds: np.ndarray) -> list[int]:
-    order = np.lexsort((np.arange(len(memory)), seconds, memory))
+def _unbeaten(
+    memory: np.ndarray, seconds: np.ndarray, regions: np.ndarray | None = None
+) -> list[int]:
+    first = [np.arange(len(memory))] if regions is None else [regions]
+    order = np.lexsort((*first, seconds, memory))
     best = np.minimum.accumulate(seconds[order])
     # Sums of seconds in another order differ in the last digits.
     falls = np.concatenate(([True], best[1:] < best[:-1] * (1 - 1e-12)))

@@ -10,7 +10,7 @@ nested ones included; it reaches deepest. ``region_chain`` takes one kept set fo
 all of the hull, with mixtures between neighbours that lie far apart, and for each the chain of
 least peak, and chains for larger bounds, whose free last region is larger. To these come the
 schedules of the papers' solvers that are quick on any graph. ``local_search`` then improves on all
-that were found. ``simulator`` judges them.
+that were found, and gives the best. ``simulator`` judges them.
 
 The candidates do not depend on the budget. So a larger budget never gives a larger
 overhead, and the plans for many budgets cost one sweep.
@@ -24,6 +24,7 @@ Guarantee: none of optimality; every figure is the referee's. Deterministic.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -63,8 +64,9 @@ _FEWEST = 12
 #: Kept sets for the joint search, and the ratio of bytes between the largest and the smallest.
 _JOINT_SETS = 12
 _RATIO = 64
-#: Into how many parts the dynamic program for chains divides memory.
-_SLOTS = 100
+#: Into how many parts the dynamic program for chains divides memory, and the entries of its table
+#: times the choices at each; of long chains it divides memory more coarsely.
+_SLOTS, _TABLE_WORK = 100, 10_000_000
 
 
 def frontier(graph: Graph) -> list[Candidate]:
@@ -73,7 +75,7 @@ def frontier(graph: Graph) -> list[Candidate]:
 
 
 def schedules(graph: Graph) -> list[Schedule]:
-    """Distinct schedules for all budgets, the unchanged function first.
+    """The best schedules found for all budgets, the unchanged function first.
 
     Args:
       graph: what to plan; its ``seconds`` are what recomputation costs.
@@ -86,9 +88,10 @@ def schedules(graph: Graph) -> list[Schedule]:
     found += _one_kept_set_each(graph, hull, peak_bytes)
     papers = list(_papers(graph))
     # Small graphs are searched from all over anyway, and there more starts only crowd the pool.
-    starts = found if len(graph) <= local_search.SMALL else found + papers
-    found += papers + local_search.improved(graph, starts)
-    return list(dict.fromkeys(found))
+    small = len(graph) <= local_search.SMALL
+    starts = found if small else found + papers
+    best = local_search.front(graph, list(dict.fromkeys(starts)))
+    return list(dict.fromkeys([unchanged, *(papers if small else ()), *best]))
 
 
 def _papers(graph: Graph) -> Iterator[Schedule]:
@@ -97,9 +100,11 @@ def _papers(graph: Graph) -> Iterator[Schedule]:
     They see its trunk. On chains of equal blocks they know where to compute several times.
     """
     seen = trunk.trunk(graph)
+    choices = math.comb(len(binomial.links(seen.graph)) + 2, 3)
+    slots = min(_SLOTS, max(_FEWEST, _TABLE_WORK // choices))
     for answer in (
         sublinear.schedules(seen.graph),
-        binomial.schedules(seen.graph, slots=_SLOTS),
+        binomial.schedules(seen.graph, slots=slots),
     ):
         if not isinstance(answer, Refused):
             yield from map(seen.spread, answer)

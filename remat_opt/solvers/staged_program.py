@@ -239,7 +239,13 @@ def _search(
     most_binaries: int,
 ) -> _Found | Refused:
     """Solves the program; where bytes must be rounded, once with all up and once with all down."""
-    sizes = (*graph.bytes, *graph.internal_bytes, *graph.cotangent_bytes)
+    sizes = (
+        *graph.bytes,
+        *graph.internal_bytes,
+        *graph.cotangent_bytes,
+        *graph.workspace_bytes,
+        *graph.forward_workspace_bytes,
+    )
     most = min(budget_bytes, sum(sizes))
     measure = math.gcd(*sizes) or 1
     unit = measure if most <= measure * GRAINS else math.ceil(most / GRAINS)
@@ -332,7 +338,8 @@ def replay(graph: Graph, stages: Sequence[Stage]) -> Iterator[int]:
             alive.add(vertex)
             if vertex in internal or (not forward and vertex == stage.vertex):
                 residuals.update([vertex] if graph.internal_bytes[vertex] else [])
-            yield total(waiting + copy)
+            # What has a workspace runs exactly once.
+            yield total(waiting + copy + graph.forward_workspace_bytes[vertex])
             for read in graph.predecessors[vertex]:
                 last_reads[read] -= 1
             for read in (*graph.predecessors[vertex], vertex):
@@ -503,7 +510,8 @@ class _Program:
                         live.append((self._free[stage, i, k], -self._in_units(graph.bytes[i])))
         if phase == "forward":
             live += self._sized(self._make, stage, vertex, graph.internal_bytes[vertex])
-            self._memory.append((live, self._in_units(graph.bytes[vertex])))
+            made = graph.bytes[vertex] + graph.forward_workspace_bytes[vertex]
+            self._memory.append((live, self._in_units(made)))
         elif graph.cotangent_bytes[vertex]:
             self._memory.append((live, self._in_units(turning)))
 

@@ -185,26 +185,27 @@ def candidates(graph: Graph) -> tuple[int, ...]:
     They are the articulation points, and the source if there is only one, except for those that
     an edge leads past in order of execution, and for the last vertex.
     """
-    import networkx
-
-    undirected = networkx.Graph()
-    undirected.add_nodes_from(range(len(graph)))
     edges = [(read, vertex) for vertex, found in enumerate(graph.predecessors) for read in found]
-    undirected.add_edges_from(edges)
-    splitting = set(networkx.articulation_points(undirected))
-    sources = [vertex for vertex, found in enumerate(graph.predecessors) if not found]
-    if len(sources) == 1:
-        splitting.add(sources[0])
     passing = [0] * (len(graph) + 1)
     for read, vertex in edges:
         passing[read + 1] += 1
         passing[vertex] -= 1
     over = itertools.accumulate(passing)
-    return tuple(
-        vertex
-        for vertex, number in zip(range(len(graph) - 1), over, strict=False)
-        if vertex in splitting and not number
-    )
+    alone = [v for v, number in zip(range(len(graph) - 1), over, strict=False) if not number]
+    sources = [vertex for vertex, found in enumerate(graph.predecessors) if not found]
+    readers = graph.successors()
+    # No edge leads past them: what they read and what reads them meets nowhere else.
+    splitting = {v for v in alone if graph.predecessors[v] and readers[v]}
+    if len(sources) == 1:
+        splitting.add(sources[0])
+    if not splitting.issuperset(alone):
+        import networkx
+
+        undirected = networkx.Graph()
+        undirected.add_nodes_from(range(len(graph)))
+        undirected.add_edges_from(edges)
+        splitting.update(networkx.articulation_points(undirected))
+    return tuple(vertex for vertex in alone if vertex in splitting)
 
 
 def plan(
@@ -465,7 +466,8 @@ def _parts(count: int, number: int) -> list[tuple[int, int]]:
 
 
 def _dropped(graph: Graph, kept: Collection[int]) -> tuple[int, ...]:
-    return tuple(0 if vertex in kept else 1 for vertex in range(len(graph)))
+    inside = frozenset(kept)
+    return tuple(0 if vertex in inside else 1 for vertex in range(len(graph)))
 
 
 def _judged(graph: Graph, mirrors: Sequence[tuple[int, ...]]) -> list[MirrorPlan]:

@@ -24,6 +24,7 @@ Reference: none; it is what makes Feng & Huang (2018, 2021) applicable to progra
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -96,6 +97,8 @@ def trunk(graph: Graph) -> Trunk:
             needs=tuple(mapped(group[0], (graph.needs[one] for one in group)) for group in groups),
             cotangent_bytes=_summed(graph.cotangent_bytes, groups),
             internal_bytes=_summed(graph.internal_bytes, groups),
+            workspace_bytes=_summed(graph.workspace_bytes, groups),
+            forward_workspace_bytes=_summed(graph.forward_workspace_bytes, groups),
             in_place=tuple(graph.in_place[vertex] for vertex in kept),
             pinned=tuple(any(graph.pinned[one] for one in group) for group in groups),
         ),
@@ -110,13 +113,16 @@ def _summed(amounts: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[in
 def _loss(graph: Graph) -> int:
     """The sink with the most work behind it; of equals, the last one."""
     sinks = [vertex for vertex, readers in enumerate(graph.successors()) if not readers]
-    return max(
-        sinks,
-        key=lambda sink: (
-            math.fsum(graph.seconds[vertex] for vertex in _behind(graph, sink)),
-            sink,
-        ),
-    )
+    up_to = list(itertools.accumulate(graph.seconds))
+    most, found = -1.0, sinks[-1]
+    for sink in reversed(sinks):
+        # What lies behind a sink comes before it: from here on no sink has more.
+        if up_to[sink] < most:
+            break
+        work = math.fsum(graph.seconds[vertex] for vertex in _behind(graph, sink))
+        if work > most:
+            most, found = work, sink
+    return found
 
 
 def _behind(graph: Graph, sink: int) -> set[int]:

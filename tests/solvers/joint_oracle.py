@@ -52,6 +52,7 @@ class Model:
                     alive.remove(step)
                 alive.update(graph.predecessors[step])
             told[step] = sum(graph.cotangent_bytes[vertex] for vertex in alive)
+            told[step] += graph.workspace_bytes[step] if graph.cotangent_bytes[step] else 0
             alive.discard(step)
         return told
 

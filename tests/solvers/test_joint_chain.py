@@ -395,7 +395,7 @@ def test_unit_of_bytes_decides_nothing(drawn: tuple[Graph, list[tuple[int, ...]]
     graph, kept = drawn
     sizes = {
         field: tuple(size << 20 for size in getattr(graph, field))
-        for field in ("bytes", "cotangent_bytes", "internal_bytes")
+        for field in ("bytes", "cotangent_bytes", "internal_bytes", "workspace_bytes")
     }
     assert schedules(dataclasses.replace(graph, **sizes), kept) == schedules(graph, kept)
 

@@ -25,33 +25,37 @@ def starts(graph: Graph) -> list[Schedule]:
 
 def check_improved(graph: Graph) -> None:
     given = [judge(graph, one) for one in starts(graph)]
-    found = [judge(graph, one) for one in local_search.improved(graph, starts(graph))]
+    found = [judge(graph, one) for one in local_search.front(graph, starts(graph))]
     for one in found:
         one.schedule.check(graph)
-        assert all(
-            one.peak_bytes < other.peak_bytes or one.overhead_seconds < other.overhead_seconds
-            for other in given
+    for other in given:
+        assert any(
+            one.peak_bytes <= other.peak_bytes
+            and one.overhead_seconds <= other.overhead_seconds * (1 + 1e-12)
+            for one in found
         )
-    assert pareto(found, Overhead.SECONDS) == found
+    # What is passed over is given back as it is: checkpoints that only put residuals off.
+    if not any(graph.internal_bytes):
+        assert pareto(found, Overhead.SECONDS) == found
 
 
 @hypothesis.given(graphs(max_vertices=7))
 @hypothesis.settings(max_examples=30)
-def test_what_is_found_is_legal_and_new(graph: Graph) -> None:
+def test_what_is_found_is_legal_and_no_worse(graph: Graph) -> None:
     check_improved(graph)
 
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=16))
-@hypothesis.settings(max_examples=200)
-def test_what_is_found_is_legal_and_new_on_many_graphs(graph: Graph) -> None:
+@hypothesis.settings(max_examples=60)
+def test_what_is_found_is_legal_and_no_worse_on_many_graphs(graph: Graph) -> None:
     check_improved(graph)
 
 
 @pytest.mark.parametrize("graph", [INSTANCES["one"], INSTANCES["chain_5"], network(6)])
 def test_second_call_finds_the_same(graph: Graph) -> None:
-    found = local_search.improved(graph, starts(graph))
-    assert local_search.improved(graph, starts(graph)) == found
+    found = local_search.front(graph, starts(graph))
+    assert local_search.front(graph, starts(graph)) == found
 
 
 PRINT_SCHEDULES = """
@@ -60,7 +64,7 @@ from remat_opt.solvers import local_search
 from tests.graphs import network, sampled
 
 for graph in (network(6), *(sampled(seed, max_vertices=8) for seed in range(6))):
-    for schedule in local_search.improved(graph, [plain(graph)]):
+    for schedule in local_search.front(graph, [plain(graph)]):
         print(schedule)
 """
 
@@ -74,7 +78,7 @@ def test_order_of_hashes_decides_nothing() -> None:
 @pytest.mark.parametrize("family", ["chain", "residual", "dense", "inception"])
 def test_small_graphs_from_nothing_to_the_best(family: str) -> None:
     graph = layered(family, 7)
-    found = [judge(graph, one) for one in local_search.improved(graph, [plain(graph)])]
+    found = [judge(graph, one) for one in local_search.front(graph, [plain(graph)])]
     least = integer_program.least_peak(graph)
     assert isinstance(least, Solution)
     assert found[0].peak_bytes == least.figures.peak_bytes
@@ -101,7 +105,7 @@ def test_larger_graphs_are_improved_by_a_bounded_number_of_chains(
 
     monkeypatch.setattr(local_search.ChainFigures, "figures", counted)
     monkeypatch.setattr(local_search, "WORK", 300 * len(graph))
-    found = [judge(graph, one) for one in local_search.improved(graph, given)]
+    found = [judge(graph, one) for one in local_search.front(graph, given)]
     assert 0 < judged <= len(given) + 300
     before = judge(graph, given[1])
     assert found[0].peak_bytes < before.peak_bytes
@@ -109,11 +113,11 @@ def test_larger_graphs_are_improved_by_a_bounded_number_of_chains(
     assert within is not None
     assert within.overhead_seconds < before.overhead_seconds
     monkeypatch.setattr(local_search, "WORK", 0)
-    assert local_search.improved(graph, given) == []
+    assert local_search.front(graph, given) == given[::-1]
 
 
-def test_schedules_that_cannot_be_written_as_chains_are_passed_over() -> None:
+def test_schedules_that_cannot_be_written_as_chains_are_given_back() -> None:
     graph = Graph.from_edges([4] * 3, [(0, 2), (1, 2)])
     swapped = Schedule(regions=(Region(vertices=(1,)), Region(vertices=(0, 2), checkpointed=False)))
-    assert local_search.improved(graph, [swapped]) == []
-    assert local_search.improved(Graph.from_edges([4] * 3, chain_edges(3)), []) == []
+    assert local_search.front(graph, [swapped]) == [swapped]
+    assert local_search.front(Graph.from_edges([4] * 3, chain_edges(3)), []) == []

@@ -82,7 +82,7 @@ def test_larger_budget_never_costs_more(graph: Graph) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=16))
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=80)
 def test_candidates_and_budgets_on_many_graphs(graph: Graph) -> None:
     check_candidates(graph)
     check_monotone(graph)

@@ -41,7 +41,10 @@ def backward_steps(graph: Graph) -> list[int]:
 
 
 def gradients(graph: Graph) -> dict[int, tuple[int, int]]:
-    """Bytes of cotangents before and during each backward step: those made and not yet used."""
+    """Bytes of cotangents before and during each backward step: those made and not yet used.
+
+    During the step, its workspace is there too.
+    """
     sizes = graph.cotangent_bytes
     made: set[int] = set()
     found = {}
@@ -52,7 +55,7 @@ def gradients(graph: Graph) -> dict[int, tuple[int, int]]:
             made -= {v} if graph.in_place[v] and smaller else set()
             made |= set() if graph.in_place[v] and smaller else {v}
             made |= set(graph.predecessors[v])
-        found[v] = before, sum(sizes[u] for u in made)
+        found[v] = before, sum(sizes[u] for u in made) + (sizes[v] and graph.workspace_bytes[v])
         made.discard(v)
     return found
 
@@ -106,6 +109,7 @@ class Search:
                     yield (stage, then, after, made), self.costs[v], size + waiting
         if phase == "forward":
             for after, made, size in self.runs(values, residuals, vertex):
+                size += graph.forward_workspace_bytes[vertex]
                 yield (stage + 1, 0, after, made), 0, size
         else:
             own = 1 << vertex if graph.internal_bytes[vertex] else 0
@@ -188,6 +192,7 @@ def moments(graph: Graph, stages: tuple[staged_program.Stage, ...]) -> list[int]
         for at in range(len(steps)):
             if at < end or not backward or graph.cotangent_bytes[stage.vertex]:
                 extra = turning if backward and at == end else waiting
+                extra += 0 if backward else graph.forward_workspace_bytes[steps[at]]
                 alive = sum(size for a, b, size in [*spans, *copies] if a <= at <= b)
                 found.append(alive + extra)
         left = set(born)

@@ -1,0 +1,66 @@
+"""Sums of the gradients of weights that several products read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat_opt.schedule import Region
+from remat_opt.weight_gradients import SharedWeight, expected_sums, parts, sums
+
+#: Read at vertices 1, 3, 4 and 6 of 8; with 4 the part of another weight is computed.
+WEIGHT = SharedWeight(bytes=10, readers=(1, 3, 4, 6), beside=(10, 10, 40, 10))
+PART = [0, 10, 0, 10, 40, 0, 10, 0]
+
+
+def region(*vertices: int, inside: tuple[Region, ...] = (), checkpointed: bool = True) -> Region:
+    return Region(vertices=vertices, inside=inside, checkpointed=checkpointed)
+
+
+def summed(*regions: Region) -> list[int]:
+    """The sums, without the parts, in weights."""
+    found = sums([WEIGHT], regions, 8).tolist()
+    return [(size - part) // 10 for size, part in zip(found, PART, strict=True)]
+
+
+def test_outermost_sums_are_computed_where_gradients_are_put_out() -> None:
+    assert summed(region(*range(8), checkpointed=False)) == [0] * 8
+    first, second = region(0, 1, 2, 3, checkpointed=False), region(4, 5, 6, 7, checkpointed=False)
+    assert summed(first, second) == [0] * 8
+
+
+def test_a_checkpointed_region_has_a_sum_of_its_own() -> None:
+    # Backward from the last vertex: nothing is summed until a part was computed in the region.
+    assert summed(region(*range(8))) == [1, 1, 1, 1, 1, 1, 0, 0]
+    halves = region(0, 1, 2, 3), region(4, 5, 6, 7)
+    assert summed(*halves) == [1, 1, 1, 0, 1, 1, 0, 0]
+    # No matter in what order the vertices are numbered.
+    assert summed(region(0, 2, 4, 6), region(1, 3, 5, 7)) == [1, 1, 1, 0, 1, 0, 0, 0]
+
+
+def test_regions_inside_have_more() -> None:
+    inside = region(0, 1), region(2, 3), region(4, 5, 6, 7)
+    # While a region in it has its turn, the sum of the later ones waits beside its own.
+    assert summed(region(*range(8), inside=inside)) == [2, 1, 2, 1, 1, 1, 0, 0]
+    inside = region(0, 1, 2, 3), region(4, 5, 6, 7, checkpointed=False)
+    assert summed(region(*range(8), inside=inside)) == [2, 2, 2, 1, 1, 1, 0, 0]
+
+
+def test_what_is_expected_of_any_schedule() -> None:
+    between = [0, 10, 10, 10, 10, 10, 10, 0]
+    expected = [a + b for a, b in zip(between, PART, strict=True)]
+    assert expected_sums([WEIGHT], 8).tolist() == expected
+    assert expected_sums([WEIGHT, WEIGHT], 8).tolist() == [2 * size for size in expected]
+
+
+def test_where_a_part_is_there_all_along_the_schedule_does_not_matter() -> None:
+    weight = dataclasses.replace(WEIGHT, beside=())
+    twice = [0, 20, 20, 20, 20, 20, 20, 0]
+    assert expected_sums([weight], 8).tolist() == twice
+    assert sums([weight], [region(*range(8))], 8).tolist() == twice
+    both = [a + b for a, b in zip(twice, PART, strict=True)]
+    assert sums([weight, WEIGHT], [region(*range(8), checkpointed=False)], 8).tolist() == both
+
+
+def test_unchanged_all_parts_wait() -> None:
+    assert parts([WEIGHT], 8).tolist() == [40, 40, 30, 30, 20, 10, 10, 0]
+    assert WEIGHT.parts_bytes == 40
