@@ -255,7 +255,7 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
 
 def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
     program, summed = rewriting.program, rewriting.summed
-    again = _multiplied_again(program, summed, step)
+    before, behind = _multiplied_again(program, summed, step)
     tied = _tied_inputs(rewriting, step)
 
     def region(*given: Any) -> list[Any]:
@@ -267,25 +267,24 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
                 environment[atom] if isinstance(atom, int) else atom.value
                 for atom in equation.inputs
             ]
-            tied_to_product = index in again and not summed.issuperset(equation.value_inputs)
-            if index in again and not tied_to_product:
+            if index in before:
                 inputs = jax.lax.optimization_barrier(inputs)
                 environment.update(
                     (atom, value)
                     for atom, value in zip(equation.inputs, inputs, strict=True)
-                    if atom in again[index]
+                    if atom in before[index]
                 )
             elif index in tied:
                 places = tied[index]
-                behind = _cotangents_together(inputs[place] for place in places)
-                for place, value in zip(places, behind, strict=True):
+                same = _cotangents_together(inputs[place] for place in places)
+                for place, value in zip(places, same, strict=True):
                     inputs[place] = value
             results = _run_one(rewriting, index, inputs, named=index in step.named)
             environment.update(zip(equation.outputs, results, strict=True))
-            if tied_to_product:
-                read = (*equation.outputs, *again[index])
-                behind = _cotangents_together(environment[value] for value in read)
-                environment.update(zip(read, behind, strict=True))
+            if index in behind:
+                read = (*equation.outputs, *behind[index])
+                same = _cotangents_together(environment[value] for value in read)
+                environment.update(zip(read, same, strict=True))
         return [environment[value] for value in step.outputs]
 
     if not step.checkpointed:
@@ -393,26 +392,31 @@ def _cotangents_together(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def _multiplied_again(
     program: Program, summed: frozenset[int], step: _Step
-) -> dict[int, frozenset[int]]:
-    """For each product of a step the arguments that an earlier product of it reads too.
+) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
+    """For products of a step the arguments that other products of it read too.
 
     These pass a barrier together with what they are multiplied by. Backward, that has the product
     add its part to their cotangent before it hands on the other one; XLA would compute the parts of
     all products, such as the steps of a recurrent network, before it adds the first two. What has
-    no cotangent, such as the batch, would get one there: then it is the product that has its
-    cotangent only when the later parts are added.
+    no cotangent, such as the batch, would get one there: then the barrier is one behind the
+    product, which has its cotangent only when the later parts are added.
+
+    Returns:
+      What to tie to a product's inputs, where an earlier product reads it, and what to tie to its
+      outputs, where a later one does.
     """
     arguments = summed.intersection(program.arguments)
-    seen: set[int] = set()
-    found: dict[int, frozenset[int]] = {}
-    for index in step.equations:
-        equation = program.equations[index]
-        if equation.operation.primitive in PRODUCTS:
-            read = arguments.intersection(equation.value_inputs)
-            if not seen.isdisjoint(read):
+    products = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]
+    to_inputs, to_outputs = {}, {}
+    for order, found in ((products, to_inputs), (products[::-1], to_outputs)):
+        seen: set[int] = set()
+        for index in order:
+            values = set(program.equations[index].value_inputs)
+            read = arguments.intersection(values)
+            if not seen.isdisjoint(read) and (order is products) == summed.issuperset(values):
                 found[index] = read & seen
             seen |= read
-    return found
+    return to_inputs, to_outputs
 
 
 def _all_named(index: int, results: Sequence[Any]) -> list[Any]:

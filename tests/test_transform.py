@@ -476,8 +476,11 @@ def test_what_has_no_cotangent_gets_none_where_parts_are_added() -> None:
         stages = (Stage(roots=every, kept=(), checkpointed=checkpointed),)
         _, call, _ = rewritten(stages, pooled, *args)
         gradient = jax.make_jaxpr(jax.grad(call))(*args)
-        # The last three parts wait for one another, backward only.
+        # The first three parts wait for the ones behind them, backward only.
         assert barriers(gradient) == 3
+        # The last one waits for nothing, and so for no array of zeros.
+        zeros = rf"f32\[{W[0].shape[0]},{W[0].shape[1]}\] = broadcast_in_dim"
+        assert not re.search(zeros, str(gradient))
         products = len(re.findall("dot_general", str(gradient)))
         assert products == (12 if checkpointed else 8)
         assert jnp.allclose(jax.grad(call)(*args), jax.grad(pooled)(*args), rtol=1e-6)
