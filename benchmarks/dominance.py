@@ -12,10 +12,11 @@ of the gradient beyond the plain one's, and 5 % are of what the default itself r
 that saves at least a thousandth of a forward pass; below that, and where a default recomputes
 nothing, a plan has to be better in memory.
 
-For each default our plans are chosen by compiling (``remat_opt.verification``): the least
-recomputation within the bytes that the default compiles to, and the least memory for the FLOPs that
-it recomputes; besides, the least memory for at most one forward pass. Every plan that was
-compiled on the way is a row, and may dominate any default. No plan is compiled twice.
+Our plans are chosen by compiling (``remat_opt.verification``): the least memory for at most one
+forward pass; for each default the least recomputation within the bytes that it compiles to; and
+where none of all these dominates a default, the least memory for the FLOPs that it recomputes.
+Every plan that was compiled on the way is a row, and may dominate any default. No plan is compiled
+twice.
 
     python -m benchmarks.dominance --device v5e --json --known earlier.jsonl
 
@@ -274,17 +275,25 @@ def rows(
         found.append(next(same, None) or of.row(kind, label, make()))
         yield found[-1]
     plans = _Plans(of)
-    asked = {"least memory": objective_of(overhead="flops")}
-    for default in found[1:]:
-        if "error" not in default:
-            asked[f"within {default['label']}"] = objective_of(
-                budget=default["temporary_bytes"], overhead="flops"
-            )
-            asked[f"FLOPs of {default['label']}"] = plans.for_flops(default["recomputed_flops"])
-    for label, objective in asked.items():
+    compiled_defaults = [default for default in found[1:] if "error" not in default]
+
+    def taken(label: str, objective: Objective) -> Iterator[dict[str, Any]]:
         for row in plans.rows(label, objective):
             found.append(row)
             yield row
+
+    def dominated(default: dict[str, Any]) -> bool:
+        ours = [row for row in found if row["kind"] == "ours" and "error" not in row]
+        return any(gain(row, default, of.forward_flops) for row in ours)
+
+    yield from taken("least memory", objective_of(overhead="flops"))
+    for default in compiled_defaults:
+        budget = objective_of(budget=default["temporary_bytes"], overhead="flops")
+        yield from taken(f"within {default['label']}", budget)
+    for default in compiled_defaults:
+        if not dominated(default):
+            label = f"FLOPs of {default['label']}"
+            yield from taken(label, plans.for_flops(default["recomputed_flops"]))
     yield {
         **of.heading("summary", network),
         "plan_seconds": round(plans.plan_seconds, 3),

@@ -407,7 +407,8 @@ def _multiplied_again(
     """
     arguments = summed.intersection(program.arguments)
     products = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]
-    to_inputs, to_outputs = {}, {}
+    to_inputs: dict[int, frozenset[int]] = {}
+    to_outputs: dict[int, frozenset[int]] = {}
     for order, found in ((products, to_inputs), (products[::-1], to_outputs)):
         seen: set[int] = set()
         for index in order:
