@@ -254,7 +254,7 @@ class Device:
         rate = self.flops_per_second.get(str(dtype))
         return min(self.flops_per_second.values()) if rate is None else rate
 
-    def buffer_bytes(self, kind: ArrayType) -> int:
+    def buffer_bytes(self, kind: ArrayType, matrix_axes: tuple[int, int] | None = None) -> int:
         """Bytes that one array takes in device memory, padding included.
 
         A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of
@@ -262,18 +262,34 @@ class Device:
         padded. The compiler chooses which dimensions are innermost: taken here is the last
         one for the lanes, as compiled convolutions and dots show, and the dimension that
         pads least beside it.
+
+        Args:
+          kind: of the array.
+          matrix_axes: the two axes that are innermost, in either order, where that is known
+            (``remat_opt.matrix_axes``).
         """
         if self.platform != "tpu" or len(kind.shape) < 2 or not kind.size:
             return kind.bytes
-        *others, lanes = kind.shape
         packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
-        sublanes = _TILE_SUBLANES * packing
-        padded_lanes = -(-lanes // _TILE_LANES) * _TILE_LANES
-        growth = min(-(-size // sublanes) * sublanes / size for size in others)
-        return round(kind.bytes * growth * padded_lanes / lanes)
+        rows = _TILE_SUBLANES * packing
+        if matrix_axes is None:
+            *others, lanes = kind.shape
+            choices = [(size, lanes) for size in others]
+        else:
+            one, other = (kind.shape[axis] for axis in matrix_axes)
+            choices = [(one, other), (other, one)]
+        growth = min(
+            _padded(size, rows) / size * (_padded(lanes, _TILE_LANES) / lanes)
+            for size, lanes in choices
+        )
+        return round(kind.bytes * growth)
 
     def __str__(self) -> str:
         return f"{self.title} ({self.name}, {format_bytes(self.memory_bytes)})"
+
+
+def _padded(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
 
 
 def _rebuild(fields: Mapping[str, object]) -> Device:

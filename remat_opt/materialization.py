@@ -38,6 +38,7 @@ from remat_opt.device import Device
 from remat_opt.graph import Graph
 from remat_opt.held import Cause, Held
 from remat_opt.linearization import Linearization
+from remat_opt.matrix_axes import matrix_axes
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.products import PRODUCTS
 from remat_opt.program import Program
@@ -196,55 +197,98 @@ class _Builder:
         self.device = device
         self.flow = Dataflow(program, linearization)
         self.outputs = {self.flow.source[value] for value in program.output_values}
-        self.narrow = self._narrow()
+        self.narrow, self.rounded_later = self._narrow()
+        self.matrix_axes = matrix_axes(program) if device.platform == "tpu" else {}
         self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
 
-    def _narrow(self) -> dict[int, int]:
+    def _narrow(self) -> tuple[dict[int, int], frozenset[int]]:
         """The float32 values that are stored as bfloat16, with how many products read them.
 
         Where products read float32 as bfloat16, the compiler rounds what nothing else reads
-        before it stores it: the result of a pooling in front of a convolution.
+        before it stores it: the result of a pooling in front of a convolution. Where a bias or a
+        scale comes in between, as for the queries of attention, it rounds behind that.
+
+        Returns:
+          The values and, second, those of them that are rounded behind a bias or a scale.
         """
         if not self.device.fuses_into_products:
-            return {}
+            return {}, frozenset()
         readers: dict[int, int] = {}
         others = set(self.outputs)
-        for index, equation in enumerate(self.program.equations):
+        behind: set[int] = set()
+        of_arguments = self._of_arguments()
+        for index in reversed(range(len(self.program.equations))):
             if self.flow.is_alias(index):
                 continue
-            if _reads_rounded(equation.operation):
-                for value in self.flow.reads(index):
-                    readers[value] = readers.get(value, 0) + 1
-            else:
-                others.update(self.flow.reads(index))
+            equation = self.program.equations[index]
             derivative = self.linearization.derivatives.get(index)
             if derivative is not None:
                 others.update(equation.outputs[position] for position in derivative.outputs)
-        return {
+            read = self.flow.reads(index)
+            if _reads_rounded(equation.operation):
+                for value in read:
+                    readers[value] = readers.get(value, 0) + 1
+            elif (operand := self._only_operand(index, of_arguments)) is not None:
+                (result,) = equation.outputs
+                if result in others or readers.get(result) != 1:
+                    others.add(operand)
+                else:
+                    readers[operand] = readers.get(operand, 0) + 1
+                    behind.add(operand)
+            else:
+                others.update(read)
+        narrow = {
             value: count
             for value, count in readers.items()
             if value not in others and self.program.types[value].dtype == "float32"
         }
+        return narrow, frozenset(behind.intersection(narrow))
+
+    def _only_operand(self, index: int, of_arguments: Set[int]) -> int | None:
+        """What a bias or a scale is applied to, if the derivative does not read it."""
+        operands = [value for value in self.flow.reads(index) if value not in of_arguments]
+        outputs = self.program.equations[index].outputs
+        if len(operands) != 1 or len(outputs) != 1:
+            return None
+        before, after = (self.program.types[value] for value in (operands[0], outputs[0]))
+        if (before.size, before.dtype) != (after.size, after.dtype):
+            return None
+        if self.flow.costs[index].fusion is not costs.Fusion.FUSIBLE:
+            return None
+        return None if operands[0] in self.flow.derivative_reads(index) else operands[0]
+
+    def _of_arguments(self) -> set[int]:
+        """The values that are computed elementwise from arguments alone, as a bias is."""
+        found: set[int] = set()
+        for index, equation in enumerate(self.program.equations):
+            fusible = self.flow.costs[index].fusion is costs.Fusion.FUSIBLE
+            if fusible and found.issuperset(self.flow.reads(index)):
+                found.update(equation.outputs)
+        return found
 
     def _bytes(self, value: int) -> int:
         """Bytes of a value where it is stored."""
         kind = self.program.types[value]
         if value in self.narrow:
             kind = dataclasses.replace(kind, dtype=_OPERAND_DTYPE)
-        return self._stored_bytes(kind) * (2 if value in self.divided else 1)
+        return self._stored_bytes(value, kind) * (2 if value in self.divided else 1)
 
     def _named_bytes(self, value: int) -> int:
-        """Bytes of a value where a checkpoint keeps it: neither widened, nor with its divisor."""
-        if self.device.fuses_into_sums:
-            return self._bytes(value)
-        return self.device.buffer_bytes(self.program.types[value])
+        """Bytes of a value where a checkpoint keeps it.
 
-    def _stored_bytes(self, kind: ArrayType) -> int:
+        It is neither widened, nor with its divisor, nor rounded further on.
+        """
+        if self.device.fuses_into_sums and value not in self.rounded_later:
+            return self._bytes(value)
+        return self.device.buffer_bytes(self.program.types[value], self.matrix_axes.get(value))
+
+    def _stored_bytes(self, value: int, kind: ArrayType) -> int:
+        """Bytes of an array of some kind that is laid out like a value."""
         if self.device.widens_bfloat16 and kind.dtype == "bfloat16":
             kind = dataclasses.replace(kind, dtype="float32")
-        return self.device.buffer_bytes(kind)
+        return self.device.buffer_bytes(kind, self.matrix_axes.get(value))
 
     def _transposed(
         self, roots: Sequence[int], vertex_of: Mapping[int, int]
@@ -259,7 +303,7 @@ class _Builder:
 
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the gradients with respect to some values: products write them in full."""
-        return sum(self._stored_bytes(self.program.types[value]) for value in values)
+        return sum(self._stored_bytes(value, self.program.types[value]) for value in values)
 
     def _product(self, index: int) -> bool:
         """Whether the equation computes elementwise operands as it reads them."""

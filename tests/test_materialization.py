@@ -485,6 +485,31 @@ def test_a_tpu_stores_as_bfloat16_what_only_products_read() -> None:
     assert graph.bytes[0] == full
 
 
+def test_a_tpu_rounds_behind_a_bias_and_a_scale() -> None:
+    """As with the queries of attention; a checkpoint keeps what comes before them, in full."""
+
+    def attention(parameters, x):
+        query = (x @ parameters["query"] + parameters["bias"]) / 8
+        key = x @ parameters["key"]
+        return jnp.sum(jnp.sin(query @ key.T))
+
+    def scaled(parameters, x):
+        """The scale's gradient reads what is scaled."""
+        query = (x @ parameters["query"]) * parameters["bias"]
+        return jnp.sum(jnp.sin(query @ (x @ parameters["key"]).T))
+
+    weight = jnp.ones((128, 128))
+    parameters = {"query": weight, "key": weight, "bias": jnp.ones(128)}
+    full = 256 * 128 * 4
+    _, materialization, graph = graph_of(attention, parameters, jnp.ones((256, 128)), device="v5e")
+    assert names(graph)[:2] == ["dot_general", "dot_general"]
+    assert graph.bytes[:2] == (full // 2, full // 2)
+    assert materialization.named_bytes == {0: full}
+    _, materialization, graph = graph_of(scaled, parameters, jnp.ones((256, 128)), device="v5e")
+    assert graph.bytes[:2] == (full, full // 2)
+    assert not materialization.named_bytes
+
+
 def test_a_tpu_stores_once_what_several_products_read() -> None:
     def loss(weights, x):
         first = x @ weights[0]
