@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
@@ -269,3 +269,8 @@ def sampled(seed: int, *, max_vertices: int) -> Graph:
     return dataclasses.replace(
         graph, needs=tuple(needs), in_place=tuple(draw.random() < 0.3 for _ in range(count))
     )
+
+
+def depth(regions: Sequence[Region]) -> int:
+    """How many checkpoints are round one another at most."""
+    return max((1 + depth(region.inside) for region in regions if region.checkpointed), default=0)

@@ -18,7 +18,7 @@ from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import evaluate, simulate
 from remat_opt.solvers import binomial
 from remat_opt.solvers.base import Infeasible, Overhead, Refused, Solution, Status, pareto
-from tests.graphs import FAMILIES, chain_edges, graphs, layered
+from tests.graphs import FAMILIES, chain_edges, depth, graphs, layered
 from tests.solvers import kept_oracle
 
 
@@ -471,11 +471,6 @@ def test_the_least_memory_of_a_long_chain_is_not_nested_too_deep():
         f"The nest for {least} bytes has more than 32 checkpoints within one another. Give a "
         "larger budget."
     )
-
-    def depth(regions):
-        return max(
-            (1 + depth(region.inside) for region in regions if region.checkpointed), default=0
-        )
 
     found = [depth(schedule.regions) for schedule in binomial.schedules(graph)]
     assert 2 < max(found) <= 32

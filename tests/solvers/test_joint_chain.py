@@ -17,7 +17,7 @@ from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import evaluate, simulate
 from remat_opt.solvers import joint_chain
 from remat_opt.solvers.joint_chain import schedules
-from tests.graphs import INSTANCES, chain_edges, graphs, kept_sets, network
+from tests.graphs import INSTANCES, chain_edges, depth, graphs, kept_sets, network
 from tests.hash_order import printed_with_two_seeds
 from tests.solvers.joint_oracle import Model, all_ways, least_cost
 
@@ -56,10 +56,6 @@ def told(graph: Graph, kept: Sequence[Sequence[int]]) -> list[tuple[int, float, 
 
 def all_regions(regions: Sequence[Region]) -> list[Region]:
     return [one for region in regions for one in (region, *all_regions(region.inside))]
-
-
-def depth(regions: Sequence[Region]) -> int:
-    return max((1 + depth(region.inside) for region in regions if region.checkpointed), default=0)
 
 
 # -------------------------------------------------------------------------------- legality
