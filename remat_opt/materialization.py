@@ -197,54 +197,68 @@ class _Builder:
         self.device = device
         self.flow = Dataflow(program, linearization)
         self.outputs = {self.flow.source[value] for value in program.output_values}
-        self.narrow, self.rounded_later = self._narrow()
+        self.narrow = self._narrow()
+        self.completed = self._completed()
         self.matrix_axes = matrix_axes(program) if device.platform == "tpu" else {}
         self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
 
-    def _narrow(self) -> tuple[dict[int, int], frozenset[int]]:
+    def _narrow(self) -> dict[int, int]:
         """The float32 values that are stored as bfloat16, with how many products read them.
 
         Where products read float32 as bfloat16, the compiler rounds what nothing else reads
-        before it stores it: the result of a pooling in front of a convolution. Where a bias or a
-        scale comes in between, as for the queries of attention, it rounds behind that.
-
-        Returns:
-          The values and, second, those of them that are rounded behind a bias or a scale.
+        before it stores it: the result of a pooling in front of a convolution.
         """
         if not self.device.fuses_into_products:
-            return {}, frozenset()
+            return {}
         readers: dict[int, int] = {}
         others = set(self.outputs)
-        behind: set[int] = set()
-        of_arguments = self._of_arguments()
-        for index in reversed(range(len(self.program.equations))):
+        for index, equation in enumerate(self.program.equations):
             if self.flow.is_alias(index):
                 continue
-            equation = self.program.equations[index]
+            if _reads_rounded(equation.operation):
+                for value in self.flow.reads(index):
+                    readers[value] = readers.get(value, 0) + 1
+            else:
+                others.update(self.flow.reads(index))
             derivative = self.linearization.derivatives.get(index)
             if derivative is not None:
                 others.update(equation.outputs[position] for position in derivative.outputs)
-            read = self.flow.reads(index)
-            if _reads_rounded(equation.operation):
-                for value in read:
-                    readers[value] = readers.get(value, 0) + 1
-            elif (operand := self._only_operand(index, of_arguments)) is not None:
-                (result,) = equation.outputs
-                if result in others or readers.get(result) != 1:
-                    others.add(operand)
-                else:
-                    readers[operand] = readers.get(operand, 0) + 1
-                    behind.add(operand)
-            else:
-                others.update(read)
-        narrow = {
+        return {
             value: count
             for value, count in readers.items()
             if value not in others and self.program.types[value].dtype == "float32"
         }
-        return narrow, frozenset(behind.intersection(narrow))
+
+    def _completed(self) -> dict[int, int]:
+        """What products write, of which only a biased or scaled and then rounded form is stored.
+
+        The queries of attention are such a form. A kernel that multiplies can do the rest, too.
+
+        Returns:
+          For each product's value the one that is stored in its place.
+        """
+        readers: dict[int, list[int]] = {}
+        for index in range(len(self.program.equations)) if self.narrow else ():
+            if not self.flow.is_alias(index):
+                for value in self.flow.reads(index):
+                    readers.setdefault(value, []).append(index)
+        of_arguments = self._of_arguments()
+        found = {}
+        for index, equation in enumerate(self.program.equations):
+            if not self._product(index):
+                continue
+            (first,) = equation.outputs
+            last = first
+            while last not in self.narrow and len(readers.get(last, ())) == 1:
+                (reader,) = readers[last]
+                if last in self.outputs or self._only_operand(reader, of_arguments) != last:
+                    break
+                (last,) = self.program.equations[reader].outputs
+            if last != first and self.narrow.get(last) == 1:
+                found[first] = last
+        return found
 
     def _only_operand(self, index: int, of_arguments: Set[int]) -> int | None:
         """What a bias or a scale is applied to, if the derivative does not read it."""
@@ -276,13 +290,10 @@ class _Builder:
         return self._stored_bytes(value, kind) * (2 if value in self.divided else 1)
 
     def _named_bytes(self, value: int) -> int:
-        """Bytes of a value where a checkpoint keeps it.
-
-        It is neither widened, nor with its divisor, nor rounded further on.
-        """
-        if self.device.fuses_into_sums and value not in self.rounded_later:
+        """Bytes of a value where a checkpoint keeps it: neither widened, nor with its divisor."""
+        if self.device.fuses_into_sums:
             return self._bytes(value)
-        return self.device.buffer_bytes(self.program.types[value], self.matrix_axes.get(value))
+        return self.device.buffer_bytes(self.program.types[value])
 
     def _stored_bytes(self, value: int, kind: ArrayType) -> int:
         """Bytes of an array of some kind that is laid out like a value."""
@@ -324,6 +335,8 @@ class _Builder:
             forced |= cpu_fusion.read_by_sums(self.flow) | cpu_fusion.dear(self.flow)
         for index in self.stored_sums:
             forced.update(self.program.equations[index].outputs)
+        forced -= self.completed.keys()
+        forced.update(self.completed.values())
         # One array of half the width for several products is less than what it is made of.
         forced.update(value for value, readers in self.narrow.items() if readers > 1)
         forced.update(
@@ -448,6 +461,7 @@ class _Builder:
         active_values: list[list[int]] = []
         summed_beside: set[int] = set()
         named_bytes: dict[int, int] = {}
+        multiplies: set[int] = set()
         found_places = {
             self.flow.maker[value]: size
             for value, size in pooling_gradients.places_bytes(program, self.device).items()
@@ -464,6 +478,8 @@ class _Builder:
             flops = 0
             for index in cone:
                 member = program.equations[index]
+                if self._product(index):
+                    multiplies.add(vertex)
                 flops += self.flow.costs[index].flops
                 estimated += self.flow.costs[index].flops if self.flow.costs[index].estimated else 0
                 for value in {self.flow.source[value] for value in member.value_inputs}:
@@ -530,6 +546,7 @@ class _Builder:
         fields["in_place"] = [
             self.flow.costs[root].fusion is costs.Fusion.FUSIBLE
             and vertex not in summed_beside
+            and vertex not in multiplies
             and beside_zeros.isdisjoint(program.equations[root].outputs)
             and _hands_on(vertex, fields["predecessors"], fields["cotangent_bytes"])
             for vertex, root in enumerate(roots)

@@ -485,8 +485,8 @@ def test_a_tpu_stores_as_bfloat16_what_only_products_read() -> None:
     assert graph.bytes[0] == full
 
 
-def test_a_tpu_rounds_behind_a_bias_and_a_scale() -> None:
-    """As with the queries of attention; a checkpoint keeps what comes before them, in full."""
+def test_a_tpu_stores_what_products_read_with_its_bias_and_scale() -> None:
+    """As the queries of attention: one kernel multiplies, adds, scales and rounds."""
 
     def attention(parameters, x):
         query = (x @ parameters["query"] + parameters["bias"]) / 8
@@ -498,16 +498,26 @@ def test_a_tpu_rounds_behind_a_bias_and_a_scale() -> None:
         query = (x @ parameters["query"]) * parameters["bias"]
         return jnp.sum(jnp.sin(query @ (x @ parameters["key"]).T))
 
+    def read_twice(parameters, x):
+        query = x @ parameters["query"] + parameters["bias"]
+        return jnp.sum(jnp.sin(query @ (x @ parameters["key"]).T)) + jnp.sum(query)
+
     weight = jnp.ones((128, 128))
     parameters = {"query": weight, "key": weight, "bias": jnp.ones(128)}
-    full = 256 * 128 * 4
-    _, materialization, graph = graph_of(attention, parameters, jnp.ones((256, 128)), device="v5e")
-    assert names(graph)[:2] == ["dot_general", "dot_general"]
+    args, full = (parameters, jnp.ones((256, 128))), 256 * 128 * 4
+    _, _, graph = graph_of(attention, *args, device="v5e")
+    assert names(graph)[:2] == ["div", "dot_general"]
     assert graph.bytes[:2] == (full // 2, full // 2)
-    assert materialization.named_bytes == {0: full}
-    _, materialization, graph = graph_of(scaled, parameters, jnp.ones((256, 128)), device="v5e")
-    assert graph.bytes[:2] == (full, full // 2)
-    assert not materialization.named_bytes
+    assert graph.flops[0] == graph.flops[1] + 2 * 256 * 128
+    # The step backward is a product: the cotangent that it reads is not written over.
+    assert graph.cotangent_bytes[0] == full
+    assert not graph.in_place[0]
+    _, _, unscaled = graph_of(scaled, *args, device="v5e")
+    assert names(unscaled)[:2] == ["dot_general", "dot_general"]
+    assert unscaled.bytes[:2] == (full, full // 2)
+    _, _, shared = graph_of(read_twice, *args, device="v5e")
+    assert names(shared)[0] == "dot_general"
+    assert shared.bytes[0] == full
 
 
 def test_a_tpu_stores_once_what_several_products_read() -> None:
