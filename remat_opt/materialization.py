@@ -4,7 +4,8 @@ XLA fuses: a cheap elementwise result lives inside the kernels that read it and 
 written to memory. A planner that counts every jaxpr value keeps the wrong things. A value
 is taken as materialised where
 
-* an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
+* an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...); of a
+  product that is first completed by a bias or a scale, that form (``tpu_fusion.completed``),
 * it is a sum of products that the transform has stored (``products.stored_sums``),
 * an opaque equation reads it (where a matrix product computes its operands as it reads them,
   that is no reason: ``Device.fuses_into_products``),
@@ -31,6 +32,7 @@ from remat_opt import (
     pooling_gradients,
     products,
     row_gathers,
+    tpu_fusion,
     weight_gradients,
 )
 from remat_opt.dataflow import ALIASES, Dataflow
@@ -38,16 +40,13 @@ from remat_opt.device import Device
 from remat_opt.graph import Graph
 from remat_opt.held import Cause, Held
 from remat_opt.linearization import Linearization
-from remat_opt.matrix_axes import matrix_axes
+from remat_opt.matrix_axes import Axes, matrix_axes
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.products import PRODUCTS
 from remat_opt.program import Program
 from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Region, Schedule
 from remat_opt.weight_gradients import SharedWeight
-
-#: What devices that fuse into products round float32 operands to, at JAX's default precision.
-_OPERAND_DTYPE = "bfloat16"
 
 #: A fused value is given a buffer when computing it again in each of several readers would
 #: read more than this many times its own bytes.
@@ -197,96 +196,22 @@ class _Builder:
         self.device = device
         self.flow = Dataflow(program, linearization)
         self.outputs = {self.flow.source[value] for value in program.output_values}
-        self.narrow = self._narrow()
-        self.completed = self._completed()
-        self.matrix_axes = matrix_axes(program) if device.platform == "tpu" else {}
+        self.rounded: dict[int, int] = {}
+        self.completed: dict[int, int] = {}
+        self.matrix_axes: dict[int, Axes] = {}
+        if device.fuses_into_products:
+            self.rounded = tpu_fusion.rounded(self.flow, self.outputs)
+            self.completed = tpu_fusion.completed(self.flow, self.outputs, self.rounded)
+            self.matrix_axes = matrix_axes(program)
         self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
 
-    def _narrow(self) -> dict[int, int]:
-        """The float32 values that are stored as bfloat16, with how many products read them.
-
-        Where products read float32 as bfloat16, the compiler rounds what nothing else reads
-        before it stores it: the result of a pooling in front of a convolution.
-        """
-        if not self.device.fuses_into_products:
-            return {}
-        readers: dict[int, int] = {}
-        others = set(self.outputs)
-        for index, equation in enumerate(self.program.equations):
-            if self.flow.is_alias(index):
-                continue
-            if _reads_rounded(equation.operation):
-                for value in self.flow.reads(index):
-                    readers[value] = readers.get(value, 0) + 1
-            else:
-                others.update(self.flow.reads(index))
-            derivative = self.linearization.derivatives.get(index)
-            if derivative is not None:
-                others.update(equation.outputs[position] for position in derivative.outputs)
-        return {
-            value: count
-            for value, count in readers.items()
-            if value not in others and self.program.types[value].dtype == "float32"
-        }
-
-    def _completed(self) -> dict[int, int]:
-        """What products write, of which only a biased or scaled and then rounded form is stored.
-
-        The queries of attention are such a form. A kernel that multiplies can do the rest, too.
-
-        Returns:
-          For each product's value the one that is stored in its place.
-        """
-        readers: dict[int, list[int]] = {}
-        for index in range(len(self.program.equations)) if self.narrow else ():
-            if not self.flow.is_alias(index):
-                for value in self.flow.reads(index):
-                    readers.setdefault(value, []).append(index)
-        of_arguments = self._of_arguments()
-        found = {}
-        for index, equation in enumerate(self.program.equations):
-            if not self._product(index):
-                continue
-            (first,) = equation.outputs
-            last = first
-            while last not in self.narrow and len(readers.get(last, ())) == 1:
-                (reader,) = readers[last]
-                if last in self.outputs or self._only_operand(reader, of_arguments) != last:
-                    break
-                (last,) = self.program.equations[reader].outputs
-            if last != first and self.narrow.get(last) == 1:
-                found[first] = last
-        return found
-
-    def _only_operand(self, index: int, of_arguments: Set[int]) -> int | None:
-        """What a bias or a scale is applied to, if the derivative does not read it."""
-        operands = [value for value in self.flow.reads(index) if value not in of_arguments]
-        outputs = self.program.equations[index].outputs
-        if len(operands) != 1 or len(outputs) != 1:
-            return None
-        before, after = (self.program.types[value] for value in (operands[0], outputs[0]))
-        if (before.size, before.dtype) != (after.size, after.dtype):
-            return None
-        if self.flow.costs[index].fusion is not costs.Fusion.FUSIBLE:
-            return None
-        return None if operands[0] in self.flow.derivative_reads(index) else operands[0]
-
-    def _of_arguments(self) -> set[int]:
-        """The values that are computed elementwise from arguments alone, as a bias is."""
-        found: set[int] = set()
-        for index, equation in enumerate(self.program.equations):
-            fusible = self.flow.costs[index].fusion is costs.Fusion.FUSIBLE
-            if fusible and found.issuperset(self.flow.reads(index)):
-                found.update(equation.outputs)
-        return found
-
     def _bytes(self, value: int) -> int:
         """Bytes of a value where it is stored."""
         kind = self.program.types[value]
-        if value in self.narrow:
-            kind = dataclasses.replace(kind, dtype=_OPERAND_DTYPE)
+        if value in self.rounded:
+            kind = dataclasses.replace(kind, dtype=tpu_fusion.OPERAND_DTYPE)
         return self._stored_bytes(value, kind) * (2 if value in self.divided else 1)
 
     def _named_bytes(self, value: int) -> int:
@@ -338,7 +263,7 @@ class _Builder:
         forced -= self.completed.keys()
         forced.update(self.completed.values())
         # One array of half the width for several products is less than what it is made of.
-        forced.update(value for value, readers in self.narrow.items() if readers > 1)
+        forced.update(value for value, readers in self.rounded.items() if readers > 1)
         forced.update(
             self.flow.source[value]
             for value in self.program.output_values
@@ -709,15 +634,6 @@ def _hands_on(
                     pending.append(read)
     return any(
         cotangent_bytes[read] == size and read not in reduced for read in predecessors[vertex]
-    )
-
-
-def _reads_rounded(operation: Operation) -> bool:
-    """Whether the operation is a product at JAX's default precision."""
-    precision = operation.params.get("precision")
-    sides = precision if isinstance(precision, tuple) else (precision,)
-    return operation.primitive in PRODUCTS and all(
-        side is None or str(side).endswith("DEFAULT") for side in sides
     )
 
 

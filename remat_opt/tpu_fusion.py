@@ -1,0 +1,116 @@
+"""What XLA for TPU stores of what its products read (``Device.fuses_into_products``).
+
+Its products read float32 operands as bfloat16, unless the program asks for more precision. So what
+only they read is rounded before it is stored, and by the product's own kernel where another product
+makes it: the queries of attention, with their bias and scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from remat_opt import costs
+from remat_opt.dataflow import Dataflow
+from remat_opt.operation import Operation
+from remat_opt.products import PRODUCTS
+
+#: What products round float32 operands to.
+OPERAND_DTYPE = "bfloat16"
+
+
+def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
+    """The float32 values that are stored as bfloat16, with how many products read them.
+
+    Nothing else reads them, forward or backward: such is the result of a pooling in front of a
+    convolution.
+
+    Args:
+      flow: of the program.
+      outputs: its output values, aliases resolved.
+    """
+    readers: dict[int, int] = {}
+    others = set(outputs)
+    for index, equation in enumerate(flow.program.equations):
+        if flow.is_alias(index):
+            continue
+        if _rounds(equation.operation):
+            for value in flow.reads(index):
+                readers[value] = readers.get(value, 0) + 1
+        else:
+            others.update(flow.reads(index))
+        derivative = flow.linearization.derivatives.get(index)
+        if derivative is not None:
+            others.update(equation.outputs[position] for position in derivative.outputs)
+    return {
+        value: count
+        for value, count in readers.items()
+        if value not in others and flow.program.types[value].dtype == "float32"
+    }
+
+
+def completed(flow: Dataflow, outputs: Set[int], rounded: Mapping[int, int]) -> dict[int, int]:
+    """For each product of which only a biased, scaled and rounded form is stored, that form.
+
+    Args:
+      flow: of the program.
+      outputs: its output values, aliases resolved.
+      rounded: as the function of that name finds them.
+
+    Returns:
+      For what such a product writes the value that is stored in its place.
+    """
+    if not rounded:
+        return {}
+    readers: dict[int, list[int]] = {}
+    for index in range(len(flow.program.equations)):
+        if not flow.is_alias(index):
+            for value in flow.reads(index):
+                readers.setdefault(value, []).append(index)
+    of_arguments = _of_arguments(flow)
+    found = {}
+    for equation in flow.program.equations:
+        if equation.operation.primitive not in PRODUCTS:
+            continue
+        (first,) = equation.outputs
+        last = first
+        while last not in rounded and last not in outputs and len(readers.get(last, ())) == 1:
+            (reader,) = readers[last]
+            if _only_operand(flow, reader, of_arguments) != last:
+                break
+            (last,) = flow.program.equations[reader].outputs
+        if last != first and rounded.get(last) == 1:
+            found[first] = last
+    return found
+
+
+def _rounds(operation: Operation) -> bool:
+    """Whether the operation is a product at JAX's default precision."""
+    precision = operation.params.get("precision")
+    sides = precision if isinstance(precision, tuple) else (precision,)
+    return operation.primitive in PRODUCTS and all(
+        side is None or str(side).endswith("DEFAULT") for side in sides
+    )
+
+
+def _only_operand(flow: Dataflow, index: int, of_arguments: Set[int]) -> int | None:
+    """What a bias or a scale is applied to, if the derivative does not read it."""
+    operands = [value for value in flow.reads(index) if value not in of_arguments]
+    outputs = flow.program.equations[index].outputs
+    if len(operands) != 1 or len(outputs) != 1:
+        return None
+    before, after = (flow.program.types[value] for value in (operands[0], outputs[0]))
+    if (before.size, before.dtype) != (after.size, after.dtype):
+        return None
+    if flow.costs[index].fusion is not costs.Fusion.FUSIBLE:
+        return None
+    return None if operands[0] in flow.derivative_reads(index) else operands[0]
+
+
+def _of_arguments(flow: Dataflow) -> set[int]:
+    """The values that are computed elementwise from arguments alone, as a bias is."""
+    found: set[int] = set()
+    for index, equation in enumerate(flow.program.equations):
+        fusible = flow.costs[index].fusion is costs.Fusion.FUSIBLE
+        if fusible and found.issuperset(flow.reads(index)):
+            found.update(equation.outputs)
+    return found
