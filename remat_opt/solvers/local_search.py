@@ -79,9 +79,6 @@ _VALUES, _BOUNDARIES = 2, 2
 _IN_TURN = 6
 #: Values smaller than this share of the peak are not worth a move.
 _SMALL_SHARE = 1 / 4096
-#: Of a large graph, plans whose peaks differ by less than this share of the highest are one: the
-#: compiler's order of execution moves a peak by more.
-_STEP_SHARE = 1 / 1000
 #: Vertices count as alike if they are so up to those so many edges before them.
 _AROUND = 3
 
@@ -94,8 +91,8 @@ def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
       schedules: where to start; the better, the better.
 
     Returns:
-      By ascending peak, what no other beats in both memory and recomputation; of equals, and of
-      a large graph of those that are nearly so, one. Then those of the given that are passed over.
+      By ascending peak, what no other beats in both memory and recomputation; of equals the one
+      with the fewest regions. Then those of the given that are passed over.
     """
     known = ChainFigures(graph)
     count = len(graph)
@@ -122,23 +119,10 @@ def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
     before = dict(zip(given.keys(), taken, strict=True))
     alike = known.same_residuals(given, settled)
     passed_over += [schedule for schedule, same in zip(taken, alike, strict=True) if not same]
-    best = pool.front()
-    if not small:
-        best = _apart(best, pool.figures.peak_bytes)
     return [
-        before.get(pool.keys[number]) or schedule_of(graph, pool.chains, number) for number in best
+        before.get(pool.keys[number]) or schedule_of(graph, pool.chains, number)
+        for number in pool.front()
     ] + passed_over
-
-
-def _apart(found: Sequence[int], peak_bytes: np.ndarray) -> list[int]:
-    """Of chains by ascending peak those that are a step apart; the first and the last stay."""
-    first, *others = found
-    step = _STEP_SHARE * peak_bytes[found[-1]]
-    kept: list[int] = []
-    for number in reversed(others):
-        if not kept or peak_bytes[kept[-1]] - peak_bytes[number] >= step:
-            kept.append(number)
-    return [first, *reversed(kept)]
 
 
 def _search(pool: _Pool, moves: _AllMoves | _FewMoves, left: int, *, rounds: int) -> None:
