@@ -282,16 +282,12 @@ def rows(
             found.append(row)
             yield row
 
-    def dominated(default: dict[str, Any]) -> bool:
-        ours = [row for row in found if row["kind"] == "ours" and "error" not in row]
-        return any(gain(row, default, of.forward_flops) for row in ours)
-
     yield from taken("least memory", objective_of(overhead="flops"))
     for default in compiled_defaults:
         budget = objective_of(budget=default["temporary_bytes"], overhead="flops")
         yield from taken(f"within {default['label']}", budget)
     for default in compiled_defaults:
-        if not dominated(default):
+        if default["label"] in summary(found, of.forward_flops)["not_dominated"]:
             label = f"FLOPs of {default['label']}"
             yield from taken(label, plans.for_flops(default["recomputed_flops"]))
     yield {

@@ -406,15 +406,16 @@ def _multiplied_again(
       outputs, where a later one does.
     """
     arguments = summed.intersection(program.arguments)
-    products = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]
+    order = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]
     to_inputs: dict[int, frozenset[int]] = {}
     to_outputs: dict[int, frozenset[int]] = {}
-    for order, found in ((products, to_inputs), (products[::-1], to_outputs)):
+    # A product is tied by its inputs if all of them have a cotangent, else by its outputs.
+    for indices, all_summed, found in ((order, True, to_inputs), (order[::-1], False, to_outputs)):
         seen: set[int] = set()
-        for index in order:
+        for index in indices:
             values = set(program.equations[index].value_inputs)
             read = arguments.intersection(values)
-            if not seen.isdisjoint(read) and (order is products) == summed.issuperset(values):
+            if not seen.isdisjoint(read) and summed.issuperset(values) is all_summed:
                 found[index] = read & seen
             seen |= read
     return to_inputs, to_outputs
