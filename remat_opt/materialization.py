@@ -32,6 +32,7 @@ from remat_opt import (
     pooling_gradients,
     products,
     row_gathers,
+    softmax,
     tpu_fusion,
     weight_gradients,
 )
@@ -199,10 +200,13 @@ class _Builder:
         self.rounded: dict[int, int] = {}
         self.completed: dict[int, int] = {}
         self.matrix_axes: dict[int, Axes] = {}
+        # Of each softmax that is rounded the exponentials, and the weights that come of them.
+        self.weights_of: dict[int, int] = {}
         if device.fuses_into_products:
             self.rounded = tpu_fusion.rounded(self.flow, self.outputs)
             self.completed = tpu_fusion.completed(self.flow, self.outputs, self.rounded)
             self.matrix_axes = matrix_axes(program)
+            self.weights_of = {one.exponentials: one.weights for one in softmax.rounded(program)}
         self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
@@ -238,8 +242,14 @@ class _Builder:
                         yield vertex, vertex_of[value]
 
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
-        """Bytes of the gradients with respect to some values: products write them in full."""
-        return sum(self._stored_bytes(value, self.program.types[value]) for value in values)
+        """Bytes of the gradients with respect to some values: products write them in full.
+
+        That of exponentials is written as that of their weights.
+        """
+        types = self.program.types
+        return sum(
+            self._stored_bytes(value, types[self.weights_of.get(value, value)]) for value in values
+        )
 
     def _product(self, index: int) -> bool:
         """Whether the equation computes elementwise operands as it reads them."""
@@ -260,6 +270,7 @@ class _Builder:
             forced |= cpu_fusion.read_by_sums(self.flow) | cpu_fusion.dear(self.flow)
         for index in self.stored_sums:
             forced.update(self.program.equations[index].outputs)
+        forced.update(self.weights_of)
         forced -= self.completed.keys()
         forced.update(self.completed.values())
         # One array of half the width for several products is less than what it is made of.
@@ -459,10 +470,10 @@ class _Builder:
             fields["internal_bytes"].append(internal_bytes + places_bytes)
             fields["pinned"].append(equation.effects or root in found_places)
         fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
-        for vertex in self._overwritten(roots, fields["predecessors"], fields["needs"]):
-            # It is there until its own step, first as the value, then as its cotangent.
+        fused |= self._overwritten(roots, fields["predecessors"], fields["needs"])
+        for vertex in _read_by_readers(fused, fields["predecessors"], fields["needs"]):
+            # It is there until its own step, as the value, as its cotangent or in its place.
             fields["needs"][vertex] = tuple(sorted({*fields["needs"][vertex], vertex}))
-            fused.add(vertex)
         fields["cotangent_bytes"] = [
             0 if vertex in fused else self._cotangent_bytes(active)
             for vertex, active in enumerate(active_values)
@@ -539,11 +550,17 @@ class _Builder:
 
         Where products compute their operands as they read them, a cotangent that comes out of
         reductions alone (a small array, broadcast, times what is stored) needs no buffer: so
-        the one of a cross-entropy's logits. What a product writes does.
+        the one of a cross-entropy's logits. What a product writes does. That of scores is computed
+        from that of their exponentials (``softmax``).
         """
         if not self.device.fuses_into_products:
             return set()
         successors = _readers(predecessors)
+        exponentials = {
+            vertex
+            for vertex, values in enumerate(active_values)
+            if not self.weights_of.keys().isdisjoint(values)
+        }
         kinds = [self.flow.costs[root].fusion for root in roots]
         fused: set[int] = set()
         for vertex in reversed(range(len(roots))):
@@ -553,7 +570,10 @@ class _Builder:
                 and readers
                 and all(
                     kinds[reader] is costs.Fusion.REDUCTION
-                    or (kinds[reader] is costs.Fusion.FUSIBLE and reader in fused)
+                    or (
+                        kinds[reader] is costs.Fusion.FUSIBLE
+                        and (reader in fused or reader in exponentials)
+                    )
                     for reader in readers
                 )
             ):
@@ -565,7 +585,7 @@ class _Builder:
         roots: list[int],
         predecessors: list[tuple[int, ...]],
         needs: list[tuple[int, ...]],
-    ) -> list[int]:
+    ) -> set[int]:
         """The vertices whose cotangent is computed in the place of their value.
 
         Such are logits: one kernel reads them, last of all, and writes their cotangent. That is so
@@ -573,10 +593,10 @@ class _Builder:
         (``row_gathers``), and the derivative of one of them needs it.
         """
         if not self.device.overwrites_values:
-            return []
+            return set()
         readers = _readers(predecessors)
         equations = [self.program.equations[root] for root in roots]
-        return [
+        return {
             vertex
             for vertex, equation in enumerate(equations)
             if equation.operation.primitive in PRODUCTS
@@ -587,7 +607,7 @@ class _Builder:
                 for reader in readers[vertex]
             )
             and any(vertex in needs[reader] for reader in readers[vertex])
-        ]
+        }
 
     def _cone(self, root: int, materialized: set[int]) -> list[int]:
         """The root equation and the fused equations behind it, in program order."""
@@ -612,6 +632,20 @@ def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
         for predecessor in read:
             found[predecessor].append(vertex)
     return found
+
+
+def _read_by_readers(
+    vertices: Set[int],
+    predecessors: Sequence[tuple[int, ...]],
+    needs: Sequence[tuple[int, ...]],
+) -> set[int]:
+    """Those of the vertices whose readers' derivatives need them."""
+    return {
+        read
+        for vertex, values in enumerate(predecessors)
+        for read in values
+        if read in vertices and read in needs[vertex]
+    }
 
 
 def _hands_on(
