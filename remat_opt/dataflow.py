@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat_opt import costs
 from remat_opt.linearization import Linearization
-from remat_opt.program import Program
+from remat_opt.program import Equation, Program
 
 #: Equations whose result has the bytes of their operand, and no kernel of its own.
 ALIASES = frozenset(
@@ -29,6 +29,7 @@ class Dataflow:
         self.costs = [costs.cost(equation.operation) for equation in program.equations]
         self.maker = program.makers()
         self.source = self._aliases()
+        self._reads = [self._distinct(equation) for equation in program.equations]
 
     def _aliases(self) -> dict[int, int]:
         source: dict[int, int] = {}
@@ -42,12 +43,13 @@ class Dataflow:
                     source[result] = source[operand]
         return source
 
-    def reads(self, index: int) -> list[int]:
+    def _distinct(self, equation: Equation) -> tuple[int, ...]:
+        found = dict.fromkeys(self.source[value] for value in equation.value_inputs)
+        return tuple(value for value in found if value in self.maker)
+
+    def reads(self, index: int) -> tuple[int, ...]:
         """The distinct computed values an equation reads, aliases resolved."""
-        found = dict.fromkeys(
-            self.source[value] for value in self.program.equations[index].value_inputs
-        )
-        return [value for value in found if value in self.maker]
+        return self._reads[index]
 
     def derivative_reads(self, index: int) -> set[int]:
         """The values that an equation's backward step reads, aliases resolved."""

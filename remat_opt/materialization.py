@@ -72,6 +72,8 @@ class Materialization:
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       named_bytes: for some vertices what they take where a checkpoint keeps them by name, if that
         is not what they take otherwise. Searches do not see it, predictions do.
+      handed_in_bytes: for vertices whose cotangent is no array, as products compute it when they
+        read it, what it takes where it has to be handed in to a checkpoint. Searches do not see it.
       held: what the compiler holds beside the graph.
       transposed: pairs of a vertex and of one that it reads, of which the compiler makes another
         array, for the backward step of the first, as soon as it is there.
@@ -85,6 +87,7 @@ class Materialization:
     labels: tuple[str, ...]
     estimated_flops_share: float
     named_bytes: dict[int, int]
+    handed_in_bytes: dict[int, int]
     held: tuple[Held, ...]
     transposed: tuple[tuple[int, int], ...]
     shared_weights: tuple[SharedWeight, ...]
@@ -105,11 +108,25 @@ class Materialization:
         sizes = list(self.graph.bytes)
         for vertex in self.named_bytes.keys() & set(_kept_by_name(schedule.regions)):
             sizes[vertex] = self.named_bytes[vertex]
+        cotangents = list(self.graph.cotangent_bytes)
+        for vertex in self._handed_in(schedule):
+            cotangents[vertex] = self.handed_in_bytes[vertex]
         return dataclasses.replace(
             self.graph,
             bytes=tuple(sizes),
+            cotangent_bytes=tuple(cotangents),
             workspace_bytes=self._workspaces(self.sums_bytes(schedule)),
         )
+
+    def _handed_in(self, schedule: Schedule) -> Iterator[int]:
+        """The vertices whose cotangent comes from outside a checkpoint that they are under."""
+        if not self.handed_in_bytes:
+            return
+        checkpoints = dict(_checkpoints(schedule.regions))
+        readers = _readers(self.graph.predecessors)
+        for vertex in self.handed_in_bytes:
+            if any(not checkpoints[vertex] <= checkpoints[reader] for reader in readers[vertex]):
+                yield vertex
 
     def sums_bytes(self, schedule: Schedule) -> np.ndarray:
         """What sums of weights' gradients take in each vertex's backward step."""
@@ -124,7 +141,7 @@ class Materialization:
     @property
     def depends_on_schedule(self) -> bool:
         """Whether ``graph_of`` tells schedules apart."""
-        return bool(self.named_bytes or self.shared_weights)
+        return bool(self.named_bytes or self.handed_in_bytes or self.shared_weights)
 
     def held_bytes(self, schedule: Schedule, cause: Cause | None = None) -> int:
         """Bytes that the compiler holds beside the graph for a plan; of one cause, if given."""
@@ -174,6 +191,21 @@ def _kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
             yield from _kept_by_name(region.inside)
 
 
+def _checkpoints(
+    regions: Sequence[Region],
+    around: Set[tuple[int, ...]] = frozenset(),
+    path: tuple[int, ...] = (),
+) -> Iterator[tuple[int, Set[tuple[int, ...]]]]:
+    """Each vertex with the checkpoints round it, each named by its place in the nest."""
+    for number, region in enumerate(regions):
+        place = (*path, number)
+        inside = {*around, place} if region.checkpointed else around
+        if region.inside:
+            yield from _checkpoints(region.inside, inside, place)
+        else:
+            yield from ((vertex, inside) for vertex in region.vertices)
+
+
 def materialize(program: Program, linearization: Linearization, device: Device) -> Materialization:
     """Builds the graph of materialised values.
 
@@ -215,7 +247,7 @@ class _Builder:
         """Bytes of a value where it is stored."""
         kind = self.program.types[value]
         if value in self.rounded:
-            kind = dataclasses.replace(kind, dtype=tpu_fusion.OPERAND_DTYPE)
+            kind = tpu_fusion.as_operand(kind)
         return self._stored_bytes(value, kind) * (2 if value in self.divided else 1)
 
     def _named_bytes(self, value: int) -> int:
@@ -249,6 +281,13 @@ class _Builder:
         types = self.program.types
         return sum(
             self._stored_bytes(value, types[self.weights_of.get(value, value)]) for value in values
+        )
+
+    def _handed_in_bytes(self, index: int) -> int:
+        """Bytes of the gradient with respect to a product, as products read it."""
+        return sum(
+            self._stored_bytes(value, tpu_fusion.as_operand(self.program.types[value]))
+            for value in self.program.equations[index].outputs
         )
 
     def _product(self, index: int) -> bool:
@@ -470,6 +509,7 @@ class _Builder:
             fields["internal_bytes"].append(internal_bytes + places_bytes)
             fields["pinned"].append(equation.effects or root in found_places)
         fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
+        computed = {vertex for vertex in fused if self._product(roots[vertex])}
         fused |= self._overwritten(roots, fields["predecessors"], fields["needs"])
         for vertex in _read_by_readers(fused, fields["predecessors"], fields["needs"]):
             # It is there until its own step, as the value, as its cotangent or in its place.
@@ -522,6 +562,7 @@ class _Builder:
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
             named_bytes=named_bytes,
+            handed_in_bytes={vertex: self._handed_in_bytes(roots[vertex]) for vertex in computed},
             held=tuple(
                 one
                 for kind in (pooling_gradients, row_gathers)

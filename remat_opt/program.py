@@ -40,6 +40,7 @@ class Equation:
       module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
       jax_equation: JAX's own equation, for running it again.
       name_stack: JAX's own name stack, for running it again.
+      value_inputs: the numbers of the values among ``inputs``, in order.
     """
 
     operation: Operation
@@ -50,6 +51,11 @@ class Equation:
     module: str
     jax_equation: Any
     name_stack: Any
+    value_inputs: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        read = tuple(atom for atom in self.inputs if isinstance(atom, int))
+        object.__setattr__(self, "value_inputs", read)
 
     @property
     def derivative_reads_kept(self) -> bool:
@@ -64,11 +70,6 @@ class Equation:
         return not self.operation.bodies and all(
             kind.dtype.startswith(("float", "bfloat")) for kind in kinds
         )
-
-    @property
-    def value_inputs(self) -> tuple[int, ...]:
-        """The numbers of the values it reads, in order, without literals."""
-        return tuple(atom for atom in self.inputs if isinstance(atom, int))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

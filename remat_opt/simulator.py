@@ -125,6 +125,11 @@ def _demand(graph: Graph, regions: Sequence[Region]) -> Demand:
     recomputed: list[frozenset[int]] = []
     insides: list[Demand | None] = []
     for region in regions:
+        if not region.checkpointed:
+            stored.update(*(graph.needs[vertex] for vertex in region.vertices))
+            recomputed.append(frozenset())
+            insides.append(None)
+            continue
         own = set(region.vertices)
         kept = set(region.kept)
         again: set[int] = set()
@@ -142,7 +147,7 @@ def _demand(graph: Graph, regions: Sequence[Region]) -> Demand:
             vertex = pending.pop()
             if vertex in stored and (vertex not in own or vertex in kept):
                 continue
-            if not region.checkpointed or vertex in kept or vertex not in own:
+            if vertex in kept or vertex not in own:
                 stored.add(vertex)
             elif vertex not in again:
                 again.add(vertex)
@@ -153,9 +158,7 @@ def _demand(graph: Graph, regions: Sequence[Region]) -> Demand:
 
 
 def _with_internals(graph: Graph, region: Region) -> list[int]:
-    """The vertices that a region's own recomputation must run for residuals without a name."""
-    if not region.checkpointed:
-        return []
+    """The vertices that a checkpointed region must run again for residuals without a name."""
     parts = region.inside or (region,)
     return [
         vertex

@@ -7,15 +7,18 @@ makes it: the queries of attention, with their bias and scale.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Set
 
 from remat_opt import costs
 from remat_opt.dataflow import Dataflow
-from remat_opt.operation import Operation
+from remat_opt.operation import ArrayType, Operation
 from remat_opt.products import PRODUCTS
 
-#: What products round float32 operands to.
-OPERAND_DTYPE = "bfloat16"
+
+def as_operand(kind: ArrayType) -> ArrayType:
+    """What an array is stored as where only products read it, at JAX's default precision."""
+    return dataclasses.replace(kind, dtype="bfloat16") if kind.dtype == "float32" else kind
 
 
 def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from remat_opt.program import Program
 from remat_opt.solvers.base import Candidate, pareto
 from remat_opt.tracing import is_inexact
 from remat_opt.units import format_bytes
+
+_T = TypeVar("_T")
 
 #: Plans that are compiled for a budget before giving up.
 MOST_FOR_BUDGET = 6
@@ -144,16 +146,22 @@ def _within(
     budget_bytes: int,
     compiled: Callable[[Plan], Measurement],
 ) -> Plan:
-    """Searches between the last plan that was too large and the first that fits."""
+    """Searches between the last plan that was too large and the first that fits.
+
+    What is compiled falls with what is predicted, mostly. Where the smallest that is predicted does
+    not fit either, some that lie between it and the first are tried, as many as are left.
+    """
     measure = objective.overhead
     # By falling peak, so with rising overhead.
     front = pareto(list(problem.candidates), measure)[::-1]
     trials = _Trials(problem, objective, compiled)
     best: Plan | None = None
+    tried: set[int] = set()
     # Where nothing is predicted to fit, that is an error.
     first = planning.solve(problem, objective)
     too_large, number, fits = -1, _first_within(front, first.peak_bytes), len(front)
     while too_large < number < fits and trials.count < MOST_FOR_BUDGET:
+        tried.add(number)
         predicted_bytes = front[number].peak_bytes
         plan = trials.plan(front[number])
         # The model is off by this much here; what it says of other plans is read accordingly.
@@ -169,6 +177,13 @@ def _within(
         if number < fits < len(front):
             least_gain = _LEAST_GAIN * front[fits].overhead(measure)
             if front[fits].overhead(measure) - front[number].overhead(measure) < least_gain:
+                break
+    if best is None:
+        between = [n for n in range(min(tried), max(tried)) if n not in tried]
+        for number in _spread(between, MOST_FOR_BUDGET - trials.count):
+            plan = trials.plan(front[number])
+            if plan is not None and _temporary_bytes(plan) <= budget_bytes:
+                best = plan
                 break
     if best is not None:
         return _noted(best, trials.plans, f"a budget of {format_bytes(budget_bytes)}")
@@ -203,7 +218,7 @@ def _least(problem: Problem, objective: Objective, compiled: Callable[[Plan], Me
         and first.peak_bytes <= one.peak_bytes <= first.peak_bytes * _NEAR
     ]
     trials = _Trials(problem, objective, compiled)
-    for one in _spread([first, *(one for one in near if one != first)]):
+    for one in _spread([first, *(one for one in near if one != first)], MOST_FOR_LEAST):
         trials.plan(one)
     trials.raise_if_all_refused()
     best = min(
@@ -248,11 +263,11 @@ class _Trials:
             raise self._refused[-1]
 
 
-def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first, the last, and what lies evenly between."""
-    count = min(MOST_FOR_LEAST, len(candidates))
-    places = [round(n * (len(candidates) - 1) / max(1, count - 1)) for n in range(count)]
-    return [candidates[place] for place in dict.fromkeys(places)]
+def _spread(items: Sequence[_T], most: int) -> list[_T]:
+    """At most so many: the first, the last, and what lies evenly between."""
+    count = min(most, len(items))
+    places = [round(n * (len(items) - 1) / max(1, count - 1)) for n in range(count)]
+    return [items[place] for place in dict.fromkeys(places)]
 
 
 def _temporary_bytes(plan: Plan) -> int:

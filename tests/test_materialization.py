@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -216,12 +217,30 @@ def test_a_bias_gradient_is_summed_beside_the_cotangent_on_nvidia() -> None:
         assert graph.in_place[names(graph).index("tanh")] is expected
 
 
-def test_logits_are_overwritten_by_their_cotangent_on_nvidia() -> None:
-    def cross_entropy(w, x):
-        logits = x @ w
-        picked = jnp.take_along_axis(logits, jnp.arange(x.shape[0])[:, None] % 4, axis=-1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked[:, 0])
+def cross_entropy(w: jax.Array, x: jax.Array) -> jax.Array:
+    logits = x @ w
+    picked = jnp.take_along_axis(logits, jnp.arange(x.shape[0])[:, None] % 4, axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked[:, 0])
 
+
+def test_a_cotangent_computed_by_products_is_an_array_where_it_enters_a_checkpoint() -> None:
+    _, found, graph = graph_of(cross_entropy, W, X, device="v5e")
+    logits = names(graph).index("dot_general")
+    before, after = tuple(range(logits + 1)), tuple(range(logits + 1, len(graph)))
+    product, rest = Region(vertices=before, kept=(logits,)), Region(vertices=after)
+    for regions, enters in (
+        ([product, dataclasses.replace(rest, checkpointed=False)], True),
+        ([product, rest], True),
+        ([Region(vertices=before + after, inside=(product, rest))], True),
+        ([Region(vertices=before + after)], False),
+        ([Region(vertices=before, checkpointed=False), rest], False),
+    ):
+        planned = found.graph_of(Schedule(regions=tuple(regions)))
+        assert (planned.cotangent_bytes[logits] > 0) is enters
+        assert planned.cotangent_bytes[logits] <= graph.bytes[logits]
+
+
+def test_logits_are_overwritten_by_their_cotangent_on_nvidia() -> None:
     size = X.shape[0] * W.shape[1] * 4
     for device, overwritten in (("h200", True), ("cpu", False), ("v5e", False)):
         _, found, graph = graph_of(cross_entropy, W, X, device=device)

@@ -130,6 +130,20 @@ def test_what_the_compiler_refuses_is_passed_over(problem: planning.Problem) -> 
             verification.choose(problem, asked, refuses(0))
 
 
+def test_where_the_smallest_predicted_does_not_fit_others_are_tried(
+    problem: planning.Problem,
+) -> None:
+    budget = half(problem)
+    sizes = sorted(one.peak_bytes for one in problem.candidates if one.peak_bytes <= budget)
+    # Too large is what is predicted smallest, and largest; what lies between fits.
+    compiler = Compiler(lambda predicted: 3.0 if sizes[1] < predicted < sizes[-1] else 3e9)
+    plan = verification.choose(problem, Objective(budget_bytes=budget), compiler)
+    assert plan.measured is not None
+    assert plan.measured.temporary_bytes == 3
+    assert sizes[1] < plan.predicted.temporary_bytes < sizes[-1]
+    assert len(set(compiler.given)) == len(compiler.given) <= verification.MOST_FOR_BUDGET
+
+
 def test_what_never_fits_is_an_error(problem: planning.Problem) -> None:
     compiler = Compiler(lambda predicted: problem.unchanged.peak_bytes)
     with pytest.raises(BudgetError) as caught:

@@ -324,14 +324,14 @@ def schedule_of(graph: Graph, chains: Chains, number: int) -> Schedule:
 def _chain(starts: np.ndarray, drops: np.ndarray, level: int, begin: int, end: int) -> list[Region]:
     if level == LEVELS:
         return [Region(vertices=tuple(range(begin, end)), checkpointed=False)]
-    edges = [begin, *(v for v in range(begin + 1, end) if starts[level, v]), end]
+    edges = [begin, *(begin + 1 + np.flatnonzero(starts[level, begin + 1 : end])).tolist(), end]
     regions: list[Region] = []
     for first, stop in itertools.pairwise(edges):
         inside = _chain(starts, drops, level + 1, first, stop)
         if not drops[level, first:stop].any():
             regions += inside
             continue
-        kept = tuple(v for v in range(first, stop) if not drops[level, v])
+        kept = tuple((first + np.flatnonzero(~drops[level, first:stop])).tolist())
         single = len(inside) == 1 and not inside[0].checkpointed
         regions.append(
             Region(
