@@ -95,7 +95,7 @@ from remat_opt.solvers.link_figures import Run, measure
 
 #: Into how many slots a budget is divided where its bytes have no common measure as coarse.
 SLOTS = 500
-#: A budget's table is refused beyond this number of entries (8 bytes each).
+#: A budget's table is refused beyond this number of entries (12 bytes each).
 MOST_ENTRIES = 30_000_000
 #: Nests of checkpoints deeper than this are refused: with some 50 within one another, JAX's own
 #: transforms reach Python's limit on recursion.
@@ -388,6 +388,10 @@ class _Chain:
             seconds[:, 1:] = np.where(forward, 0.0, again)
         return needed, held, seconds
 
+    def held_bytes(self, i: int, stop: int) -> np.ndarray:
+        """Bytes held once link i is saved (stop 0), or run up to a stop, as an array of one."""
+        return self._states[stop - 1 : stop] if stop else self._held[i : i + 1]
+
     def stops(self, j: np.ndarray, length: int) -> np.ndarray:
         """The stop k of each choice from 1 on, [j, choice - 1]."""
         return j[:, None] - np.arange(length)
@@ -428,21 +432,22 @@ class _Table:
 
     def __init__(self, chain: _Chain, slot: int, slots: int, *, up: bool) -> None:
         self.chain, self._slot, self._up = chain, slot, up
-        self._chosen: dict[tuple[int, int, int], tuple[int, int]] = {}
         levels = np.arange(slots + 1)
         # The last column is what memory below 0 leads to.
         self.least = np.full((len(chain), len(chain), slots + 2), np.inf)
+        # 0 to save, or for which choice of a stop.
+        self._choice = np.zeros((len(chain), len(chain), slots + 1), dtype=np.int32)
         for length in range(len(chain)):
             i = np.arange(len(chain) - length)
-            self.least[i, i + length, :-1] = self._costs(i, length, levels)[0].min(axis=1)
+            costs = self._costs(i, length, levels)
+            self.least[i, i + length, :-1] = costs.min(axis=1)
+            self._choice[i, i + length] = costs.argmin(axis=1)
 
     def _in_slots(self, bytes_: np.ndarray) -> np.ndarray:
         return -(-bytes_ // self._slot) if self._up else bytes_ // self._slot
 
-    def _costs(
-        self, i: np.ndarray, length: int, levels: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The cost of every choice at the levels, [i, choice, level], and the slots it holds."""
+    def _costs(self, i: np.ndarray, length: int, levels: np.ndarray) -> np.ndarray:
+        """The cost of every choice at the levels, [i, choice, level]."""
         needed, held, seconds = self.chain.choices(i, length)
         needed, held = self._in_slots(needed), self._in_slots(held)
         costs = seconds[:, :, None] + np.zeros(len(levels))
@@ -454,16 +459,13 @@ class _Table:
             costs += self.least[then[:, :, None], j[:, :, None], left]
             costs[:, 1:] += self.least[i[:, None], stops - 1][:, :, levels]
         costs[levels < needed[:, :, None]] = np.inf
-        return costs, held
+        return costs
 
     def choose(self, i: int, j: int, level: int) -> tuple[int, int]:
         """The best choice with so much memory: 0 to save, or k; and the level left after it."""
-        if (i, j, level) not in self._chosen:
-            costs, held = self._costs(np.array([i]), j - i, np.array([level]))
-            choice = int(np.argmin(costs[0, :, 0]))
-            stop = j + 1 - choice if choice else 0
-            self._chosen[i, j, level] = stop, level - int(held[0, choice])
-        return self._chosen[i, j, level]
+        choice = int(self._choice[i, j, level])
+        stop = j + 1 - choice if choice else 0
+        return stop, level - self._in_slots(self.chain.held_bytes(i, stop)).item()
 
 
 def _parts(
