@@ -1,11 +1,13 @@
-"""How large a heap must be that holds arrays with given lives, as XLA lays it out.
+"""How large a heap must be that holds arrays with given lives, as XLA for TPU lays it out.
 
 What is alive at once is a lower bound. Arrays do not move, and between two that stay there may be a
 hole that the next one does not fit.
 
-Method. XLA knows all lives when it compiles, so it can place the arrays in any order. It takes them
-by falling size, and puts each into the tightest hole that is free for as long as it lives, else on
-top; then again by falling length of life; and keeps the smaller heap. So does this file.
+Method. While memory is plentiful, arrays are placed in the order in which the program makes them:
+each into the tightest hole that is free for as long as it lives, else on top. With the lives of the
+arrays of compiled programs this gives their heaps, to 0.1 MiB, once the signals of copies are added
+(``tpu_fusion.copies_bytes``): a GPT as it is 9,800 MiB of 9,065 alive, one of its plans 2,776 of
+2,730, a plan of ViT-B/16 3,956 of 3,854.
 
 Why not a ready-made tool: the answer is to be the compiler's, not the best one.
 
@@ -13,9 +15,8 @@ Complexity: O(n^2) for n arrays, in numpy. Arrays too small to leave holes that 
 placed; the most bytes of them alive at once are added.
 
 Guarantee: at least what is alive at once. The compiler's own order of steps differs from the
-replay's, and with it the holes, so its heap is near this one but not equal.
-
-Reference: XLA, ``GlobalDecreasingSizeBestFitHeap`` and ``ChooseBestHeapAlgorithm``.
+replay's, and with it the holes, so its heap is near this one but not equal. Where little memory is
+left, the compiler packs tighter than this.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from remat_opt.spans import Spans
 
 #: Arrays smaller than this share of what is alive at once are not placed one by one.
 _SMALL_SHARE = 1 / 256
-#: A heap that exceeds what is alive by less than this share is not tried to be made smaller.
-_TIGHT_SHARE = 1 / 256
 
 
 def heap_bytes(arrays: Spans) -> int:
@@ -38,13 +37,8 @@ def heap_bytes(arrays: Spans) -> int:
     small = arrays.bytes < least * _SMALL_SHARE
     beside_bytes = _chosen(arrays, small).peak_bytes if small.any() else 0
     placed = _chosen(arrays, ~small)
-    length = placed.last - placed.first
-    by_size = np.lexsort((placed.first, -length, -placed.bytes))
-    by_life = np.lexsort((placed.first, -placed.bytes, -length))
-    found = _best_fit(_chosen(placed, by_size)) + beside_bytes
-    if found > least * (1 + _TIGHT_SHARE):
-        found = min(found, _best_fit(_chosen(placed, by_life)) + beside_bytes)
-    return max(least, found)
+    in_order = np.lexsort((-placed.bytes, placed.first))
+    return max(least, _best_fit(_chosen(placed, in_order)) + beside_bytes)
 
 
 def _chosen(arrays: Spans, which: np.ndarray) -> Spans:

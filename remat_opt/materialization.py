@@ -47,6 +47,7 @@ from remat_opt.products import PRODUCTS
 from remat_opt.program import Program
 from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Region, Schedule
+from remat_opt.simulator import demand
 from remat_opt.weight_gradients import SharedWeight
 
 #: A fused value is given a buffer when computing it again in each of several readers would
@@ -74,6 +75,8 @@ class Materialization:
         is not what they take otherwise. Searches do not see it, predictions do.
       handed_in_bytes: for vertices whose cotangent is no array, as products compute it when they
         read it, what it takes where it has to be handed in to a checkpoint. Searches do not see it.
+      copied_products: for each vertex how many products it computes whose arrays a TPU copies to
+        its vector memory and back (``tpu_fusion``).
       held: what the compiler holds beside the graph.
       transposed: pairs of a vertex and of one that it reads, of which the compiler makes another
         array, for the backward step of the first, as soon as it is there.
@@ -88,6 +91,7 @@ class Materialization:
     estimated_flops_share: float
     named_bytes: dict[int, int]
     handed_in_bytes: dict[int, int]
+    copied_products: tuple[int, ...]
     held: tuple[Held, ...]
     transposed: tuple[tuple[int, int], ...]
     shared_weights: tuple[SharedWeight, ...]
@@ -149,7 +153,18 @@ class Materialization:
             one.checkpointed_bytes if self._under_checkpoint(one, schedule) else one.bytes
             for one in self._held(cause)
         )
-        return found if cause else found + self._transposed_bytes(schedule)
+        if cause:
+            return found
+        return found + self._transposed_bytes(schedule) + self._copies_bytes(schedule)
+
+    def _copies_bytes(self, schedule: Schedule) -> int:
+        """Bytes of the signals of copies: for the forward pass, for two gradients, and again."""
+        if not any(self.copied_products):
+            return 0
+        again = demand(self.graph, schedule).all_recomputed()
+        return tpu_fusion.copies_bytes(
+            3 * sum(self.copied_products) + sum(self.copied_products[vertex] for vertex in again)
+        )
 
     def _transposed_bytes(self, schedule: Schedule) -> int:
         """Bytes of what is there twice: transposed, and as it is for regions with a checkpoint."""
@@ -178,7 +193,8 @@ class Materialization:
 
     def unchanged_held_bytes(self, cause: Cause | None = None) -> int:
         """Bytes that it holds beside the graph for the unchanged function."""
-        return sum(one.unchanged_bytes for one in self._held(cause))
+        found = sum(one.unchanged_bytes for one in self._held(cause))
+        return found if cause else found + tpu_fusion.copies_bytes(3 * sum(self.copied_products))
 
     def _held(self, cause: Cause | None) -> list[Held]:
         return [one for one in self.held if cause in (None, one.cause)]
@@ -437,6 +453,7 @@ class _Builder:
         summed_beside: set[int] = set()
         named_bytes: dict[int, int] = {}
         multiplies: set[int] = set()
+        copied_products = [0] * len(roots)
         found_places = {
             self.flow.maker[value]: size
             for value, size in pooling_gradients.places_bytes(program, self.device).items()
@@ -455,6 +472,7 @@ class _Builder:
                 member = program.equations[index]
                 if self._product(index):
                     multiplies.add(vertex)
+                    copied_products[vertex] += tpu_fusion.copied_for(member.operation)
                 flops += self.flow.costs[index].flops
                 estimated += self.flow.costs[index].flops if self.flow.costs[index].estimated else 0
                 for value in {self.flow.source[value] for value in member.value_inputs}:
@@ -562,6 +580,7 @@ class _Builder:
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
             named_bytes=named_bytes,
+            copied_products=tuple(copied_products),
             handed_in_bytes={vertex: self._handed_in_bytes(roots[vertex]) for vertex in computed},
             held=tuple(
                 one

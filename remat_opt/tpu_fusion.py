@@ -3,6 +3,8 @@
 Its products read float32 operands as bfloat16, unless the program asks for more precision. So what
 only they read is rounded before it is stored, and by the product's own kernel where another product
 makes it: the queries of attention, with their bias and scale.
+
+What its kernels read and write is copied to and from vector memory, ahead of time or behind it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,27 @@ from remat_opt import costs
 from remat_opt.dataflow import Dataflow
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.products import PRODUCTS
+
+#: What the signal of one copy takes, for as long as the program runs, and how many copies there
+#: are for each product that is computed, with all that lies between products: 3 in an LSTM, whose
+#: arrays are small, 5 to 9 in a GPT and in ViT-B/16.
+_SIGNAL_BYTES, _COPIES_OF_A_PRODUCT = 16 * 1024, 4
+
+
+#: A product of arrays that are all smaller than this is taken not to be copied for: they stay in
+#: vector memory. (So it was seen to be of programs that fit it altogether.)
+_COPIED_BYTES = 2**20
+
+
+def copied_for(operation: Operation) -> bool:
+    """Whether an operation is a product of arrays that are copied to vector memory and back."""
+    kinds = (*operation.inputs, *operation.outputs)
+    return operation.primitive in PRODUCTS and any(kind.bytes >= _COPIED_BYTES for kind in kinds)
+
+
+def copies_bytes(products: int) -> int:
+    """Bytes of the signals of copies, in a program that computes so many products."""
+    return _SIGNAL_BYTES * _COPIES_OF_A_PRODUCT * products
 
 
 def as_operand(kind: ArrayType) -> ArrayType:

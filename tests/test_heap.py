@@ -28,23 +28,23 @@ def test_arrays_that_meet_lie_beside_one_another() -> None:
 
 
 def test_an_array_takes_the_tightest_hole() -> None:
-    # By size: 8 at 0, 6 at 8, then 5 in the first one's place, which is free again, not on top.
-    assert heap_bytes(arrays((0, 1, 8), (0, 3, 6), (2, 3, 5))) == 14
-
-
-def test_a_hole_that_fits_nothing_is_paid_for() -> None:
-    # 5 and then 4 lie lowest. The 2 in the middle must lie above the 5, and leaves a hole of 1
-    # below it when the 4 and another 2 come: that one goes on top, though 8 are alive at most.
-    found = arrays((0, 2, 5), (4, 6, 4), (2, 4, 2), (4, 6, 2))
-    assert found.peak_bytes == 8
+    # 4 at 0, 1 at 4, 3 at 5, 1 at 8. When 4 and 3 are gone, another 3 comes between the ones, so
+    # that the 4 after it has a place as well.
+    found = arrays((0, 4, 4), (1, 9, 1), (2, 4, 3), (3, 9, 1), (5, 9, 3), (6, 9, 4))
     assert heap_bytes(found) == 9
 
 
-def test_the_smaller_heap_of_both_orders_counts() -> None:
-    # By size it takes 8, by length of life 9.
-    assert heap_bytes(arrays((3, 4, 5), (4, 4, 3), (0, 3, 1))) == 8
-    # By size it takes 10, by length of life 7.
-    assert heap_bytes(arrays((4, 5, 4), (1, 3, 3), (0, 2, 4), (3, 6, 3))) == 7
+def test_an_array_that_outlives_its_neighbours_leaves_a_hole() -> None:
+    # They are placed as they come: the 3 above the 4, where it stays, and then nothing of 5 fits.
+    found = arrays((0, 1, 4), (1, 5, 3), (2, 5, 5))
+    assert found.peak_bytes == 8
+    assert heap_bytes(found) == 12
+
+
+def test_of_arrays_that_come_together_the_largest_is_placed_first() -> None:
+    # Else the 5 would lie above the 2, and the 6 above it.
+    found = arrays((0, 9, 2), (0, 1, 5), (2, 9, 6))
+    assert heap_bytes(found) == 5 + 2 + 6
 
 
 def test_many_small_arrays_count_by_what_is_alive() -> None:

@@ -15,11 +15,13 @@ from jax import lax
 from remat_opt import tracing
 from remat_opt.device import get_device
 from remat_opt.graph import Graph
+from remat_opt.held import Cause
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.program import Program
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import simulate
+from remat_opt.tpu_fusion import copies_bytes
 from remat_opt.tracing import Signature
 
 X = jnp.ones((16, 8))
@@ -143,7 +145,8 @@ def test_zeros_are_shared_with_a_pooling_of_overlapping_windows() -> None:
         loss = pooling_loss(activation, strides)
         _, found, graph = graph_of(loss, KERNEL, IMAGES, device=device)
         for schedule in (plain(graph), whole(graph)):
-            assert (found.held_bytes(schedule), found.unchanged_held_bytes()) == (held, unchanged)
+            assert found.held_bytes(schedule, Cause.POOLING) == held
+            assert found.unchanged_held_bytes(Cause.POOLING) == unchanged
 
 
 def pooled_on_a_cpu(loss, kernels) -> tuple[Materialization, Graph, list[int]]:
@@ -217,6 +220,22 @@ def test_a_bias_gradient_is_summed_beside_the_cotangent_on_nvidia() -> None:
         assert graph.in_place[names(graph).index("tanh")] is expected
 
 
+def test_copies_to_vector_memory_take_room_for_each_product_that_is_computed() -> None:
+    for device in ("h200", "cpu"):
+        _, found, graph = graph_of(two_layers, [W, W], X, device=device)
+        assert found.held_bytes(plain(graph)) == found.unchanged_held_bytes() == 0
+    _, found, graph = graph_of(two_layers, [W, W], X, device="v5e")
+    assert found.held_bytes(plain(graph)) == 0, "all of it stays in vector memory"
+    big = jnp.ones((512, 512))
+    _, found, graph = graph_of(two_layers, [big, big], big, device="v5e")
+    one = copies_bytes(1)
+    assert one > 0
+    # Two products forward, two gradients of each, and the first once more under a checkpoint.
+    assert found.held_bytes(plain(graph)) == found.unchanged_held_bytes() == 6 * one
+    kept = Region(vertices=tuple(range(len(graph))), kept=(1,))
+    assert found.held_bytes(Schedule(regions=(kept,))) == 7 * one
+
+
 def cross_entropy(w: jax.Array, x: jax.Array) -> jax.Array:
     logits = x @ w
     picked = jnp.take_along_axis(logits, jnp.arange(x.shape[0])[:, None] % 4, axis=-1)
@@ -248,8 +267,8 @@ def test_logits_are_overwritten_by_their_cotangent_on_nvidia() -> None:
         # On a TPU the product's gradients compute the cotangent as they read the logits.
         assert (logits in graph.needs[logits]) is (device != "cpu")
         # The function as it is has a scatter, and both arrays.
-        assert found.unchanged_held_bytes() == size * overwritten
-        assert found.held_bytes(plain(graph)) == 0
+        assert found.unchanged_held_bytes(Cause.ROWS) == size * overwritten
+        assert found.held_bytes(plain(graph), Cause.ROWS) == 0
         if overwritten:
             assert graph.cotangent_bytes[logits] == 0
 
