@@ -28,11 +28,13 @@ _WEIGHTS = frozenset(
 _MAXIMUM = frozenset(
     "broadcast_in_dim convert_element_type max reshape select_n stop_gradient".split()
 )
-#: Whose cotangent for an operand depends on no value computed from it.
+#: Linear in all operands together: no cotangent depends on a value of theirs.
 _LINEAR = frozenset(
-    "add add_any broadcast_in_dim convert_element_type copy dot_general mul neg pad reduce_sum "
-    "reshape slice squeeze sub transpose".split()
+    "add add_any broadcast_in_dim convert_element_type copy neg pad reduce_sum reshape select_n "
+    "slice squeeze sub transpose".split()
 )
+#: Linear in each operand: the cotangent of one depends on the other.
+_BILINEAR = frozenset({"dot_general", "mul"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +85,13 @@ def comes_early(program: Program, one: Softmax, equations: Iterable[int], kept: 
     behind = set(program.equations[one.product].outputs)
     for index in equations:
         equation = program.equations[index]
-        read = behind.intersection(equation.value_inputs)
+        read = sum(value in behind for value in equation.value_inputs)
         if not read or index in kept:
             continue
-        if equation.operation.primitive not in _LINEAR or len(read) > 1:
+        if not (
+            equation.operation.primitive in _LINEAR
+            or (equation.operation.primitive in _BILINEAR and read == 1)
+        ):
             return False
         behind.update(equation.outputs)
     return True

@@ -134,11 +134,23 @@ def with_a_nonlinear_end(w, x):
     return jnp.sum(jnp.tanh(attention(w, x)).astype(jnp.float32))
 
 
+def with_a_square_at_the_end(w, x):
+    mixed = attention(w, x).astype(jnp.float32)
+    return jnp.sum(mixed * mixed)
+
+
+def with_dropout_and_a_residual(w, x):
+    dropped = jnp.where(jnp.arange(x.shape[1])[:, None] % 2 > 0, attention(w, x) * 2, 0)
+    return jnp.sum((dropped + x).astype(jnp.float32))
+
+
 def test_values_wait_for_the_exponentials_where_the_cotangent_comes_early() -> None:
     assert waits(loss, "tpu", W, X)
     assert not waits(loss, "cuda", W, X)
+    assert waits(with_dropout_and_a_residual, "tpu", W, X)
     # The cotangent of the attention is itself computed from what is recomputed.
     assert not waits(with_a_nonlinear_end, "tpu", W, X)
+    assert not waits(with_a_square_at_the_end, "tpu", W, X)
 
 
 def test_what_is_kept_behind_the_product_ends_the_wait_for_it() -> None:
