@@ -46,7 +46,7 @@ from remat_opt.operation import ArrayType, Operation
 from remat_opt.products import PRODUCTS
 from remat_opt.program import Program
 from remat_opt.row_gathers import is_row_gather
-from remat_opt.schedule import Region, Schedule
+from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import demand
 from remat_opt.weight_gradients import SharedWeight
 
@@ -107,13 +107,15 @@ class Materialization:
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph with what this schedule's values and sums of gradients take."""
-        if not self.depends_on_schedule:
+        named = self.named_bytes.keys() & set(_kept_by_name(schedule.regions))
+        handed_in = self._handed_in(schedule)
+        if not (named or handed_in or self.shared_weights):
             return self.graph
         sizes = list(self.graph.bytes)
-        for vertex in self.named_bytes.keys() & set(_kept_by_name(schedule.regions)):
+        for vertex in named:
             sizes[vertex] = self.named_bytes[vertex]
         cotangents = list(self.graph.cotangent_bytes)
-        for vertex in self._handed_in(schedule):
+        for vertex in handed_in:
             cotangents[vertex] = self.handed_in_bytes[vertex]
         return dataclasses.replace(
             self.graph,
@@ -122,15 +124,17 @@ class Materialization:
             workspace_bytes=self._workspaces(self.sums_bytes(schedule)),
         )
 
-    def _handed_in(self, schedule: Schedule) -> Iterator[int]:
+    def _handed_in(self, schedule: Schedule) -> list[int]:
         """The vertices whose cotangent comes from outside a checkpoint that they are under."""
         if not self.handed_in_bytes:
-            return
+            return []
         checkpoints = dict(_checkpoints(schedule.regions))
-        readers = _readers(self.graph.predecessors)
-        for vertex in self.handed_in_bytes:
-            if any(not checkpoints[vertex] <= checkpoints[reader] for reader in readers[vertex]):
-                yield vertex
+        readers = self.graph.successors()
+        return [
+            vertex
+            for vertex in self.handed_in_bytes
+            if any(not checkpoints[vertex] <= checkpoints[reader] for reader in readers[vertex])
+        ]
 
     def sums_bytes(self, schedule: Schedule) -> np.ndarray:
         """What sums of weights' gradients take in each vertex's backward step."""
@@ -194,7 +198,7 @@ class Materialization:
     def unchanged_held_bytes(self, cause: Cause | None = None) -> int:
         """Bytes that it holds beside the graph for the unchanged function."""
         found = sum(one.unchanged_bytes for one in self._held(cause))
-        return found if cause else found + tpu_fusion.copies_bytes(3 * sum(self.copied_products))
+        return found if cause else found + self._copies_bytes(plain(self.graph))
 
     def _held(self, cause: Cause | None) -> list[Held]:
         return [one for one in self.held if cause in (None, one.cause)]

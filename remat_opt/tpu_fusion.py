@@ -21,17 +21,14 @@ from remat_opt.products import PRODUCTS
 #: are for each product that is computed, with all that lies between products: 3 in an LSTM, whose
 #: arrays are small, 5 to 9 in a GPT and in ViT-B/16.
 _SIGNAL_BYTES, _COPIES_OF_A_PRODUCT = 16 * 1024, 4
-
-
 #: A product of arrays that are all smaller than this is taken not to be copied for: they stay in
 #: vector memory. (So it was seen to be of programs that fit it altogether.)
 _COPIED_BYTES = 2**20
 
 
-def copied_for(operation: Operation) -> bool:
-    """Whether an operation is a product of arrays that are copied to vector memory and back."""
-    kinds = (*operation.inputs, *operation.outputs)
-    return operation.primitive in PRODUCTS and any(kind.bytes >= _COPIED_BYTES for kind in kinds)
+def copied_for(product: Operation) -> bool:
+    """Whether arrays of a product are copied to vector memory and back."""
+    return any(kind.bytes >= _COPIED_BYTES for kind in (*product.inputs, *product.outputs))
 
 
 def copies_bytes(products: int) -> int:

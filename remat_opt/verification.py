@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,9 @@ from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
 from remat_opt.program import Program
-from remat_opt.solvers.base import Candidate, pareto
+from remat_opt.solvers.base import Candidate, pareto, thinned
 from remat_opt.tracing import is_inexact
 from remat_opt.units import format_bytes
-
-_T = TypeVar("_T")
 
 #: Plans that are compiled for a budget before giving up.
 MOST_FOR_BUDGET = 6
@@ -180,7 +178,7 @@ def _within(
                 break
     if best is None:
         between = [n for n in range(min(tried), max(tried)) if n not in tried]
-        for number in _spread(between, MOST_FOR_BUDGET - trials.count):
+        for number in thinned(between, MOST_FOR_BUDGET - trials.count):
             plan = trials.plan(front[number])
             if plan is not None and _temporary_bytes(plan) <= budget_bytes:
                 best = plan
@@ -218,7 +216,7 @@ def _least(problem: Problem, objective: Objective, compiled: Callable[[Plan], Me
         and first.peak_bytes <= one.peak_bytes <= first.peak_bytes * _NEAR
     ]
     trials = _Trials(problem, objective, compiled)
-    for one in _spread([first, *(one for one in near if one != first)], MOST_FOR_LEAST):
+    for one in thinned([first, *(one for one in near if one != first)], MOST_FOR_LEAST):
         trials.plan(one)
     trials.raise_if_all_refused()
     best = min(
@@ -261,13 +259,6 @@ class _Trials:
         """Raises the compiler's last error where nothing has compiled."""
         if not self.plans:
             raise self._refused[-1]
-
-
-def _spread(items: Sequence[_T], most: int) -> list[_T]:
-    """At most so many: the first, the last, and what lies evenly between."""
-    count = min(most, len(items))
-    places = [round(n * (len(items) - 1) / max(1, count - 1)) for n in range(count)]
-    return [items[place] for place in dict.fromkeys(places)]
 
 
 def _temporary_bytes(plan: Plan) -> int:

@@ -82,10 +82,7 @@ def squares(found) -> list[str]:
 
 def test_a_tpu_stores_scores_and_exponentials_and_the_gradient_of_the_weights() -> None:
     found = graph(loss, W, X, device="v5e")
-    scores, exponentials = (
-        next(vertex for vertex, label in enumerate(found.labels) if label == text)
-        for text in squares(found)
-    )
+    scores, exponentials = (found.labels.index(text) for text in squares(found))
     assert found.labels[exponentials].startswith("exp f32")
     assert found.graph.predecessors[exponentials].count(scores) == 1
     # The padding of a TPU hides the widths: what is compared is one array in two of them.

@@ -11,6 +11,8 @@ from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
 from remat_opt.simulator import Demand, demand, evaluate
 
+_T = TypeVar("_T")
+
 
 class Overhead(enum.Enum):
     """What recomputation is counted in."""
@@ -58,6 +60,13 @@ def priced(graph: Graph, measure: Overhead) -> Graph:
             for flops, seconds in zip(graph.flops, graph.seconds, strict=True)
         ),
     )
+
+
+def thinned(items: Sequence[_T], most: int) -> list[_T]:
+    """At most so many of the items: the first, the last, and what lies evenly between."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(n * (len(items) - 1) / max(1, most - 1))] for n in range(most)]
 
 
 def judge(graph: Graph, schedule: Schedule) -> Candidate:

@@ -51,6 +51,7 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, merged, plain
 from remat_opt.simulator import demand, evaluate
+from remat_opt.solvers.base import thinned
 from remat_opt.solvers.lifetimes import (
     cotangent_profile,
     crossing_bytes,
@@ -87,8 +88,8 @@ def schedules(
     regions = _Regions(graph, kept_sets)
     tables = [_Table(regions, scale * most_bytes / SLOTS) for scale in _SCALES]
     steps = [(table, level) for table in tables for level in table.levels()]
-    if most is not None and len(steps) > most > 1:
-        steps = [steps[round(n * (len(steps) - 1) / (most - 1))] for n in range(most)]
+    if most is not None and most > 1:
+        steps = thinned(steps, most)
     return list(dict.fromkeys(table.schedule(level) for table, level in steps))
 
 

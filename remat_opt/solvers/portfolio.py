@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule, plain
@@ -40,9 +39,7 @@ from remat_opt.solvers import (
     sublinear,
     trunk,
 )
-from remat_opt.solvers.base import Candidate, Refused, judge
-
-_T = TypeVar("_T")
+from remat_opt.solvers.base import Candidate, Refused, judge, thinned
 
 #: Hull neighbours further apart than this share of the plain peak get mixtures between them.
 _GAP_SHARE = 0.05
@@ -115,13 +112,6 @@ def _affordable(graph: Graph, work: int) -> int:
     return max(_FEWEST, work // len(graph))
 
 
-def _thinned(items: Sequence[_T], most: int) -> list[_T]:
-    """At most so many of the items, evenly, the first and the last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
-
-
 def _spread(hull: Sequence[min_cut.Cut]) -> list[tuple[int, ...]]:
     """Kept sets from all over the hull, in equal ratios of their bytes."""
     most = hull[0].bytes
@@ -137,7 +127,7 @@ def _one_kept_set_each(
     graph: Graph, hull: Sequence[min_cut.Cut], plain_peak_bytes: int
 ) -> Iterator[Schedule]:
     kept_sets = list(_kept_sets(graph, hull, plain_peak_bytes).items())
-    kept_sets = _thinned(kept_sets, _affordable(graph, _CHAIN_WORK))
+    kept_sets = thinned(kept_sets, _affordable(graph, _CHAIN_WORK))
     figures = [region_chain.segments(graph, kept) for kept, _ in kept_sets]
     bounds = []
     for (_, gap_bytes), least in zip(kept_sets, region_chain.least_bounds(figures), strict=True):
