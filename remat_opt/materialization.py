@@ -75,6 +75,7 @@ class Materialization:
         is not what they take otherwise. Searches do not see it, predictions do.
       handed_in_bytes: for vertices whose cotangent is no array, as products compute it when they
         read it, what it takes where it has to be handed in to a checkpoint. Searches do not see it.
+      maxima: the vertices that are to be kept under every checkpoint (``softmax``).
       copied_products: for each vertex how many products it computes whose arrays a TPU copies to
         its vector memory and back (``tpu_fusion``).
       held: what the compiler holds beside the graph.
@@ -82,6 +83,7 @@ class Materialization:
         array, for the backward step of the first, as soon as it is there.
       shared_weights: the weights whose gradients the compiler computes in parts.
       assumed: names of primitives that JAX could not differentiate.
+      unchanged: the same of the function as it is, where plans change what is stored.
     """
 
     graph: Graph
@@ -91,15 +93,19 @@ class Materialization:
     estimated_flops_share: float
     named_bytes: dict[int, int]
     handed_in_bytes: dict[int, int]
+    maxima: tuple[int, ...]
     copied_products: tuple[int, ...]
     held: tuple[Held, ...]
     transposed: tuple[tuple[int, int], ...]
     shared_weights: tuple[SharedWeight, ...]
     assumed: tuple[str, ...]
+    unchanged: Materialization | None
 
     @property
     def unchanged_graph(self) -> Graph:
-        """The graph with the workspaces of the function as it is."""
+        """The graph of the function as it is, with its workspaces; its vertices may be others."""
+        if self.unchanged:
+            return self.unchanged.unchanged_graph
         if not self.shared_weights:
             return self.graph
         parts = weight_gradients.parts(self.shared_weights, len(self.graph))
@@ -135,6 +141,10 @@ class Materialization:
             for vertex in self.handed_in_bytes
             if any(not checkpoints[vertex] <= checkpoints[reader] for reader in readers[vertex])
         ]
+
+    def keeping_maxima(self, schedule: Schedule) -> Schedule:
+        """The schedule with the ``maxima`` kept by name under every checkpoint."""
+        return Schedule(regions=_keeping(schedule.regions, frozenset(self.maxima)))
 
     def sums_bytes(self, schedule: Schedule) -> np.ndarray:
         """What sums of weights' gradients take in each vertex's backward step."""
@@ -197,6 +207,8 @@ class Materialization:
 
     def unchanged_held_bytes(self, cause: Cause | None = None) -> int:
         """Bytes that it holds beside the graph for the unchanged function."""
+        if self.unchanged:
+            return self.unchanged.unchanged_held_bytes(cause)
         found = sum(one.unchanged_bytes for one in self._held(cause))
         return found if cause else found + self._copies_bytes(plain(self.graph))
 
@@ -209,6 +221,20 @@ def _kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
         if region.checkpointed:
             yield from region.kept
             yield from _kept_by_name(region.inside)
+
+
+def _keeping(regions: Sequence[Region], always: Set[int]) -> tuple[Region, ...]:
+    """The regions with these vertices kept wherever there is a checkpoint."""
+    return tuple(
+        dataclasses.replace(
+            region,
+            kept=tuple(sorted({*region.kept, *(always & set(region.vertices))})),
+            inside=_keeping(region.inside, always),
+        )
+        if region.checkpointed
+        else region
+        for region in regions
+    )
 
 
 def _checkpoints(
@@ -234,7 +260,11 @@ def materialize(program: Program, linearization: Linearization, device: Device) 
       linearization: what its backward steps read.
       device: whose rates turn FLOPs and bytes into seconds.
     """
-    return _Builder(program, linearization, device).build()
+    found = _Builder(program, linearization, device).build()
+    if not found.maxima:
+        return found
+    as_it_is = _Builder(program, linearization, device, unchanged=True).build()
+    return dataclasses.replace(found, unchanged=as_it_is)
 
 
 def computes_nothing(program: Program) -> bool:
@@ -243,7 +273,14 @@ def computes_nothing(program: Program) -> bool:
 
 
 class _Builder:
-    def __init__(self, program: Program, linearization: Linearization, device: Device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        linearization: Linearization,
+        device: Device,
+        *,
+        unchanged: bool = False,
+    ) -> None:
         self.program = program
         self.linearization = linearization
         self.device = device
@@ -252,13 +289,15 @@ class _Builder:
         self.rounded: dict[int, int] = {}
         self.completed: dict[int, int] = {}
         self.matrix_axes: dict[int, Axes] = {}
-        # Of each softmax that is rounded the exponentials, and the weights that come of them.
+        # Of each softmax that is rounded what is stored of it, and the weights that come of that.
+        self.softmaxes = tuple(softmax.rounded(program, device.platform))
         self.weights_of: dict[int, int] = {}
+        if unchanged:
+            self.weights_of = {one.exponentials: one.weights for one in self.softmaxes}
         if device.fuses_into_products:
             self.rounded = tpu_fusion.rounded(self.flow, self.outputs)
             self.completed = tpu_fusion.completed(self.flow, self.outputs, self.rounded)
             self.matrix_axes = matrix_axes(program)
-            self.weights_of = {one.exponentials: one.weights for one in softmax.rounded(program)}
         self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
@@ -296,7 +335,7 @@ class _Builder:
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the gradients with respect to some values: products write them in full.
 
-        That of exponentials is written as that of their weights.
+        That of scores or exponentials is written as that of their weights.
         """
         types = self.program.types
         return sum(
@@ -425,6 +464,8 @@ class _Builder:
     def build(self) -> Materialization:
         program = self.program
         materialized, leaves = self._stored()
+        scores = dict(self._scores(leaves)) if not self.weights_of else {}
+        self.weights_of |= scores
         roots = [
             index
             for index, equation in enumerate(program.equations)
@@ -533,6 +574,10 @@ class _Builder:
         fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
         computed = {vertex for vertex in fused if self._product(roots[vertex])}
         fused |= self._overwritten(roots, fields["predecessors"], fields["needs"])
+        # What products compute a cotangent from as they read it is there until their own step.
+        scores_vertices = {vertex_of[value] for value in scores}
+        for vertex in scores_vertices:
+            fields["needs"][vertex] = tuple(sorted({*fields["needs"][vertex], vertex}))
         for vertex in _read_by_readers(fused, fields["predecessors"], fields["needs"]):
             # It is there until its own step, as the value, as its cotangent or in its place.
             fields["needs"][vertex] = tuple(sorted({*fields["needs"][vertex], vertex}))
@@ -584,6 +629,9 @@ class _Builder:
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
             named_bytes=named_bytes,
+            maxima=tuple(
+                sorted({vertex_of[one.maxima] for one in self.softmaxes if one.maxima in vertex_of})
+            ),
             copied_products=tuple(copied_products),
             handed_in_bytes={vertex: self._handed_in_bytes(roots[vertex]) for vertex in computed},
             held=tuple(
@@ -602,7 +650,16 @@ class _Builder:
                     }
                 )
             ),
+            unchanged=None,
         )
+
+    def _scores(self, leaves: Mapping[int, frozenset[int]]) -> Iterator[tuple[int, int]]:
+        """The scores that are stored of a softmax with ``maxima``, and the weights."""
+        types = self.program.types
+        for one in self.softmaxes:
+            for leaf in leaves.get(self.flow.source[one.weights], ()):
+                if leaf in self.flow.maker and types[leaf].size == types[one.weights].size:
+                    yield leaf, one.weights
 
     def _fused_cotangents(
         self,

@@ -126,7 +126,8 @@ def problem(
         graph = materialization.graph
         front = pareto(_candidates(program, graph, measure, solver), measure)
         as_it_is = judge(graph, plain(graph))
-        lives = spans(materialization.unchanged_graph, as_it_is.schedule)
+        unchanged_graph = materialization.unchanged_graph
+        lives = spans(unchanged_graph, plain(unchanged_graph))
         peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
         _sweeps[key] = Sweep(
             materialization=materialization,
@@ -173,6 +174,11 @@ def _as_compiled(
             if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
                 spaced.append(one)
         front = spaced
+    if materialization.maxima:
+        front = [
+            judge(materialization.graph, materialization.keeping_maxima(one.schedule))
+            for one in front
+        ]
     if device.heap_has_holes or materialization.depends_on_schedule:
         front = [
             dataclasses.replace(one, peak_bytes=_peak_bytes(materialization, device, one.schedule))

@@ -13,8 +13,8 @@ Cotangents of what is read often are summed up as they come: barriers keep XLA f
 the end, see ``_run`` and ``_multiplied_again``. Three things are done for NVIDIA alone: under a
 checkpoint the gradients of weights are not put off, see ``_cotangents_together``; the places that a
 pooling scatters to are not looked for too early (``pooling_gradients.searches``); and the gradient
-of picking from rows is elementwise (``row_gathers``). One is done for TPU alone: the gradient of a
-softmax's weights does not come before the softmax (``softmax``).
+of picking from rows is elementwise (``row_gathers``). One is done for TPU alone: the maxima of a
+softmax's rows are stored (``softmax``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from remat_opt.products import PRODUCTS
 from remat_opt.program import Equation, Program
 from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Stage
-from remat_opt.softmax import Softmax
 from remat_opt.tracing import array_type, is_inexact
 
 #: Equations whose derivative is zero.
@@ -81,8 +80,7 @@ class _Rewriting:
       apart: equations whose constants the compiler is not to share.
       waiting: equations whose derivative must not start before their cotangent is there.
       picking: gathers whose gradient is to be elementwise.
-      whole: sums of products that are to be stored as one array.
-      softmaxes: those whose exponentials a product's other operand may have to wait for.
+      whole: what is to be stored as one array: sums of products, and maxima of a softmax's rows.
       ordered: whether, under a checkpoint, no product's gradients may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
     """
@@ -93,7 +91,6 @@ class _Rewriting:
     waiting: frozenset[int]
     picking: frozenset[int]
     whole: frozenset[int]
-    softmaxes: tuple[Softmax, ...]
     ordered: bool
     stored: bool
 
@@ -119,6 +116,7 @@ def rewrite(
     _check_stages(program, stages)
     steps = _steps(program, stages)
     nvidia = platform == "cuda"
+    maker = program.makers()
     rewriting = _Rewriting(
         program=program,
         summed=_active(program),
@@ -133,8 +131,12 @@ def rewrite(
             for index, equation in enumerate(program.equations)
             if nvidia and is_row_gather(equation.operation)
         ),
-        whole=frozenset(index for index, _ in products.stored_sums(program, platform)),
-        softmaxes=tuple(softmax.rounded(program) if platform == "tpu" else ()),
+        whole=frozenset(
+            [
+                *(index for index, _ in products.stored_sums(program, platform)),
+                *(maker[one.maxima] for one in softmax.rounded(program, platform)),
+            ]
+        ),
         ordered=nvidia,
         stored=platform == "cpu",
     )
@@ -262,7 +264,6 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
     program, summed = rewriting.program, rewriting.summed
     before, behind = _multiplied_again(program, summed, step)
     tied = _tied_inputs(rewriting, step)
-    late = _late_inputs(rewriting, step)
 
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
@@ -285,10 +286,6 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
                 same = _cotangents_together(inputs[place] for place in places)
                 for place, value in zip(places, same, strict=True):
                     inputs[place] = value
-            elif index in late:
-                first, places = late[index]
-                for place in places:
-                    _, inputs[place] = _stored(environment[first], inputs[place])
             results = _run_one(rewriting, index, inputs, named=index in step.named)
             environment.update(zip(equation.outputs, results, strict=True))
             if index in behind:
@@ -377,30 +374,6 @@ def _tied_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, ...
             if len(places) > 1:
                 found[index] = tuple(places)
     return found
-
-
-def _late_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """For products of a softmax's weights what is to be there first, and the places that wait.
-
-    See ``softmax``.
-    """
-    if not step.checkpointed:
-        return {}
-    program = rewriting.program
-    made = {value for index in step.equations for value in program.equations[index].outputs}
-    return {
-        one.product: (
-            one.exponentials,
-            tuple(
-                place
-                for place, atom in enumerate(program.equations[one.product].inputs)
-                if atom != one.weights
-            ),
-        )
-        for one in rewriting.softmaxes
-        if made.issuperset((one.exponentials, *program.equations[one.product].outputs))
-        and softmax.comes_early(program, one, step.equations, step.named)
-    }
 
 
 def _cotangents_together(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -156,10 +156,10 @@ def test_attention_in_mixed_precision_on_a_tpu() -> None:
     for options in ({}, {"max_overhead": 0.4, "overhead": "flops"}):
         plan = planned(attention_net, args, "v5e", **options)
         ratio = plan.measured.temporary_bytes / plan.predicted.temporary_bytes
-        # 0.38 to 0.59 of the unchanged function. Arrays of 8 MiB live in vector memory, or lie in
-        # the way of those of 256 MiB: 0.8 to 1.3 times what is predicted.
-        assert plan.measured.temporary_bytes <= 0.6 * unchanged
-        assert 0.75 <= ratio <= 1.35, (options, ratio)
+        # 0.32 and 0.37 of the unchanged function. Arrays of 8 MiB live in vector memory, which is
+        # not predicted: 0.88 times what is.
+        assert plan.measured.temporary_bytes <= 0.4 * unchanged
+        assert 0.75 <= ratio <= 1.1, (options, ratio)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Softmax in mixed precision: which ones are found, what a TPU stores, and what is made to wait."""
+"""Softmax in mixed precision: which ones are found, what a TPU stores, what plans keep of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from remat_opt import _jax_internals as internals
-from remat_opt import softmax, tracing
+from remat_opt import planning, softmax, tracing
 from remat_opt.device import get_device
 from remat_opt.linearization import linearize
 from remat_opt.materialization import materialize
 from remat_opt.program import Program
-from remat_opt.schedule import Stage
+from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.transform import rewrite
 
 BATCH, TOKENS, HEADS, DEPTH = 2, 8, 3, 4
@@ -54,34 +54,38 @@ def graph(fn, *args, device, **options):
 @pytest.mark.parametrize("mask", [True, False])
 def test_the_exponentials_and_what_the_product_reads_are_found(mask: bool) -> None:
     program = traced(loss, W, X, mask=mask)
-    (found,) = softmax.rounded(program)
+    (found,) = softmax.rounded(program, "tpu")
     maker = program.makers()
-    assert program.equations[maker[found.exponentials]].operation.primitive == "exp"
+    for value, primitive in ((found.maxima, "reduce_max"), (found.exponentials, "exp")):
+        assert program.equations[maker[value]].operation.primitive == primitive
+    assert program.types[found.maxima].shape == SQUARE[:-1]
     kinds = [program.types[value] for value in (found.exponentials, found.weights)]
     assert [kind.dtype for kind in kinds] == ["float32", "bfloat16"]
     assert {kind.shape for kind in kinds} == {SQUARE}
-    product = program.equations[found.product]
-    assert product.operation.primitive == "dot_general"
-    assert found.weights in product.value_inputs
+    assert any(
+        found.weights in equation.value_inputs
+        for equation in program.equations
+        if equation.operation.primitive == "dot_general"
+    )
+    assert not list(softmax.rounded(program, "cuda"))
 
 
 @pytest.mark.parametrize("options", [{"dtype": jnp.float32}, {"shifted": False}])
 def test_weights_as_wide_as_the_exponentials_and_other_sums_are_not(options: Any) -> None:
-    assert not list(softmax.rounded(traced(loss, W, X, **options)))
+    assert not list(softmax.rounded(traced(loss, W, X, **options), "tpu"))
 
 
 def test_a_log_softmax_that_no_product_reads_is_not() -> None:
-    assert not list(
-        softmax.rounded(traced(lambda x: jnp.sum(jax.nn.log_softmax(x)), X.astype(jnp.float32)))
-    )
+    program = traced(lambda x: jnp.sum(jax.nn.log_softmax(x)), X.astype(jnp.float32))
+    assert not list(softmax.rounded(program, "tpu"))
 
 
 def squares(found) -> list[str]:
     return [label for label in found.labels if label.endswith(f"[{','.join(map(str, SQUARE))}]")]
 
 
-def test_a_tpu_stores_scores_and_exponentials_and_the_gradient_of_the_weights() -> None:
-    found = graph(loss, W, X, device="v5e")
+def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None:
+    found = graph(loss, W, X, device="v5e").unchanged
     scores, exponentials = (found.labels.index(text) for text in squares(found))
     assert found.labels[exponentials].startswith("exp f32")
     assert found.graph.predecessors[exponentials].count(scores) == 1
@@ -94,6 +98,49 @@ def test_a_tpu_stores_scores_and_exponentials_and_the_gradient_of_the_weights() 
     assert scores not in read
 
 
+def test_a_tpu_stores_the_scores_of_a_plan_and_the_gradient_of_the_weights() -> None:
+    found = graph(loss, W, X, device="v5e")
+    (scores,) = (found.labels.index(text) for text in squares(found))
+    (maxima,) = found.maxima
+    assert found.labels[maxima].startswith("reduce_max")
+    assert 0 < found.graph.cotangent_bytes[scores] <= found.graph.bytes[scores]
+    # The gradients of queries and keys are products that read the scores once more.
+    assert scores in found.graph.needs[scores]
+    as_it_is = found.unchanged_graph
+    assert len(as_it_is) == len(found.graph) + 1
+
+
+def test_maxima_are_kept_under_every_checkpoint() -> None:
+    found = graph(loss, W, X, device="v5e")
+    (maxima,) = found.maxima
+    everything = tuple(range(len(found.graph)))
+    inside = Region(vertices=everything[: maxima + 1]), Region(vertices=everything[maxima + 1 :])
+    nested = Schedule(regions=(Region(vertices=everything, inside=inside),))
+    (outer,) = found.keeping_maxima(nested).regions
+    assert outer.kept == (maxima,)
+    assert [one.kept for one in outer.inside] == [(maxima,), ()]
+    uncut = plain(found.graph)
+    assert found.keeping_maxima(uncut) == uncut
+
+
+def test_every_plan_for_a_tpu_keeps_the_maxima() -> None:
+    def layers(w, x):
+        for _ in range(3):
+            x = x + jnp.tanh(attention(w, x))
+        return jnp.sum(x.astype(jnp.float32))
+
+    of = planning.problem(tracing.trace(layers, W, X), get_device("v5e"))
+    assert len(of.materialization.maxima) == 3
+    under = [
+        (set(of.materialization.maxima).intersection(region.vertices), set(region.kept))
+        for one in of.candidates
+        for region in one.schedule.regions
+        if region.checkpointed
+    ]
+    assert any(maxima for maxima, _ in under)
+    assert all(maxima <= kept for maxima, kept in under)
+
+
 def test_for_nvidia_the_scores_stay_and_the_exponentials_are_no_array() -> None:
     found = graph(loss, W, X, device="h200")
     scores, weights = (found.labels.index(text) for text in squares(found))
@@ -102,68 +149,35 @@ def test_for_nvidia_the_scores_stay_and_the_exponentials_are_no_array() -> None:
     assert scores in found.graph.needs[weights]
 
 
-def waiting(jaxpr: Any) -> Iterator[Any]:
-    """The equations that make values wait for each other, in regions too."""
+def barriers(jaxpr: Any) -> Iterator[Any]:
+    """The barriers, in regions too."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "optimization_barrier":
             yield equation
         for _, inner in internals.inner_jaxprs(equation.params):
-            yield from waiting(getattr(inner, "jaxpr", inner))
+            yield from barriers(getattr(inner, "jaxpr", inner))
 
 
 def rewritten(fn, platform, *args):
-    """The function as one region under a checkpoint."""
+    """The function as one region that is under a checkpoint and keeps nothing."""
     program = tracing.trace(fn, *args)
     roots = tuple(index for index, _ in enumerate(program.equations))
     run = rewrite(program, [Stage(roots=roots, kept=(), checkpointed=True)], platform)
     return lambda *given: run([], jax.tree.leaves(given))[0]
 
 
-def waits(fn, platform, *args) -> bool:
-    """Whether something waits for an array of exponentials."""
-    jaxpr = jax.make_jaxpr(rewritten(fn, platform, *args))(*args).jaxpr
-    return any(
-        any(atom.aval.shape == SQUARE for atom in equation.invars) for equation in waiting(jaxpr)
-    )
+def stored_shapes(platform: str) -> list[tuple[int, ...]]:
+    """The shapes of what passes a barrier in a rewritten attention."""
+    jaxpr = jax.make_jaxpr(rewritten(loss, platform, W, X))(W, X).jaxpr
+    return [atom.aval.shape for equation in barriers(jaxpr) for atom in equation.invars]
 
 
-def with_a_nonlinear_end(w, x):
-    return jnp.sum(jnp.tanh(attention(w, x)).astype(jnp.float32))
+def test_maxima_that_no_checkpoint_keeps_are_stored() -> None:
+    assert stored_shapes("tpu") == [SQUARE[:-1]]
+    assert SQUARE[:-1] not in stored_shapes("cuda")
 
 
-def with_a_square_at_the_end(w, x):
-    mixed = attention(w, x).astype(jnp.float32)
-    return jnp.sum(mixed * mixed)
-
-
-def with_dropout_and_a_residual(w, x):
-    dropped = jnp.where(jnp.arange(x.shape[1])[:, None] % 2 > 0, attention(w, x) * 2, 0)
-    return jnp.sum((dropped + x).astype(jnp.float32))
-
-
-def test_values_wait_for_the_exponentials_where_the_cotangent_comes_early() -> None:
-    assert waits(loss, "tpu", W, X)
-    assert not waits(loss, "cuda", W, X)
-    assert waits(with_dropout_and_a_residual, "tpu", W, X)
-    # The cotangent of the attention is itself computed from what is recomputed.
-    assert not waits(with_a_nonlinear_end, "tpu", W, X)
-    assert not waits(with_a_square_at_the_end, "tpu", W, X)
-
-
-def test_what_is_kept_behind_the_product_ends_the_wait_for_it() -> None:
-    program = traced(with_a_nonlinear_end, W, X)
-    (one,) = softmax.rounded(program)
-    equations = range(len(program.equations))
-    assert not softmax.comes_early(program, one, equations, frozenset())
-    (tanh,) = (
-        index
-        for index, equation in enumerate(program.equations)
-        if equation.operation.primitive == "tanh"
-    )
-    assert softmax.comes_early(program, one, equations, frozenset(range(one.product + 1, tanh)))
-
-
-def test_waiting_changes_no_gradient() -> None:
+def test_storing_the_maxima_changes_no_gradient() -> None:
     keys = jax.random.split(jax.random.key(0))
     w, x = (
         jax.random.normal(key, like.shape, like.dtype)
