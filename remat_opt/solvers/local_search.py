@@ -29,8 +29,9 @@ Why not a ready-made tool: the moves and their judge are those of this problem.
 Complexity: a fixed number of chains is judged, ``EVALUATIONS`` in each search of a small graph and
 ``WORK`` vertices of chains for a large one; O(n + e) each for n vertices and e edges.
 
-Guarantee: for each given schedule there is one given back that is no worse. On small graphs it is
-nearly always the best of all, see ``benchmarks.optimality_gap``. Deterministic; it ends at a
+Guarantee: for each given schedule there is one given back that is no worse, on large graphs by more
+than it takes to tell two apart (``_SAME_PEAK``, ``_SAME_SECONDS``). On small ones it is nearly
+always the best of all, see ``benchmarks.optimality_gap``. Deterministic; it ends at a
 counted step.
 
 Left out: what ``chain_figures`` leaves out: such schedules are passed over, and given back.
@@ -77,6 +78,9 @@ _TEMPLATE = 7
 _VALUES, _BOUNDARIES = 2, 2
 #: How many of the next best take turns.
 _IN_TURN = 6
+#: Of a large graph, chains that differ by less than these shares, of the peak and of the forward
+#: pass, count as one.
+_SAME_PEAK, _SAME_SECONDS = 2e-3, 1e-3
 #: Values smaller than this share of the peak are not worth a move.
 _SMALL_SHARE = 1 / 4096
 #: Vertices count as alike if they are so up to those so many edges before them.
@@ -92,7 +96,8 @@ def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
 
     Returns:
       By ascending peak, what no other beats in both memory and recomputation; of equals the one
-      with the fewest regions. Then those of the given that are passed over.
+      with the fewest regions. Of a large graph those that are hardly apart are left out. Then those
+      of the given that are passed over.
     """
     known = ChainFigures(graph)
     count = len(graph)
@@ -119,10 +124,23 @@ def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
     before = dict(zip(given.keys(), taken, strict=True))
     alike = known.same_residuals(given, settled)
     passed_over += [schedule for schedule, same in zip(taken, alike, strict=True) if not same]
+    best = pool.front()
+    if not small:
+        best = _apart(pool.figures, best, _SAME_SECONDS * graph.forward_seconds)
     return [
-        before.get(pool.keys[number]) or schedule_of(graph, pool.chains, number)
-        for number in pool.front()
+        before.get(pool.keys[number]) or schedule_of(graph, pool.chains, number) for number in best
     ] + passed_over
+
+
+def _apart(figures: Figures, front: Sequence[int], same_seconds: float) -> list[int]:
+    """A front without what is hardly larger or faster than the one before; its ends stay."""
+    found = list(front[:1])
+    for number in front[1:]:
+        larger = figures.peak_bytes[number] > figures.peak_bytes[found[-1]] * (1 + _SAME_PEAK)
+        faster = figures.seconds[number] < figures.seconds[found[-1]] - same_seconds
+        if larger or faster or number == front[-1]:
+            found.append(number)
+    return found
 
 
 def _search(pool: _Pool, moves: _AllMoves | _FewMoves, left: int, *, rounds: int) -> None:

@@ -46,17 +46,18 @@ _GAP_SHARE = 0.05
 #: Largest number of mixtures between two neighbours (from either end of the program).
 _MOST_MIXTURES = 6
 #: Bounds tried above the least one of each kept set, as shares of the way to the plain peak.
-_BOUND_SHARES = (0.0, 0.05, 0.15, 0.4)
+_BOUND_SHARES = (0.0, 0.15)
 #: Where the next larger kept set is far, bounds are tried across that gap: one for each such
 #: share of the plain peak, up to so many.
 _BOUND_STEP = 0.02
-_MOST_BOUNDS = 40
+_MOST_BOUNDS = 20
 #: A kept set is only worth trying if it differs in kept bytes by more than this share of the
 #: plain peak from one already tried, or in cost by more than this share of the forward pass.
 _RESOLUTION = 0.004
 #: Work to be done for a large graph, in vertices: for flow problems, for kept sets with chains of
-#: their own, and for schedules of the joint search. Up to some 500 vertices it leaves out nothing.
-_FLOW_WORK, _CHAIN_WORK, _JOINT_WORK = 50_000, 50_000, 100_000
+#: their own, for schedules of the joint search and for those of Chen et al. Up to some 500
+#: vertices it leaves out nothing.
+_FLOW_WORK, _CHAIN_WORK, _JOINT_WORK, _PAPERS_WORK = 50_000, 50_000, 100_000, 25_000
 _FEWEST = 12
 #: Kept sets for the joint search, and the ratio of bytes between the largest and the smallest.
 _JOINT_SETS = 12
@@ -100,7 +101,7 @@ def _papers(graph: Graph) -> Iterator[Schedule]:
     choices = math.comb(len(binomial.links(seen.graph)) + 2, 3)
     slots = min(_SLOTS, max(_FEWEST, _TABLE_WORK // choices))
     for answer in (
-        sublinear.schedules(seen.graph),
+        sublinear.schedules(seen.graph, most=_affordable(graph, _PAPERS_WORK)),
         binomial.schedules(seen.graph, slots=slots),
     ):
         if not isinstance(answer, Refused):

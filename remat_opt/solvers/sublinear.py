@@ -55,7 +55,7 @@ from collections.abc import Collection, Iterator, Sequence
 from remat_opt.allocator import allocate
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule
-from remat_opt.solvers.base import Infeasible, Overhead, Refused, Solution, Status
+from remat_opt.solvers.base import Infeasible, Overhead, Refused, Solution, Status, thinned
 from remat_opt.solvers.mirror import (
     Approximate,
     approximate,
@@ -387,12 +387,15 @@ def within(
     )
 
 
-def schedules(graph: Graph, *, nested: bool = True) -> list[Schedule] | Refused:
-    """The schedules of all plans that ``within`` chooses from.
+def schedules(
+    graph: Graph, *, nested: bool = True, most: int | None = None
+) -> list[Schedule] | Refused:
+    """The schedules of the plans that ``within`` chooses from.
 
     Args:
       graph: what to plan.
       nested: whether recursion is among them.
+      most: at most so many, from all over; all if None.
     """
     allowed = _allowed(graph, None)
     if isinstance(allowed, Refused):
@@ -400,7 +403,8 @@ def schedules(graph: Graph, *, nested: bool = True) -> list[Schedule] | Refused:
     mirrors = list(_flat(graph, allowed))
     if nested:
         mirrors += _nested(graph, allowed)
-    return [schedule_of(graph, mirror) for mirror in dict.fromkeys(mirrors)]
+    distinct = list(dict.fromkeys(mirrors))
+    return [schedule_of(graph, mirror) for mirror in thinned(distinct, most or len(distinct))]
 
 
 def _flat(graph: Graph, splits: Collection[int]) -> Iterator[tuple[int, ...]]:
