@@ -9,14 +9,17 @@ arrays of compiled programs this gives their heaps, to 0.1 MiB, once the signals
 (``tpu_fusion.copies_bytes``): a GPT as it is 9,800 MiB of 9,065 alive, one of its plans 2,776 of
 2,730, a plan of ViT-B/16 3,956 of 3,854.
 
+What is small and soon read never gets there: it stays in vector memory, of which a v5e has 128 MiB.
+Of the arrays of compiled programs those of up to 48 MiB did, if they lived short; none of 64 did.
+
 Why not a ready-made tool: the answer is to be the compiler's, not the best one.
 
 Complexity: O(n^2) for n arrays, in numpy. Arrays too small to leave holes that matter are not
 placed; the most bytes of them alive at once are added.
 
-Guarantee: at least what is alive at once. The compiler's own order of steps differs from the
-replay's, and with it the holes, so its heap is near this one but not equal. Where little memory is
-left, the compiler packs tighter than this.
+Guarantee: at least what is alive at once in this memory. The compiler's own order of steps differs
+from the replay's, and with it the holes, so its heap is near this one but not equal. Where little
+memory is left, the compiler packs tighter than this.
 """
 
 from __future__ import annotations
@@ -27,18 +30,29 @@ import numpy as np
 
 from remat_opt.spans import Spans
 
+#: Arrays of at most so many bytes, and of at most this share of all that is alive at once, stay in
+#: vector memory if they live no longer than so many steps.
+_VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 16, 4
 #: Arrays smaller than this share of what is alive at once are not placed one by one.
 _SMALL_SHARE = 1 / 256
 
 
 def heap_bytes(arrays: Spans) -> int:
-    """The size of the heap that holds the arrays; at least their ``peak_bytes``."""
+    """The size of the heap that holds those of the arrays that do not stay in vector memory."""
+    arrays = _in_memory(arrays)
     least = arrays.peak_bytes
     small = arrays.bytes < least * _SMALL_SHARE
     beside_bytes = _chosen(arrays, small).peak_bytes if small.any() else 0
     placed = _chosen(arrays, ~small)
     in_order = np.lexsort((-placed.bytes, placed.first))
     return max(least, _best_fit(_chosen(placed, in_order)) + beside_bytes)
+
+
+def _in_memory(arrays: Spans) -> Spans:
+    """The arrays without those that stay in vector memory."""
+    small = arrays.bytes <= min(_VECTOR_BYTES, arrays.peak_bytes * _VECTOR_SHARE)
+    stays = small & (arrays.last - arrays.first <= _VECTOR_STEPS)
+    return _chosen(arrays, ~stays)
 
 
 def _chosen(arrays: Spans, which: np.ndarray) -> Spans:

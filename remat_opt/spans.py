@@ -49,7 +49,7 @@ class Spans:
     def peak_bytes(self) -> int:
         """The most bytes alive at once."""
         # Sums of whole numbers below 2**53 are exact as floating-point numbers.
-        steps = int(self.last.max()) + 2
+        steps = int(self.last.max(initial=-1)) + 2
         change = np.bincount(self.first, self.bytes, steps)
         change -= np.bincount(self.last + 1, self.bytes, steps)
         return int(np.cumsum(change).max())
