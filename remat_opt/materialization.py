@@ -581,8 +581,13 @@ class _Builder:
         for vertex in _read_by_readers(fused, fields["predecessors"], fields["needs"]):
             # It is there until its own step, as the value, as its cotangent or in its place.
             fields["needs"][vertex] = tuple(sorted({*fields["needs"][vertex], vertex}))
+        rounded = self._rounded_cotangents(roots, fields["predecessors"], active_values)
         fields["cotangent_bytes"] = [
-            0 if vertex in fused else self._cotangent_bytes(active)
+            0
+            if vertex in fused
+            else self._handed_in_bytes(roots[vertex])
+            if vertex in rounded
+            else self._cotangent_bytes(active)
             for vertex, active in enumerate(active_values)
         ]
         beside_zeros = pooling_gradients.beside_zeros(program, self.device)
@@ -700,6 +705,32 @@ class _Builder:
             ):
                 fused.add(vertex)
         return fused
+
+    def _rounded_cotangents(
+        self,
+        roots: Sequence[int],
+        predecessors: Sequence[tuple[int, ...]],
+        active_values: Sequence[list[int]],
+    ) -> set[int]:
+        """The products whose cotangent is written by another product's kernel, as products read it.
+
+        So it is where nothing but that product reads their result, through an activation or none.
+        """
+        if not self.device.fuses_into_products:
+            return set()
+        readers = _readers(predecessors)
+        found = set()
+        for vertex, root in enumerate(roots):
+            equation = self.program.equations[root]
+            active = [reader for reader in readers[vertex] if active_values[reader]]
+            if (
+                tpu_fusion.rounds_operands(equation.operation)
+                and self.outputs.isdisjoint(equation.outputs)
+                and len(active) == 1
+                and self._product(roots[active[0]])
+            ):
+                found.add(vertex)
+        return found
 
     def _overwritten(
         self,

@@ -24,6 +24,8 @@ _SIGNAL_BYTES, _COPIES_OF_A_PRODUCT = 16 * 1024, 4
 #: A product of arrays that are all smaller than this is taken not to be copied for: they stay in
 #: vector memory. (So it was seen to be of programs that fit it altogether.)
 _COPIED_BYTES = 2**20
+#: What a product reads through: its operand is put together as it is read.
+_MOVES = frozenset({"concatenate", "slice"})
 
 
 def copied_for(product: Operation) -> bool:
@@ -45,7 +47,7 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
     """The float32 values that are stored as bfloat16, with how many products read them.
 
     Nothing else reads them, forward or backward: such is the result of a pooling in front of a
-    convolution.
+    convolution. What a single product reads it may read in parts, or with others.
 
     Args:
       flow: of the program.
@@ -53,17 +55,24 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
     """
     readers: dict[int, int] = {}
     others = set(outputs)
-    for index, equation in enumerate(flow.program.equations):
+    for index in reversed(range(len(flow.program.equations))):
+        equation = flow.program.equations[index]
         if flow.is_alias(index):
             continue
-        if _rounds(equation.operation):
-            for value in flow.reads(index):
-                readers[value] = readers.get(value, 0) + 1
-        else:
-            others.update(flow.reads(index))
         derivative = flow.linearization.derivatives.get(index)
         if derivative is not None:
             others.update(equation.outputs[position] for position in derivative.outputs)
+        read = flow.reads(index)
+        if rounds_operands(equation.operation):
+            count = 1
+        else:
+            count = 0
+            if equation.operation.primitive in _MOVES and others.isdisjoint(equation.outputs):
+                count = readers.get(equation.outputs[0], 0)
+            if count != 1:
+                others.update(read)
+        for value in read:
+            readers[value] = readers.get(value, 0) + count
     return {
         value: count
         for value, count in readers.items()
@@ -106,7 +115,7 @@ def completed(flow: Dataflow, outputs: Set[int], rounded: Mapping[int, int]) -> 
     return found
 
 
-def _rounds(operation: Operation) -> bool:
+def rounds_operands(operation: Operation) -> bool:
     """Whether the operation is a product at JAX's default precision."""
     precision = operation.params.get("precision")
     sides = precision if isinstance(precision, tuple) else (precision,)

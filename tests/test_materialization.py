@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -498,7 +499,7 @@ def test_a_tpu_computes_operands_of_products_as_it_reads_them() -> None:
     assert graph.needs == ((), (0, 1), (1,))
     # Of the cotangents only the one that the second product's backward step writes is stored:
     # the second one's own is a cosine times a scalar.
-    assert graph.cotangent_bytes == (256 * 128 * 4, 0, 4)
+    assert graph.cotangent_bytes == (256 * 128 * 2, 0, 4)
 
 
 def test_a_tpu_stores_as_bfloat16_what_only_products_read() -> None:
@@ -523,6 +524,49 @@ def test_a_tpu_stores_as_bfloat16_what_only_products_read() -> None:
         assert graph.bytes[0] == full
     _, _, graph = graph_of(loss, weights, x, device="h200")
     assert graph.bytes[0] == full
+
+
+def test_a_tpu_stores_as_bfloat16_what_one_product_reads_with_others() -> None:
+    def loss(weights, x, *, twice=False):
+        pooled = lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID")
+        joined = jnp.concatenate([pooled[:128], lax.cumsum(pooled)], axis=1)
+        others = jnp.cos(joined @ weights[1]) if twice else 0.0
+        return jnp.sum(jnp.sin(joined @ weights[0]) + others)
+
+    args, full = ([jnp.ones((256, 128))] * 2, jnp.ones((256, 128))), 128 * 128 * 4
+    _, _, graph = graph_of(loss, *args, device="v5e")
+    sizes = dict(zip(names(graph), graph.bytes, strict=True))
+    # The sums are read there alone, what is summed elsewhere too.
+    assert sizes["cumsum"] == full // 2
+    assert sizes["reduce_window_max"] == full
+    assert "concatenate" not in sizes
+    _, _, graph = graph_of(functools.partial(loss, twice=True), *args, device="v5e")
+    sizes = dict(zip(names(graph), graph.bytes, strict=True))
+    # One array of half the width for both.
+    assert sizes["concatenate"] == full
+    assert sizes["cumsum"] == full
+
+
+def test_a_tpu_stores_as_bfloat16_the_cotangents_that_products_write_for_products() -> None:
+    def loss(weights, x, *, read_twice=False):
+        y = x @ weights[0]
+        z = jnp.sum(jnp.cos(y)) if read_twice else 0.0
+        return jnp.sum(jnp.sin(jax.nn.relu(y) @ weights[1])) + z
+
+    def precise(weights, x):
+        with jax.default_matmul_precision("float32"):
+            return loss(weights, x)
+
+    args, full = ([jnp.ones((128, 128))] * 2, jnp.ones((256, 128))), 256 * 128 * 4
+    for fn, device, expected in (
+        (loss, "v5e", full // 2),
+        (precise, "v5e", full),
+        (functools.partial(loss, read_twice=True), "v5e", full),
+        (loss, "h200", full),
+    ):
+        _, _, graph = graph_of(fn, *args, device=device)
+        assert names(graph)[0] == "dot_general"
+        assert graph.cotangent_bytes[0] == expected, (fn, device)
 
 
 def test_a_tpu_stores_what_products_read_with_its_bias_and_scale() -> None:
