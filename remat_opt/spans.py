@@ -63,15 +63,10 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
       schedule: must be executable.
     """
     arrays = arrays_of(graph)
-    levels: list[_Level] = []
-    leaves: list[np.ndarray] = []
-    _read_in(len(graph), schedule.regions, 0, levels, leaves)
-    leaf_depth = np.zeros(len(graph), dtype=np.int64)
-    for depth, level in enumerate(levels):
-        leaf_depth[level.number >= 0] = depth
+    levels, leaves = _levels(graph, schedule)
     order = np.concatenate(leaves)
 
-    open_reads = _demand(graph, arrays, levels, leaf_depth)
+    open_reads = _demand(graph, arrays, levels)[0]
     times = _Times(len(graph), len(levels))
     times.run_forward(order)
     times.run_backward(schedule.regions, 0, levels)
@@ -127,6 +122,36 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         bytes=np.concatenate(sizes),
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
     )
+
+
+def read_from_memory(graph: Graph, schedule: Schedule) -> list[np.ndarray]:
+    """What the regions at each depth read that they do not run again themselves.
+
+    Args:
+      graph: what it is a schedule of.
+      schedule: must be executable.
+
+    Returns:
+      For each depth of nesting, of each vertex whether it is such a value: of a region at that
+      depth, or of one beside it in the same nest.
+    """
+    levels, _ = _levels(graph, schedule)
+    found = []
+    around = np.zeros(len(graph), dtype=np.int64)
+    for level, reads in zip(levels, _demand(graph, arrays_of(graph), levels), strict=True):
+        wanted = np.zeros(len(graph), dtype=bool)
+        wanted[reads.read[around[reads.reader] == around[reads.read]]] = True
+        found.append(wanted)
+        around = level.number
+    return found
+
+
+def _levels(graph: Graph, schedule: Schedule) -> tuple[list[_Level], list[np.ndarray]]:
+    """The regions of a schedule by depth, and the vertices of those without regions inside."""
+    levels: list[_Level] = []
+    leaves: list[np.ndarray] = []
+    _read_in(len(graph), schedule.regions, 0, levels, leaves)
+    return levels, leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,13 +238,15 @@ def _read_in(
             leaves.append(vertices)
 
 
-def _demand(
-    graph: Graph, arrays: GraphArrays, levels: Sequence[_Level], leaf_depth: np.ndarray
-) -> _Reads:
-    """Finds what runs again at each level; returns the reads of what is stored."""
+def _demand(graph: Graph, arrays: GraphArrays, levels: Sequence[_Level]) -> list[_Reads]:
+    """Finds what runs again at each level; returns for each the reads that find nothing there."""
     count = len(graph)
+    leaf_depth = np.zeros(count, dtype=np.int64)
+    for depth, level in enumerate(levels):
+        leaf_depth[level.number >= 0] = depth
     internal = arrays.internal_bytes > 0
     open_reads: list[_Reads] = []
+    found: list[_Reads] = []
     for depth in range(len(levels) - 1, -1, -1):
         level = levels[depth]
         here = leaf_depth == depth
@@ -245,8 +272,9 @@ def _demand(
         own = can_run[read] & (level.number[read] == level.number[reader])
         rerun = _Reads(step=(depth + 1) * count + reader, reader=reader, read=read)
         level.local = _joined([reads[is_local], rerun[own]])
-        open_reads = [reads[~is_local], rerun[~own]]
-    return _joined(open_reads)
+        found.append(_joined([reads[~is_local], rerun[~own]]))
+        open_reads = found[-1:]
+    return found[::-1]
 
 
 def _spread(graph: Graph, seeds: np.ndarray, number: np.ndarray, can_run: np.ndarray) -> np.ndarray:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import hypothesis
+import numpy as np
 import pytest
 
 from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
-from remat_opt.simulator import simulate
-from remat_opt.spans import spans
+from remat_opt.simulator import Demand, demand, simulate
+from remat_opt.spans import read_from_memory, spans
 from tests.graphs import INSTANCES, chain_edges, graphs, nested_graphs, scheduled_graphs
 
 
@@ -30,6 +32,18 @@ def agree(graph: Graph, schedule: Schedule) -> None:
             break
     else:
         pytest.fail("no step reaches the peak")
+    agree_on_reads(read_from_memory(graph, schedule), 0, schedule.regions, demand(graph, schedule))
+
+
+def agree_on_reads(
+    found: Sequence[np.ndarray], depth: int, regions: Sequence[Region], wanted: Demand
+) -> None:
+    """In a nest, of what it keeps; what lies around it is told at the depth around it."""
+    for region, inside in zip(regions, wanted.inside, strict=True):
+        for vertex in region.vertices:
+            assert found[depth][vertex] == (vertex in wanted.stored), (depth, vertex)
+        if inside is not None:
+            agree_on_reads(found, depth + 1, region.inside, inside)
 
 
 @pytest.mark.parametrize("name", INSTANCES)

@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
-from remat_opt.simulator import Demand, demand, evaluate
+from remat_opt.simulator import evaluate
+from remat_opt.spans import read_from_memory
 
 _T = TypeVar("_T")
 
@@ -82,17 +83,20 @@ def judge(graph: Graph, schedule: Schedule) -> Candidate:
 
 def tidied(graph: Graph, chain: Sequence[Region]) -> tuple[Region, ...]:
     """A chain of regions without what is kept and never read."""
-    return _tidied(chain, demand(graph, Schedule(regions=tuple(chain))))
+    wanted = [found.tolist() for found in read_from_memory(graph, Schedule(regions=tuple(chain)))]
+    return _tidied(chain, 0, wanted)
 
 
-def _tidied(chain: Sequence[Region], wanted: Demand) -> tuple[Region, ...]:
+def _tidied(
+    chain: Sequence[Region], depth: int, wanted: Sequence[Sequence[bool]]
+) -> tuple[Region, ...]:
     return tuple(
         dataclasses.replace(
             region,
-            kept=tuple(v for v in region.kept if v in wanted.stored),
-            inside=_tidied(region.inside, inside) if inside is not None else (),
+            kept=tuple(v for v in region.kept if wanted[depth][v]),
+            inside=_tidied(region.inside, depth + 1, wanted),
         )
-        for region, inside in zip(chain, wanted.inside, strict=True)
+        for region in chain
     )
 
 

@@ -52,6 +52,7 @@ from remat_opt.solvers.lifetimes import (
     positions,
     sums_from,
 )
+from remat_opt.spans import read_from_memory
 
 #: Strains that ``relaxed_chains`` tries, as shares of that of the first chain found.
 _STRAIN_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -338,14 +339,12 @@ def schedule_of(graph: Graph, kept: Sequence[int], boundaries: Sequence[int]) ->
             )
         )
     draft = Schedule(regions=tuple(regions)) if regions else plain(graph)
-    stored = demand(graph, draft).stored
+    stored = read_from_memory(graph, draft)[0].tolist()
     return Schedule(
         regions=tuple(
             dataclasses.replace(
                 region,
-                kept=tuple(v for v in region.vertices if v in stored)
-                if region.checkpointed
-                else (),
+                kept=tuple(v for v in region.vertices if stored[v]) if region.checkpointed else (),
             )
             for region in draft.regions
         )
