@@ -342,7 +342,7 @@ class _Builder:
             self._stored_bytes(value, types[self.weights_of.get(value, value)]) for value in values
         )
 
-    def _handed_in_bytes(self, index: int) -> int:
+    def _operand_bytes(self, index: int) -> int:
         """Bytes of the gradient with respect to a product, as products read it."""
         return sum(
             self._stored_bytes(value, tpu_fusion.as_operand(self.program.types[value]))
@@ -571,23 +571,24 @@ class _Builder:
             active_values.append(active)
             fields["internal_bytes"].append(internal_bytes + places_bytes)
             fields["pinned"].append(equation.effects or root in found_places)
-        fused = self._fused_cotangents(roots, fields["predecessors"], active_values)
+        readers = _readers(fields["predecessors"])
+        active_readers = [[one for one in found if active_values[one]] for found in readers]
+        fused = self._fused_cotangents(roots, active_readers, active_values)
         computed = {vertex for vertex in fused if self._product(roots[vertex])}
-        fused |= self._overwritten(roots, fields["predecessors"], fields["needs"])
-        # What products compute a cotangent from as they read it is there until their own step.
-        scores_vertices = {vertex_of[value] for value in scores}
-        for vertex in scores_vertices:
+        fused |= self._overwritten(roots, readers, fields["needs"])
+        # These are there until their own step, as the value, as its cotangent or in its place: and
+        # so are scores, from which products compute a cotangent as they read them.
+        for vertex in {vertex_of[value] for value in scores} | _read_by_readers(
+            fused, fields["predecessors"], fields["needs"]
+        ):
             fields["needs"][vertex] = tuple(sorted({*fields["needs"][vertex], vertex}))
-        for vertex in _read_by_readers(fused, fields["predecessors"], fields["needs"]):
-            # It is there until its own step, as the value, as its cotangent or in its place.
-            fields["needs"][vertex] = tuple(sorted({*fields["needs"][vertex], vertex}))
-        rounded = self._rounded_cotangents(roots, fields["predecessors"], active_values)
+        written = {
+            vertex: self._operand_bytes(roots[vertex])
+            for vertex in self._rounded_cotangents(roots, active_readers)
+        }
+        written.update(dict.fromkeys(fused, 0))
         fields["cotangent_bytes"] = [
-            0
-            if vertex in fused
-            else self._handed_in_bytes(roots[vertex])
-            if vertex in rounded
-            else self._cotangent_bytes(active)
+            written[vertex] if vertex in written else self._cotangent_bytes(active)
             for vertex, active in enumerate(active_values)
         ]
         beside_zeros = pooling_gradients.beside_zeros(program, self.device)
@@ -638,7 +639,7 @@ class _Builder:
                 sorted({vertex_of[one.maxima] for one in self.softmaxes if one.maxima in vertex_of})
             ),
             copied_products=tuple(copied_products),
-            handed_in_bytes={vertex: self._handed_in_bytes(roots[vertex]) for vertex in computed},
+            handed_in_bytes={vertex: self._operand_bytes(roots[vertex]) for vertex in computed},
             held=tuple(
                 one
                 for kind in (pooling_gradients, row_gathers)
@@ -668,9 +669,9 @@ class _Builder:
 
     def _fused_cotangents(
         self,
-        roots: list[int],
-        predecessors: list[tuple[int, ...]],
-        active_values: list[list[int]],
+        roots: Sequence[int],
+        active_readers: Sequence[list[int]],
+        active_values: Sequence[list[int]],
     ) -> set[int]:
         """The vertices whose cotangent never reaches memory.
 
@@ -681,7 +682,6 @@ class _Builder:
         """
         if not self.device.fuses_into_products:
             return set()
-        successors = _readers(predecessors)
         exponentials = {
             vertex
             for vertex, values in enumerate(active_values)
@@ -690,7 +690,7 @@ class _Builder:
         kinds = [self.flow.costs[root].fusion for root in roots]
         fused: set[int] = set()
         for vertex in reversed(range(len(roots))):
-            readers = [reader for reader in successors[vertex] if active_values[reader]]
+            readers = active_readers[vertex]
             if (
                 (self._product(roots[vertex]) or kinds[vertex] is costs.Fusion.FUSIBLE)
                 and readers
@@ -707,10 +707,7 @@ class _Builder:
         return fused
 
     def _rounded_cotangents(
-        self,
-        roots: Sequence[int],
-        predecessors: Sequence[tuple[int, ...]],
-        active_values: Sequence[list[int]],
+        self, roots: Sequence[int], active_readers: Sequence[list[int]]
     ) -> set[int]:
         """The products whose cotangent is written by another product's kernel, as products read it.
 
@@ -718,25 +715,20 @@ class _Builder:
         """
         if not self.device.fuses_into_products:
             return set()
-        readers = _readers(predecessors)
-        found = set()
-        for vertex, root in enumerate(roots):
-            equation = self.program.equations[root]
-            active = [reader for reader in readers[vertex] if active_values[reader]]
-            if (
-                tpu_fusion.rounds_operands(equation.operation)
-                and self.outputs.isdisjoint(equation.outputs)
-                and len(active) == 1
-                and self._product(roots[active[0]])
-            ):
-                found.add(vertex)
-        return found
+        return {
+            vertex
+            for vertex, equation in enumerate(self.program.equations[root] for root in roots)
+            if tpu_fusion.rounds_operands(equation.operation)
+            and self.outputs.isdisjoint(equation.outputs)
+            and len(active_readers[vertex]) == 1
+            and self._product(roots[active_readers[vertex][0]])
+        }
 
     def _overwritten(
         self,
-        roots: list[int],
-        predecessors: list[tuple[int, ...]],
-        needs: list[tuple[int, ...]],
+        roots: Sequence[int],
+        readers: Sequence[list[int]],
+        needs: Sequence[tuple[int, ...]],
     ) -> set[int]:
         """The vertices whose cotangent is computed in the place of their value.
 
@@ -746,7 +738,6 @@ class _Builder:
         """
         if not self.device.overwrites_values:
             return set()
-        readers = _readers(predecessors)
         equations = [self.program.equations[root] for root in roots]
         return {
             vertex

@@ -245,7 +245,6 @@ def _demand(graph: Graph, arrays: GraphArrays, levels: Sequence[_Level]) -> list
     for depth, level in enumerate(levels):
         leaf_depth[level.number >= 0] = depth
     internal = arrays.internal_bytes > 0
-    open_reads: list[_Reads] = []
     found: list[_Reads] = []
     for depth in range(len(levels) - 1, -1, -1):
         level = levels[depth]
@@ -261,7 +260,7 @@ def _demand(graph: Graph, arrays: GraphArrays, levels: Sequence[_Level]) -> list
 
         chosen = here[arrays.backward.reader]
         reader, read = arrays.backward.reader[chosen], arrays.backward.read[chosen]
-        reads = _joined([_Reads(step=reader, reader=reader, read=read), *open_reads])
+        reads = _joined([_Reads(step=reader, reader=reader, read=read), *found[-1:]])
         is_local = can_run[reads.read] & (level.number[reads.read] == local_to[reads.reader])
         seeds = level.runs_internal.copy()
         seeds[reads.read[is_local]] = True
@@ -273,7 +272,6 @@ def _demand(graph: Graph, arrays: GraphArrays, levels: Sequence[_Level]) -> list
         rerun = _Reads(step=(depth + 1) * count + reader, reader=reader, read=read)
         level.local = _joined([reads[is_local], rerun[own]])
         found.append(_joined([reads[~is_local], rerun[~own]]))
-        open_reads = found[-1:]
     return found[::-1]
 
 

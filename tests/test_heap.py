@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis
 import numpy as np
 from hypothesis import strategies as st
@@ -75,5 +77,8 @@ def test_a_heap_holds_what_is_alive_and_no_more_than_all(
 @hypothesis.given(scheduled_graphs())
 def test_heaps_of_schedules(drawn: tuple[Graph, Schedule]) -> None:
     found = spans(*drawn)
-    least = int(found.bytes.max(initial=0))
+    # What is no small share of all that is alive is never left out.
+    large = found.bytes > found.peak_bytes / 16
+    chosen = {name: getattr(found, name)[large] for name in ("first", "last", "bytes")}
+    least = dataclasses.replace(found, **chosen).peak_bytes
     assert least <= heap_bytes(found) <= int(found.bytes.sum())
