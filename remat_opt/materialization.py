@@ -442,24 +442,22 @@ class _Builder:
             return 1.0
         return result.bytes / operation.inputs[0].bytes
 
-    def _reader_counts(self, materialized: set[int]) -> dict[int, int]:
+    def _reader_counts(self, materialized: Set[int]) -> dict[int, int]:
         """How many vertices (counted up to 2) would read each fused value."""
-        roots: dict[int, frozenset[int]] = {}
+        roots: dict[int, set[int]] = {}
         for index in reversed(range(len(self.program.equations))):
-            equation = self.program.equations[index]
             if self.flow.is_alias(index):
                 continue
-            if any(value in materialized for value in equation.outputs) or self.flow.opaque(index):
-                reached = frozenset({index})
+            outputs = self.program.equations[index].outputs
+            if not materialized.isdisjoint(outputs) or self.flow.opaque(index):
+                reached = {index}
             else:
-                reached = frozenset().union(
-                    *(roots.get(value, frozenset()) for value in equation.outputs)
-                )
+                reached = set().union(*(roots.get(value, ()) for value in outputs))
             for value in self.flow.reads(index):
-                known = roots.get(value, frozenset())
+                known = roots.setdefault(value, set())
                 if len(known) < 2:
-                    roots[value] = frozenset(sorted(known | reached)[:2])
-        return {value: len(found) for value, found in roots.items()}
+                    known |= reached
+        return {value: min(2, len(found)) for value, found in roots.items()}
 
     def build(self) -> Materialization:
         program = self.program

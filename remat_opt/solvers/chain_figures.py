@@ -13,7 +13,8 @@ first and the last step of every array are known, and sums over these are the pe
 
 Why not a ready-made tool: the rules are those of ``simulator``.
 
-Complexity: for e reads of n vertices, some 10 e numpy operations on rows of one entry a chain.
+Complexity: O(n + e) a chain for n vertices and e reads. What runs again has to be followed read by
+read; there the flags of all chains are one long integer. All else is done for all reads at once.
 
 Guarantee: the simulator's figures, to the byte.
 
@@ -38,6 +39,8 @@ from remat_opt.solvers.base import tidied
 LEVELS = 2
 #: The strain is the norm of two to this power.
 _SQUARINGS = 4
+#: Chains are replayed so many at a time that their steps make up so many entries.
+_BLOCK_ENTRIES = 2**17
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +98,12 @@ class Figures:
     def __getitem__(self, chosen: list[int]) -> Figures:
         return Figures(**{name: getattr(self, name)[..., chosen] for name in _FIELDS})
 
-    def joined(self, others: Figures) -> Figures:
-        """These, then the others."""
-        return Figures(
+    @classmethod
+    def joined(cls, parts: Sequence[Figures]) -> Figures:
+        """All of the parts, in order."""
+        return cls(
             **{
-                name: np.concatenate([getattr(self, name), getattr(others, name)], axis=-1)
+                name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
                 for name in _FIELDS
             }
         )
@@ -127,6 +131,8 @@ class ChainFigures:
         for vertex, needs in enumerate(graph.needs):
             for read in needs:
                 self.needed_by[read].append(vertex)
+        self._turn_reads = _pairs(self.needed_by)
+        self._run_reads = _pairs(self.successors)
         # The step that writes the cotangent first: of the last reader that has one, or its own.
         self._sender = np.array(
             [
@@ -179,35 +185,109 @@ class ChainFigures:
 
     def figures(self, chains: Chains) -> Figures:
         """The figures of each of the settled chains."""
-        count, many = len(self.graph), len(chains)
         first, stop = _ends_of(chains)
+        made = self._made(chains.drops, first, stop) if self._internal.any() else None
+        turn_in, run_in = (
+            chains.drops[:, of] & (stop[:, of] > by[:, None])
+            for of, by in (self._turn_reads, self._run_reads)
+        )
+        again = self._again(turn_in, run_in, made)
+        width = max(1, _BLOCK_ENTRIES // (4 * len(self.graph)))
+        parts = []
+        for start in range(0, len(chains), width):
+            part = slice(start, start + width)
+            parts.append(
+                self._replayed(
+                    first[..., part],
+                    stop[..., part],
+                    turn_in[..., part],
+                    run_in[..., part],
+                    again[..., part],
+                    None if made is None else made[:, part],
+                )
+            )
+        return Figures.joined(parts)
+
+    def _again(
+        self, turn_in: np.ndarray, run_in: np.ndarray, made: np.ndarray | None
+    ) -> np.ndarray:
+        """What runs again: [level, vertex, chain].
+
+        Descending, what reads a vertex is known to run again or not when its turn comes. A read
+        that finds no copy at the inner level goes to the outer one, and from there to what is
+        stored. The flags of all chains are the bits of one number.
+
+        Args:
+          turn_in: [level, read, chain] of the reads at a backward step: whether that step is in
+            the region of the level in which the vertex is, and which drops it.
+          run_in: the same of the reads of what runs again.
+          made: see ``_made``.
+        """
+        many = turn_in.shape[2]
+        outer, inner = [0] * len(self.graph), [0] * len(self.graph)
+        if made is not None:
+            outer, inner = (
+                _numbers((made == level) & (self._internal > 0)[:, None]) for level in (1, 2)
+            )
+        for v, by_outer, by_inner in zip(
+            self._turn_reads[0].tolist(),
+            _numbers(turn_in[0] & ~turn_in[1]),
+            _numbers(turn_in[1]),
+            strict=True,
+        ):
+            outer[v] |= by_outer
+            inner[v] |= by_inner
+        reads = zip(
+            *(vertices.tolist() for vertices in self._run_reads),
+            _numbers(run_in[0]),
+            _numbers(run_in[0] & ~run_in[1]),
+            _numbers(run_in[1]),
+            strict=True,
+        )
+        for v, w, in_outer, in_outer_alone, in_inner in reversed(list(reads)):
+            outer[v] |= outer[w] & in_outer | inner[w] & in_outer_alone
+            inner[v] |= inner[w] & in_inner
+        return np.stack([_flags(numbers, many) for numbers in (outer, inner)])
+
+    def _replayed(
+        self,
+        first: np.ndarray,
+        stop: np.ndarray,
+        turn_in: np.ndarray,
+        run_in: np.ndarray,
+        again: np.ndarray,
+        made: np.ndarray | None,
+    ) -> Figures:
+        """The figures of some chains, from where regions end and what runs again in them."""
+        count, many = again.shape[1:]
         vertex = np.arange(count, dtype=np.int32)[:, None]
         # Each vertex that is differentiated earlier has three places: two runs, and its step.
         begin = count + 3 * (count - stop[0])
         inner = begin + (stop[0] - first[0]) + 2 * (stop[0] - stop[1])
         runs = (begin + vertex - first[0], inner + vertex - first[1])
         turns = inner + (stop[1] - first[1]) + (stop[1] - 1 - vertex)
-        made = self._made(chains.drops, first, stop) if self._internal.any() else None
-        again, last = self._reads(chains.drops, stop, runs, turns, made)
-        rows = [(np.repeat(vertex, many, axis=1), last[0], self._bytes[:, None])]
-        for level in range(LEVELS):
-            rows.append((runs[level], last[level + 1], again[level] * self._bytes[:, None]))
+        last = self._last_reads(turn_in, run_in, again, runs, turns)
         # A cotangent that is written over its own reader's has no step of its own.
         start = np.where(self._sender[:, None] >= 0, turns[self._sender], turns)
         start += (self._sender[:, None] < 0) & self._turns[:, None]
         end = turns - self._turns[:, None]
-        rows.append((start, end, (start <= end) * self._cotangent[:, None]))
-        if self._forward_workspace.any():
-            once = np.repeat(vertex, many, axis=1)
-            rows.append((once, once, self._forward_workspace[:, None]))
-        if self._workspace.any():
-            rows.append((turns, turns, self._workspace[:, None]))
+        alive = _Alive(4 * count, many)
+        alive.add(np.broadcast_to(vertex, again[0].shape), last[0], self._bytes)
+        for level in range(LEVELS):
+            alive.add(runs[level], last[level + 1], self._bytes, again[level])
+        alive.add(start, end, self._cotangent, start <= end)
+        alive.add(turns, turns, self._workspace)
+        alive.add(
+            np.broadcast_to(vertex, turns.shape),
+            np.broadcast_to(vertex, turns.shape),
+            self._forward_workspace,
+        )
         if made is not None:
-            rows.append((np.choose(made, [vertex, *runs]), turns, self._internal[:, None]))
-        alive = _alive(rows, 4 * count, many)
-        peak_bytes = alive.max(axis=0)
-        peak_step = alive.argmax(axis=0)
-        relative = alive / np.maximum(peak_bytes, 1.0)
+            alive.add(np.choose(made, [vertex, *runs]), turns, self._internal)
+        by_step = alive.by_step()
+        peak_bytes = by_step.max(axis=0)
+        peak_step = by_step.argmax(axis=0)
+        relative = by_step / np.maximum(peak_bytes, 1.0)
         for _ in range(_SQUARINGS):
             relative *= relative
         return Figures(
@@ -219,53 +299,32 @@ class ChainFigures:
             turn=count - 1 - np.maximum(peak_step - count, 0) // 3,
         )
 
-    def _reads(
+    def _last_reads(
         self,
-        drops: np.ndarray,
-        stop: Sequence[np.ndarray],
+        turn_in: np.ndarray,
+        run_in: np.ndarray,
+        again: np.ndarray,
         runs: Sequence[np.ndarray],
         turns: np.ndarray,
-        made: np.ndarray | None,
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """What runs again at each level, and the last step that reads each copy.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The last step that reads each copy: of what is stored, the outer one, the inner one."""
+        stored = np.repeat(self._ends_forward[:, None], turns.shape[1], axis=1)
+        outer, inner = runs[0].copy(), runs[1].copy()
+        by = self._run_reads[1]
+        reads = (
+            (self._turn_reads[0], turns[self._turn_reads[1]], turn_in[0], turn_in[1]),
+            (self._run_reads[0], runs[1][by] * again[1, by], run_in[0], run_in[1]),
+            (self._run_reads[0], runs[0][by] * again[0, by], run_in[0], None),
+        )
+        for of, steps, in_outer, in_inner in reads:
+            if in_inner is not None:
+                _raise(inner, of, steps * in_inner)
+                steps = steps * ~in_inner
+            _raise(outer, of, steps * in_outer)
+            _raise(stored, of, steps * ~in_outer)
+        return stored, outer, inner
 
-        Descending, what reads a vertex is known to run again or not when its turn comes. A read
-        that finds no copy at the inner level goes to the outer one, and from there to what is
-        stored.
-        """
-        count, many = drops.shape[1:]
-        again = np.zeros((LEVELS, count, many), dtype=bool)
-        last = [np.repeat(self._ends_forward[:, None], many, axis=1), runs[0].copy()]
-        last.append(runs[1].copy())
-        for v in range(count - 1, -1, -1):
-            if made is not None and self._internal[v]:
-                again[0, v] = made[v] == 1
-                again[1, v] = made[v] == 2
-            reads: list[tuple[int, np.ndarray, np.ndarray | None, int]] = []
-            reads += [(w, turns[w], None, 1) for w in self.needed_by[v]]
-            reads += [(w, runs[1][w], again[1, w], 1) for w in self.successors[v]]
-            reads += [(w, runs[0][w], again[0, w], 0) for w in self.successors[v]]
-            for w, step, happens, level in reads:
-                outer = drops[0, v] & (stop[0][v] > w)
-                if happens is not None:
-                    outer &= happens
-                stored = ~outer if happens is None else happens & ~outer
-                if level:
-                    inner = drops[1, v] & (stop[1][v] > w)
-                    if happens is not None:
-                        inner &= happens
-                    outer &= ~inner
-                    stored &= ~inner
-                    again[1, v] |= inner
-                    np.maximum(last[2][v], step * inner, out=last[2][v])
-                again[0, v] |= outer
-                np.maximum(last[1][v], step * outer, out=last[1][v])
-                np.maximum(last[0][v], step * stored, out=last[0][v])
-        return again, last
-
-    def _made(
-        self, drops: np.ndarray, first: Sequence[np.ndarray], stop: Sequence[np.ndarray]
-    ) -> np.ndarray:
+    def _made(self, drops: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """At which level each vertex runs for its residuals without a name; 0 for forward."""
         made = np.zeros(drops.shape[1:], dtype=np.int64)
         columns = np.arange(drops.shape[2])[None, :]
@@ -277,10 +336,16 @@ class ChainFigures:
         return made
 
 
-def _ends_of(chains: Chains) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """For each level the ``_ends`` of its regions."""
+def _pairs(readers: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The vertices that are read, ascending, and what reads them."""
+    of = np.repeat(np.arange(len(readers)), [len(each) for each in readers])
+    return of, np.array(list(itertools.chain.from_iterable(readers)), dtype=int)
+
+
+def _ends_of(chains: Chains) -> tuple[np.ndarray, np.ndarray]:
+    """[level, vertex, chain] where its region starts, and where the next one does."""
     first, stop = zip(*map(_ends, chains.starts), strict=True)
-    return first, stop
+    return np.stack(first), np.stack(stop)
 
 
 def _ends(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -294,17 +359,69 @@ def _ends(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, stop
 
 
-def _alive(
-    rows: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], steps: int, many: int
-) -> np.ndarray:
-    """The bytes alive at each step, of arrays each with its first step, last step and size."""
-    columns = np.arange(many)
-    change = np.zeros((steps + 1) * many)
-    for first, last, size in rows:
-        weights = np.broadcast_to(size, first.shape).ravel()
-        change += np.bincount((first * many + columns).ravel(), weights, len(change))
-        change -= np.bincount(((last + 1) * many + columns).ravel(), weights, len(change))
-    return np.cumsum(change.reshape(steps + 1, many), axis=0)
+def _numbers(flags: np.ndarray) -> list[int]:
+    """Each row of flags as a number; the first flag is its highest bit."""
+    packed = np.packbits(flags, axis=1)
+    data, width = packed.tobytes(), packed.shape[1]
+    return [
+        int.from_bytes(data[start : start + width], "big") for start in range(0, len(data), width)
+    ]
+
+
+def _flags(numbers: Sequence[int], many: int) -> np.ndarray:
+    """The rows of ``many`` flags that are these ``_numbers``."""
+    width = -(-many // 8)
+    data = b"".join(number.to_bytes(width, "big") for number in numbers)
+    packed = np.frombuffer(data, dtype=np.uint8).reshape(len(numbers), width)
+    return np.unpackbits(packed, axis=1, count=many).view(bool)
+
+
+def _raise(last: np.ndarray, of: np.ndarray, steps: np.ndarray) -> None:
+    """Raises the rows ``of`` an array, ascending and maybe repeated, to these steps at least."""
+    if not len(of):
+        return
+    edges = np.flatnonzero(np.diff(of, prepend=-1))
+    rows = of[edges]
+    last[rows] = np.maximum(last[rows], np.maximum.reduceat(steps, edges, axis=0))
+
+
+class _Alive:
+    """Adds up the bytes alive at each step, of arrays in many chains."""
+
+    def __init__(self, steps: int, many: int) -> None:
+        self._steps, self._many = steps, many
+        self._places: list[np.ndarray] = []
+        self._changes: list[np.ndarray] = []
+
+    def add(
+        self, first: np.ndarray, last: np.ndarray, size: np.ndarray, there: np.ndarray | None = None
+    ) -> None:
+        """Adds one array of each vertex and chain.
+
+        Args:
+          first: [vertex, chain] the first step at which it is alive.
+          last: likewise, the last one.
+          size: [vertex] its bytes.
+          there: [vertex, chain] whether there is such an array; all if None.
+        """
+        taken = np.broadcast_to(size[:, None] != 0, first.shape)
+        if there is not None:
+            taken = taken & there
+        vertex, chain = np.nonzero(taken)
+        sizes = size[vertex]
+        self._places += [
+            first[vertex, chain] * self._many + chain,
+            (last[vertex, chain] + 1) * self._many + chain,
+        ]
+        self._changes += [sizes, -sizes]
+
+    def by_step(self) -> np.ndarray:
+        """Bytes: [step, chain]."""
+        shape = (self._steps + 1, self._many)
+        change = np.bincount(
+            np.concatenate(self._places), np.concatenate(self._changes), shape[0] * shape[1]
+        )
+        return np.cumsum(change.reshape(shape), axis=0)
 
 
 def _regions(starts: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -67,8 +67,8 @@ SLOTS = 256
 _SCALES = (1.0, 0.4, 0.15)
 #: Costs that differ by less than this share of a forward pass make no new schedule.
 _RESOLUTION = 1e-3
-#: Fates: index 0 is saved, 1 keeps nothing, and then come the given kept sets.
-_SAVED, _NOTHING = 0, 1
+#: Fates: index 0 is saved, 1 keeps nothing, and then come the given kept sets; -1 is nested.
+_SAVED, _NOTHING, _NESTED = 0, 1, -1
 
 
 def schedules(
@@ -191,91 +191,156 @@ class _Regions:
         return needs, held, cost
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The regions from one position that may be next, in a fixed order; one entry each.
+
+    Attributes:
+      fates: none of them nested.
+      ends: positions.
+      then: the rows of the table with the ways from there.
+      cost: of running again.
+      held: slots that it leaves to the regions after it.
+      least: slots that there must be.
+    """
+
+    fates: np.ndarray
+    ends: np.ndarray
+    then: np.ndarray
+    cost: np.ndarray
+    held: np.ndarray
+    least: np.ndarray
+
+
 class _Table:
     """``way`` for all amounts of memory that are multiples of a slot.
 
     ``_rest[i]`` leads to the end of the program, ``_again[first, last]`` is inside a nested region.
-    A choice is the number of an option: 0 for the saved last region, then those of ``_options``,
-    then the nested ones.
+    Of a state on the way to the end it is known which choice it was that cost the least: 0 for the
+    saved last region, then those of ``_options``, then the nested regions.
     """
 
     def __init__(self, regions: _Regions, slot: float) -> None:
         self._of = regions
-        self._levels = np.arange(SLOTS + 1)
         needs = np.minimum(regions.needs / slot, 4 * SLOTS)
         self._needs = np.ceil(needs - 0.5).astype(int)
         self._held = np.rint(np.minimum(regions.held / slot, SLOTS + 1)).astype(int)
-        self._place = {position: place for place, position in enumerate(regions.nested)}
-        # The options from each position, as they are numbered in the choices.
-        self._again_options: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._rest_options: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._again, self._again_choice = self._fill_again()
+        self._end = len(regions.positions) - 1
+        # The end of the program is not that of a nested region.
+        self._nested = np.asarray(regions.nested[:-1], dtype=int)
+        self._place = {position: place for place, position in enumerate(self._nested.tolist())}
+        places = np.arange(len(self._nested))
+        self._again_options = [
+            self._options(i, self._nested[first + 1 :], places[first + 1 :])
+            for i, first in self._place.items()
+        ]
+        every = np.arange(self._end)
+        self._rest_options = [
+            self._options(i, every[i + 1 :], every[i + 1 :]) for i in range(self._end)
+        ]
+        self._again = self._fill_again()
         self._rest, self._rest_choice = self._fill_rest()
 
-    def _options(self, i: int, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Fates and ends of the regions from i that fit at all, in a fixed order."""
+    def _options(self, i: int, stops: np.ndarray, rows: np.ndarray) -> _Options:
+        """The regions from i to one of several positions, with their rows, that fit at all."""
         fates, places = np.nonzero(self._needs[:, i, stops] <= SLOTS)
-        return fates, stops[places]
+        ends = stops[places]
+        held = self._held[fates, i, ends]
+        return _Options(
+            fates=fates,
+            ends=ends,
+            then=rows[places],
+            cost=self._of.cost[fates, i, ends],
+            held=held,
+            least=np.maximum(held, self._needs[fates, i, ends]),
+        )
 
-    def _fill_again(self) -> tuple[np.ndarray, np.ndarray]:
-        of = self._of
-        # The end of the program is not that of a nested region.
-        nested = np.asarray(of.nested[:-1], dtype=int)
-        count = len(nested)
+    def _fill_again(self) -> np.ndarray:
+        of, count = self._of, len(self._nested)
         costs = np.full((count, count, SLOTS + 1), np.inf)
-        chosen = np.full((count, count, SLOTS + 1), -1, dtype=np.int32)
         for first in range(count - 2, -1, -1):
-            i = int(nested[first])
-            stop = first + 1 + int(np.sum(~of.pinned[i, nested[first + 1 :]]))
-            ways, choices = costs[first, :stop], chosen[first, :stop]
-            fits = self._levels >= self._needs[_SAVED, i, nested[:stop], None]
-            fits[: first + 1] = False
-            ways[fits], choices[fits] = 0.0, 0
-            fates, ends = self._again_options[i] = self._options(i, nested[first + 1 :])
-            for number, (fate, k) in enumerate(zip(fates, ends, strict=True), start=1):
-                then, held = self._place[int(k)], self._held[fate, i, k]
-                low = max(held, self._needs[fate, i, k])
-                way = of.cost[fate, i, k] + costs[then, :stop, low - held : SLOTS + 1 - held]
-                better = way < ways[:, low:]
-                ways[:, low:][better], choices[:, low:][better] = way[better], number
+            i = int(self._nested[first])
+            stop = first + 1 + int(np.sum(~of.pinned[i, self._nested[first + 1 :]]))
+            ways = costs[first, :stop]
+            for last in range(first + 1, stop):
+                ways[last, self._needs[_SAVED, i, self._nested[last]] :] = 0.0
+            options = self._again_options[first]
+            for cost, then, held, least in zip(
+                options.cost.tolist(),
+                options.then.tolist(),
+                options.held.tolist(),
+                options.least.tolist(),
+                strict=True,
+            ):
+                way = costs[then, then + 1 : stop, least - held : SLOTS + 1 - held] + cost
+                found = ways[then + 1 :, least:]
+                np.minimum(found, way, out=found)
             # A nested region needs what its chain needs, not what all of it at once does.
             for then in range(first + 1, stop):
-                k = nested[then]
+                k = self._nested[then]
                 held = self._held[_NOTHING, i, k]
-                way = (
-                    of.cost[_NOTHING, i, k]
-                    + ways[then, held:]
-                    + costs[then, :stop, : SLOTS + 1 - held]
-                )
-                better = way < ways[:, held:]
-                ways[:, held:][better] = way[better]
-                choices[:, held:][better] = 1 + len(fates) + then
-        return costs, chosen
+                way = costs[then, then + 1 : stop, : SLOTS + 1 - held]
+                way = of.cost[_NOTHING, i, k] + ways[then, held:] + way
+                found = ways[then + 1 :, held:]
+                np.minimum(found, way, out=found)
+        return costs
 
     def _fill_rest(self) -> tuple[np.ndarray, np.ndarray]:
         of = self._of
-        end = len(of.positions) - 1
+        levels = np.arange(SLOTS + 1)
         # Before the levels, as many that stand for memory below nothing.
         below = SLOTS + 1
-        costs = np.full((end, below + SLOTS + 1), np.inf)
+        costs = np.full((self._end, below + SLOTS + 1), np.inf)
         ways = np.lib.stride_tricks.sliding_window_view(costs, SLOTS + 1, axis=1)
-        chosen = np.full((end, SLOTS + 1), -1, dtype=np.int32)
-        for i in range(end - 1, -1, -1):
-            fits = self._levels >= self._needs[_SAVED, i, end]
-            fates, ends = self._rest_options[i] = self._options(i, np.arange(i + 1, end))
-            way = of.cost[fates, i, ends, None] + ways[ends, below - self._held[fates, i, ends]]
-            way[self._levels < self._needs[fates, i, ends, None]] = np.inf
-            parts = [np.where(fits, 0.0, np.inf)[None, :], way]
+        chosen = np.zeros((self._end, SLOTS + 1), dtype=np.int32)
+        for i in range(self._end - 1, -1, -1):
+            options = self._rest_options[i]
+            way = ways[options.then, below - options.held]
+            way += options.cost[:, None]
+            np.copyto(way, np.inf, where=levels < options.least[:, None])
+            saved = np.where(levels < self._needs[_SAVED, i, self._end], np.inf, 0.0)
+            parts = [saved[None, :], way]
             if i in self._place:
                 first = self._place[i]
-                inner = np.asarray(of.nested[first + 1 : -1], dtype=int)
+                inner = self._nested[first + 1 :]
                 after = ways[inner, below - self._held[_NOTHING, i, inner]]
                 within = self._again[first, first + 1 :]
                 parts.append(of.cost[_NOTHING, i, inner, None] + within + after)
             table = np.concatenate(parts)
             chosen[i] = table.argmin(axis=0)
-            costs[i, below:] = table[chosen[i], self._levels]
+            costs[i, below:] = table[chosen[i], levels]
         return costs[:, below:], chosen
+
+    def _next(self, i: int, level: int) -> tuple[int, int]:
+        """Fate and end of the next region, where the way to the end has so many slots."""
+        options, choice = self._rest_options[i], int(self._rest_choice[i, level]) - 1
+        if choice < 0:
+            return _SAVED, self._end
+        if choice < len(options.ends):
+            return int(options.fates[choice]), int(options.ends[choice])
+        return _NESTED, int(self._nested[self._place[i] + 1 + choice - len(options.ends)])
+
+    def _next_inside(self, first: int, last: int, level: int) -> tuple[int, int]:
+        """Fate and end of the next region, where the way to a place has so many slots.
+
+        Of these there are far more than schedules come through, so it is found where one does.
+        """
+        i, k = int(self._nested[first]), int(self._nested[last])
+        if level >= self._needs[_SAVED, i, k]:
+            return _SAVED, k
+        options, to_last = self._again_options[first], self._again[:, last]
+        costs = options.cost + to_last[options.then, level - options.held]
+        costs[level < options.least] = np.inf
+        places = np.arange(first + 1, last)
+        inner = self._nested[places]
+        left = level - self._held[_NOTHING, i, inner]
+        nested = self._of.cost[_NOTHING, i, inner] + self._again[first, places, level]
+        nested += to_last[places, left]
+        nested[left < 0] = np.inf
+        best = int(np.argmin(np.concatenate((costs, nested))))
+        if best < len(costs):
+            return int(options.fates[best]), int(options.ends[best])
+        return _NESTED, int(inner[best - len(costs)])
 
     def levels(self) -> list[int]:
         """The levels at which the cost falls, from the least memory up."""
@@ -293,46 +358,33 @@ class _Table:
         return Schedule(regions=tuple(merged(self._chain(0, level))))
 
     def _chain(self, i: int, level: int) -> list[Region]:
-        end = len(self._of.positions) - 1
         regions: list[Region] = []
-        while True:
-            choice = int(self._rest_choice[i, level])
-            if choice == 0:
-                return [*regions, self._of.region(_SAVED, i, end)]
-            fates, ends = self._rest_options[i]
-            if choice <= len(fates):
-                fate, k = int(fates[choice - 1]), int(ends[choice - 1])
-                regions.append(self._of.region(fate, i, k))
-                level -= int(self._held[fate, i, k])
+        while i < self._end:
+            fate, k = self._next(i, level)
+            if fate == _NESTED:
+                regions.append(self._nest(self._place[i], self._place[k], level))
+                fate = _NOTHING
             else:
-                first = self._place[i]
-                k = self._of.nested[first + choice - len(fates)]
-                regions.append(self._nest(first, self._place[k], level))
-                level -= int(self._held[_NOTHING, i, k])
+                regions.append(self._of.region(fate, i, k))
+            level -= int(self._held[fate, i, k])
             i = k
+        return regions
 
     def _nest(self, first: int, last: int, level: int) -> Region:
-        nested = self._of.nested
         inside = tuple(merged(self._inside(first, last, level)))
-        outer = self._of.region(_NOTHING, nested[first], nested[last])
+        outer = self._of.region(_NOTHING, int(self._nested[first]), int(self._nested[last]))
         return dataclasses.replace(outer, inside=inside if len(inside) > 1 else ())
 
     def _inside(self, first: int, last: int, level: int) -> list[Region]:
-        nested = self._of.nested
         regions: list[Region] = []
-        while True:
-            i = nested[first]
-            choice = int(self._again_choice[first, last, level])
-            if choice == 0:
-                return [*regions, self._of.region(_SAVED, i, nested[last])]
-            fates, ends = self._again_options[i]
-            if choice <= len(fates):
-                fate, k = int(fates[choice - 1]), int(ends[choice - 1])
-                regions.append(self._of.region(fate, i, k))
-                level -= int(self._held[fate, i, k])
-                first = self._place[k]
+        while first < last:
+            fate, k = self._next_inside(first, last, level)
+            i, then = int(self._nested[first]), self._place[k]
+            if fate == _NESTED:
+                regions.append(self._nest(first, then, level))
+                fate = _NOTHING
             else:
-                between = choice - 1 - len(fates)
-                regions.append(self._nest(first, between, level))
-                level -= int(self._held[_NOTHING, i, nested[between]])
-                first = between
+                regions.append(self._of.region(fate, i, k))
+            level -= int(self._held[fate, i, k])
+            first = then
+        return regions

@@ -193,7 +193,7 @@ class _Pool:
         figures = self._known.figures(chains)
         if self.keys:
             chains = joined([self.chains, chains])
-            figures = self.figures.joined(figures)
+            figures = Figures.joined([self.figures, figures])
         keys = [*self.keys, *chosen]
         kept = sorted(
             {
