@@ -3,22 +3,85 @@
 A sum there multiplies two arrays as it reads them, and computes no more than that. So what the
 gradient of a broadcast operand multiplies is stored: what a scale was applied to, what a mean was
 taken from. Transcendental functions are never computed twice.
+
+Products are calls of a library for float32, which reads one order of dimensions: bfloat16 weights
+are widened, and for the gradient of a weight the cotangent is transposed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from remat_opt import costs
 from remat_opt.dataflow import Dataflow
-from remat_opt.program import Atom
+from remat_opt.device import Device
+from remat_opt.held import Cause, Held
+from remat_opt.operation import ArrayType
+from remat_opt.products import PRODUCTS
+from remat_opt.program import Atom, Program
 
 #: What is never computed twice.
 _DEAR = frozenset(
     "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
     "tanh".split()
 )
+
+
+def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
+    """What a device's compiler holds for weights that are bfloat16.
+
+    A product's weight is widened once, and read so in the forward and in the backward pass; under a
+    checkpoint again in each. The gradient of looking up rows adds to an array of zeros, which
+    depends on nothing and is made at the start.
+
+    Args:
+      program: a traced function.
+      differentiated: numbers of the equations that have a backward step.
+      device: whose compiler it is.
+    """
+    if not device.widens_bfloat16:
+        return
+    weights = set(program.differentiated)
+    for index in sorted(differentiated):
+        equation = program.equations[index]
+        primitive = equation.operation.primitive
+        for value in weights.intersection(equation.value_inputs):
+            kind = program.types[value]
+            if kind.dtype != "bfloat16" or primitive not in PRODUCTS | {"gather"}:
+                continue
+            size = device.buffer_bytes(widened(kind))
+            yield Held(
+                cause=Cause.WIDENED,
+                values=equation.outputs,
+                bytes=size,
+                checkpointed_bytes=size if primitive == "gather" else 0,
+                unchanged_bytes=size,
+            )
+
+
+def widened(kind: ArrayType) -> ArrayType:
+    """The type of array that an array of some type is stored as where products read it."""
+    return dataclasses.replace(kind, dtype="float32") if kind.dtype == "bfloat16" else kind
+
+
+def transposed_cotangent(program: Program, index: int) -> bool:
+    """Whether a product's cotangent is transposed for the gradient of the weight that it reads.
+
+    So it is where the gradient sums over several dimensions, such as examples and tokens: XLA makes
+    them one. Products with batch dimensions, as attention has, transpose smaller operands.
+    """
+    equation = program.equations[index]
+    if equation.operation.primitive != "dot_general":
+        return False
+    (contracted, _), (batch, _) = equation.operation.params["dimension_numbers"]
+    others = [
+        kind
+        for value, kind in zip(equation.inputs, equation.operation.inputs, strict=True)
+        if value not in program.differentiated
+    ]
+    return not batch and len(others) == 1 and len(others[0].shape) - len(contracted) > 1
 
 
 def read_by_sums(flow: Dataflow) -> set[int]:

@@ -15,6 +15,7 @@ class Cause(enum.Enum):
 
     POOLING = "the gradients of max poolings"
     ROWS = "the gradients of gathers that pick one element of each row"
+    WIDENED = "bfloat16 weights, and gradients of their rows, as float32"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

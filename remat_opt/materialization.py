@@ -317,8 +317,8 @@ class _Builder:
 
     def _stored_bytes(self, value: int, kind: ArrayType) -> int:
         """Bytes of an array of some kind that is laid out like a value."""
-        if self.device.widens_bfloat16 and kind.dtype == "bfloat16":
-            kind = dataclasses.replace(kind, dtype="float32")
+        if self.device.widens_bfloat16:
+            kind = cpu_fusion.widened(kind)
         return self.device.buffer_bytes(kind, self.matrix_axes.get(value))
 
     def _transposed(
@@ -574,6 +574,8 @@ class _Builder:
         fused = self._fused_cotangents(roots, active_readers, active_values)
         computed = {vertex for vertex in fused if self._product(roots[vertex])}
         fused |= self._overwritten(roots, readers, fields["needs"])
+        in_its_place = self._broadcast_cotangents(roots, active_readers, active_values, fields)
+        fused |= in_its_place.keys() | set(in_its_place.values())
         # These are there until their own step, as the value, as its cotangent or in its place: and
         # so are scores, from which products compute a cotangent as they read them.
         for vertex in {vertex_of[value] for value in scores} | _read_by_readers(
@@ -613,6 +615,16 @@ class _Builder:
                 beside += fields["bytes"][operand]
             least = fields["workspace_bytes"][operand]
             fields["workspace_bytes"][operand] = max(least, beside)
+        # What takes the place of a value is there in its own step alone.
+        besides = [*in_its_place.values()]
+        if not self.device.fuses_into_sums:
+            besides += [
+                vertex
+                for vertex, root in enumerate(roots)
+                if active_values[vertex] and cpu_fusion.transposed_cotangent(program, root)
+            ]
+        for vertex in besides:
+            fields["workspace_bytes"][vertex] += self._cotangent_bytes(active_values[vertex])
         shared_weights = weight_gradients.shared(
             program,
             self.linearization.derivatives,
@@ -640,7 +652,7 @@ class _Builder:
             handed_in_bytes={vertex: self._operand_bytes(roots[vertex]) for vertex in computed},
             held=tuple(
                 one
-                for kind in (pooling_gradients, row_gathers)
+                for kind in (pooling_gradients, row_gathers, cpu_fusion)
                 for one in kind.held(program, self.linearization.derivatives, self.device)
             ),
             transposed=transposed,
@@ -721,6 +733,37 @@ class _Builder:
             and len(active_readers[vertex]) == 1
             and self._product(roots[active_readers[vertex][0]])
         }
+
+    def _broadcast_cotangents(
+        self,
+        roots: Sequence[int],
+        active_readers: Sequence[list[int]],
+        active_values: Sequence[list[int]],
+        fields: Mapping[str, Sequence[Any]],
+    ) -> dict[int, int]:
+        """On a CPU, what only plain sums read of what is computed elementwise, and its predecessor.
+
+        The cotangent of the one is a broadcast and takes no memory. That of the other is computed
+        from it and the value, in the value's place. Such are the exponentials of a cross-entropy,
+        and its logits.
+        """
+        found = {}
+        for vertex, root in enumerate(roots) if not self.device.fuses_into_sums else ():
+            before = [one for one in fields["predecessors"][vertex] if active_values[one]]
+            if (
+                self.flow.costs[root].fusion is costs.Fusion.FUSIBLE
+                and vertex in fields["needs"][vertex]
+                and active_readers[vertex]
+                and all(
+                    self.flow.costs[roots[reader]].fusion is costs.Fusion.REDUCTION
+                    and not fields["needs"][reader]
+                    for reader in active_readers[vertex]
+                )
+                and len(before) == 1
+                and fields["bytes"][vertex] == self._cotangent_bytes(active_values[before[0]])
+            ):
+                found[vertex] = before[0]
+        return found
 
     def _overwritten(
         self,
