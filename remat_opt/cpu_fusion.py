@@ -66,22 +66,35 @@ def widened(kind: ArrayType) -> ArrayType:
     return dataclasses.replace(kind, dtype="float32") if kind.dtype == "bfloat16" else kind
 
 
-def transposed_cotangent(program: Program, index: int) -> bool:
-    """Whether a product's cotangent is transposed for the gradient of the weight that it reads.
+def gradient_bytes(program: Program, index: int, device: Device) -> int:
+    """What the gradient of a product's weight takes, in the product's backward step alone.
 
-    So it is where the gradient sums over several dimensions, such as examples and tokens: XLA makes
-    them one. Products with batch dimensions, as attention has, transpose smaller operands.
+    Where it sums over several dimensions, such as examples and tokens, XLA makes them one: the
+    cotangent is transposed. And it comes out as float32. Products with batch dimensions, as
+    attention has, transpose smaller operands.
+
+    Args:
+      program: a traced function.
+      index: of an equation.
+      device: whose compiler it is.
     """
     equation = program.equations[index]
-    if equation.operation.primitive != "dot_general":
-        return False
-    (contracted, _), (batch, _) = equation.operation.params["dimension_numbers"]
-    others = [
-        kind
-        for value, kind in zip(equation.inputs, equation.operation.inputs, strict=True)
-        if value not in program.differentiated
-    ]
-    return not batch and len(others) == 1 and len(others[0].shape) - len(contracted) > 1
+    operation = equation.operation
+    if operation.primitive != "dot_general" or device.fuses_into_sums:
+        return 0
+    (contracted, _), (batch, _) = operation.params["dimension_numbers"]
+    is_weight = [value in program.differentiated for value in equation.inputs]
+    if batch or sum(is_weight) != 1:
+        return 0
+    place = is_weight.index(True)
+    weight, other, result = (
+        operation.inputs[place],
+        operation.inputs[1 - place],
+        operation.outputs[0],
+    )
+    transposed = len(other.shape) - len(contracted) > 1
+    size = device.buffer_bytes(widened(result)) if transposed else 0
+    return size + (device.buffer_bytes(widened(weight)) if widened(weight) != weight else 0)
 
 
 def read_by_sums(flow: Dataflow) -> set[int]:

@@ -616,15 +616,12 @@ class _Builder:
             least = fields["workspace_bytes"][operand]
             fields["workspace_bytes"][operand] = max(least, beside)
         # What takes the place of a value is there in its own step alone.
-        besides = [*in_its_place.values()]
-        if not self.device.fuses_into_sums:
-            besides += [
-                vertex
-                for vertex, root in enumerate(roots)
-                if active_values[vertex] and cpu_fusion.transposed_cotangent(program, root)
-            ]
-        for vertex in besides:
+        for vertex in in_its_place.values():
             fields["workspace_bytes"][vertex] += self._cotangent_bytes(active_values[vertex])
+        for vertex, root in enumerate(roots):
+            if active_values[vertex]:
+                size = cpu_fusion.gradient_bytes(program, root, self.device)
+                fields["workspace_bytes"][vertex] += size
         shared_weights = weight_gradients.shared(
             program,
             self.linearization.derivatives,

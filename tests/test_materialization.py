@@ -341,6 +341,8 @@ def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
         assert found.held_bytes(plain(graph), Cause.WIDENED) == rows + product
         # A checkpoint widens again what it reads; the zeros that rows are added to are there.
         assert found.held_bytes(whole(graph), Cause.WIDENED) == rows
+        # Its gradient comes out as float32, while the product's step runs.
+        assert graph.workspace_bytes[names(graph).index("dot_general")] == product
 
 
 def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
