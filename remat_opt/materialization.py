@@ -73,6 +73,8 @@ class Materialization:
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       named_bytes: for some vertices what they take where a checkpoint keeps them by name, if that
         is not what they take otherwise. Searches do not see it, predictions do.
+      widened_bytes: for some vertices how much more they take when the turn has come of the
+        checkpoint that keeps them by name. Searches do not see it.
       handed_in_bytes: for vertices whose cotangent is no array, as products compute it when they
         read it, what it takes where it has to be handed in to a checkpoint. Searches do not see it.
       maxima: the vertices that are to be kept under every checkpoint (``softmax``).
@@ -92,6 +94,7 @@ class Materialization:
     labels: tuple[str, ...]
     estimated_flops_share: float
     named_bytes: dict[int, int]
+    widened_bytes: dict[int, int]
     handed_in_bytes: dict[int, int]
     maxima: tuple[int, ...]
     copied_products: tuple[int, ...]
@@ -169,7 +172,15 @@ class Materialization:
         )
         if cause:
             return found
-        return found + self._transposed_bytes(schedule) + self._copies_bytes(schedule)
+        found += self._transposed_bytes(schedule) + self._copies_bytes(schedule)
+        return found + self._widened_bytes(schedule)
+
+    def _widened_bytes(self, schedule: Schedule) -> int:
+        """Bytes by which the values grow that one checkpoint keeps: all at once, in its turn."""
+        return max(
+            sum(self.widened_bytes.get(vertex, 0) for vertex in _kept_by_name([region]))
+            for region in schedule.regions
+        )
 
     def _copies_bytes(self, schedule: Schedule) -> int:
         """Bytes of the signals of copies: for the forward pass, for two gradients, and again."""
@@ -331,6 +342,20 @@ class _Builder:
                 for value in self.flow.derivative_reads(root):
                     if value in vertex_of:
                         yield vertex, vertex_of[value]
+
+    def _widened(
+        self, roots: Sequence[int], vertex_of: Mapping[int, int]
+    ) -> Iterator[tuple[int, int]]:
+        """See ``Materialization.widened_bytes``: on a CPU, what products read."""
+        for root in roots if self.device.widens_bfloat16 else ():
+            if self.program.equations[root].operation.primitive not in PRODUCTS:
+                continue
+            for value in self.flow.derivative_reads(root):
+                if value in vertex_of:
+                    kind = self.program.types[value]
+                    more = self._stored_bytes(value, kind) - self.device.buffer_bytes(kind)
+                    if more:
+                        yield vertex_of[value], more
 
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the gradients with respect to some values: products write them in full.
@@ -642,6 +667,7 @@ class _Builder:
             labels=labels,
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
             named_bytes=named_bytes,
+            widened_bytes=dict(self._widened(roots, vertex_of)),
             maxima=tuple(
                 sorted({vertex_of[one.maxima] for one in self.softmaxes if one.maxima in vertex_of})
             ),
@@ -749,7 +775,7 @@ class _Builder:
             before = [one for one in fields["predecessors"][vertex] if active_values[one]]
             if (
                 self.flow.costs[root].fusion is costs.Fusion.FUSIBLE
-                and vertex in fields["needs"][vertex]
+                and fields["needs"][vertex] == (vertex,)
                 and active_readers[vertex]
                 and all(
                     self.flow.costs[roots[reader]].fusion is costs.Fusion.REDUCTION

@@ -324,6 +324,28 @@ def test_a_cpu_transposes_cotangents_for_the_gradients_of_weights() -> None:
         assert [graph.workspace_bytes[v] for v in products] == [transposed, 0]
 
 
+def test_a_cpu_widens_what_a_checkpoint_keeps_when_its_turn_comes() -> None:
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.sin(x @ w)
+        return jnp.sum(x).astype(jnp.float32)
+
+    weights, x = [jnp.ones((8, 8), jnp.bfloat16)] * 4, jnp.ones((16, 8), jnp.bfloat16)
+    for device, more in (("cpu", 2 * 16 * 8), ("h200", 0)):
+        _, found, graph = graph_of(loss, weights, x, device=device)
+        none = found.held_bytes(whole(graph))
+        every = tuple(range(len(graph)))
+        products = [v for v in every if names(graph)[v] == "dot_general"]
+        read = tuple(v for v in every if any(v in graph.needs[w] and v != w for w in products))
+        half = [every[: products[2]], every[products[2] :]]
+        one = [Region(vertices=every, kept=read)]
+        two = [Region(vertices=part, kept=tuple(set(part) & set(read))) for part in half]
+        assert len(read) == 3
+        assert found.held_bytes(Schedule(regions=tuple(one))) - none == 3 * more
+        # Of two checkpoints, one after the other.
+        assert found.held_bytes(Schedule(regions=tuple(two))) - none == 2 * more
+
+
 def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
     def loss(weights, tokens):
         rows = weights["rows"][tokens]
