@@ -43,22 +43,36 @@ def held(program: Program, differentiated: Iterable[int], device: Device) -> Ite
     """
     if not device.widens_bfloat16:
         return
-    weights = set(program.differentiated)
+    products: dict[int, list[int]] = {}
+    looked_up: set[int] = set()
     for index in sorted(differentiated):
         equation = program.equations[index]
-        primitive = equation.operation.primitive
-        for value in weights.intersection(equation.value_inputs):
-            kind = program.types[value]
-            if kind.dtype != "bfloat16" or primitive not in PRODUCTS | {"gather"}:
+        for value in set(program.differentiated).intersection(equation.value_inputs):
+            if program.types[value].dtype != "bfloat16":
                 continue
-            size = device.buffer_bytes(widened(kind))
-            yield Held(
-                cause=Cause.WIDENED,
-                values=equation.outputs,
-                bytes=size,
-                checkpointed_bytes=size if primitive == "gather" else 0,
-                unchanged_bytes=size,
-            )
+            if equation.operation.primitive in PRODUCTS:
+                products.setdefault(value, []).extend(equation.outputs)
+            elif equation.operation.primitive == "gather":
+                looked_up.add(value)
+    widened_bytes = {
+        value: device.buffer_bytes(widened(program.types[value]))
+        for value in {*products, *looked_up}
+    }
+    for value in sorted(looked_up):
+        yield _held((), widened_bytes[value])
+    for value, results in sorted(products.items()):
+        yield _held(tuple(results), widened_bytes[value])
+
+
+def _held(results: tuple[int, ...], size: int) -> Held:
+    """Bytes that are there throughout, unless what is computed with them is under a checkpoint."""
+    return Held(
+        cause=Cause.WIDENED,
+        values=results,
+        bytes=size,
+        checkpointed_bytes=0,
+        unchanged_bytes=size,
+    )
 
 
 def widened(kind: ArrayType) -> ArrayType:

@@ -367,6 +367,19 @@ def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
         assert graph.workspace_bytes[names(graph).index("dot_general")] == product
 
 
+def test_a_cpu_widens_a_weight_once_for_all_that_read_it() -> None:
+    def loss(weights, tokens):
+        x = weights["rows"][tokens][0]
+        for _ in range(5):
+            x = jnp.sin(x @ weights["product"])
+        return jnp.sum(x).astype(jnp.float32)
+
+    weights = {"rows": jnp.ones((32, 8), jnp.bfloat16), "product": jnp.ones((8, 8), jnp.bfloat16)}
+    _, found, graph = graph_of(loss, weights, jnp.arange(16)[None], device="cpu")
+    assert found.held_bytes(plain(graph), Cause.WIDENED) == 4 * 32 * 8 + 4 * 8 * 8
+    assert found.held_bytes(whole(graph), Cause.WIDENED) == 4 * 32 * 8
+
+
 def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
     def recurrent(weights, x):
         state = x
