@@ -54,21 +54,18 @@ def held(program: Program, differentiated: Iterable[int], device: Device) -> Ite
                 products.setdefault(value, []).extend(equation.outputs)
             elif equation.operation.primitive == "gather":
                 looked_up.add(value)
-    widened_bytes = {
-        value: device.buffer_bytes(widened(program.types[value]))
-        for value in {*products, *looked_up}
-    }
     for value in sorted(looked_up):
-        yield _held((), widened_bytes[value])
+        yield _held((), program.types[value], device)
     for value, results in sorted(products.items()):
-        yield _held(tuple(results), widened_bytes[value])
+        yield _held(results, program.types[value], device)
 
 
-def _held(results: tuple[int, ...], size: int) -> Held:
-    """Bytes that are there throughout, unless what is computed with them is under a checkpoint."""
+def _held(results: Sequence[int], kind: ArrayType, device: Device) -> Held:
+    """What is there throughout, unless what is computed with it is under a checkpoint."""
+    size = device.buffer_bytes(widened(kind))
     return Held(
         cause=Cause.WIDENED,
-        values=results,
+        values=tuple(results),
         bytes=size,
         checkpointed_bytes=0,
         unchanged_bytes=size,

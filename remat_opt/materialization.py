@@ -352,9 +352,8 @@ class _Builder:
                 continue
             for value in self.flow.derivative_reads(root):
                 if value in vertex_of:
-                    kind = self.program.types[value]
-                    more = self._stored_bytes(value, kind) - self.device.buffer_bytes(kind)
-                    if more:
+                    read_bytes = self._stored_bytes(value, self.program.types[value])
+                    if more := read_bytes - self._named_bytes(value):
                         yield vertex_of[value], more
 
     def _cotangent_bytes(self, values: Iterable[int]) -> int:
