@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,9 +50,22 @@ class GraphArrays:
     turns_in_place: np.ndarray
 
 
-@functools.lru_cache(maxsize=8)
+#: The last few graphs with their arrays, by identity: to hash a large graph takes longer than most
+#: of what its arrays are asked for. What is held here is the only object with its identity.
+_known: dict[int, tuple[Graph, GraphArrays]] = {}
+_MOST_KNOWN = 8
+
+
 def arrays_of(graph: Graph) -> GraphArrays:
     """The arrays of a graph; those of the last few graphs are kept."""
+    if id(graph) not in _known:
+        if len(_known) == _MOST_KNOWN:
+            del _known[next(iter(_known))]
+        _known[id(graph)] = graph, _arrays(graph)
+    return _known[id(graph)][1]
+
+
+def _arrays(graph: Graph) -> GraphArrays:
     cotangent_bytes = np.asarray(graph.cotangent_bytes, dtype=np.int64)
     workspace_bytes = np.asarray(graph.workspace_bytes, dtype=np.int64)
     return GraphArrays(

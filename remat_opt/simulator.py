@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
-from remat_opt.spans import spans
+from remat_opt.spans import Spans, spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,12 +230,16 @@ class Figures:
 
 def evaluate(graph: Graph, schedule: Schedule) -> Figures:
     """Replays ``schedule`` on ``graph`` for its figures alone; it must be executable."""
-    found = spans(graph, schedule)
-    again = found.again.tolist()
+    return figures_of(graph, spans(graph, schedule))
+
+
+def figures_of(graph: Graph, lives: Spans) -> Figures:
+    """The figures of a schedule whose arrays live so long."""
+    again = lives.again.tolist()
     return Figures(
-        peak_bytes=found.peak_bytes,
-        overhead_seconds=math.fsum(graph.seconds[vertex] for vertex in again),
-        recomputed_flops=sum(graph.flops[vertex] for vertex in again),
+        peak_bytes=lives.peak_bytes,
+        overhead_seconds=math.fsum(map(graph.seconds.__getitem__, again)),
+        recomputed_flops=sum(map(graph.flops.__getitem__, again)),
     )
 
 

@@ -38,12 +38,15 @@ class Spans:
       last: number of the last step during which it is there.
       bytes: its size.
       again: the vertices that run again, each as often as it does, in no order.
+      from_memory: what the regions at each depth read that they do not run again themselves; see
+        ``read_from_memory``.
     """
 
     first: np.ndarray
     last: np.ndarray
     bytes: np.ndarray
     again: np.ndarray
+    from_memory: Sequence[np.ndarray]
 
     @property
     def peak_bytes(self) -> int:
@@ -66,7 +69,8 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     levels, leaves = _levels(graph, schedule)
     order = np.concatenate(leaves)
 
-    open_reads = _demand(graph, arrays, levels)[0]
+    demanded = _demand(graph, arrays, levels)
+    open_reads = demanded[0]
     times = _Times(len(graph), len(levels))
     times.run_forward(order)
     times.run_backward(schedule.regions, 0, levels)
@@ -121,6 +125,7 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         last=np.concatenate(last),
         bytes=np.concatenate(sizes),
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
+        from_memory=_from_memory(count, levels, demanded),
     )
 
 
@@ -136,10 +141,16 @@ def read_from_memory(graph: Graph, schedule: Schedule) -> list[np.ndarray]:
       depth, or of one beside it in the same nest.
     """
     levels, _ = _levels(graph, schedule)
+    return _from_memory(len(graph), levels, _demand(graph, arrays_of(graph), levels))
+
+
+def _from_memory(
+    count: int, levels: Sequence[_Level], demanded: Sequence[_Reads]
+) -> list[np.ndarray]:
     found = []
-    around = np.zeros(len(graph), dtype=np.int64)
-    for level, reads in zip(levels, _demand(graph, arrays_of(graph), levels), strict=True):
-        wanted = np.zeros(len(graph), dtype=bool)
+    around = np.zeros(count, dtype=np.int64)
+    for level, reads in zip(levels, demanded, strict=True):
+        wanted = np.zeros(count, dtype=bool)
         wanted[reads.read[around[reads.reader] == around[reads.read]]] = True
         found.append(wanted)
         around = level.number

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
-from remat_opt.simulator import evaluate
-from remat_opt.spans import read_from_memory
+from remat_opt.simulator import figures_of
+from remat_opt.spans import spans
 
 _T = TypeVar("_T")
 
@@ -71,31 +71,38 @@ def thinned(items: Sequence[_T], most: int) -> list[_T]:
 
 
 def judge(graph: Graph, schedule: Schedule) -> Candidate:
-    """Asks the referee for the figures of a schedule."""
-    figures = evaluate(graph, schedule)
+    """Asks the referee for the figures of a schedule.
+
+    Names of values that are never read are left out of it: they take nothing.
+    """
+    lives = spans(graph, schedule)
+    figures = figures_of(graph, lives)
+    wanted = [depth.tolist() for depth in lives.from_memory]
     return Candidate(
-        schedule=schedule,
+        schedule=Schedule(regions=_read_again(schedule.regions, 0, wanted)),
         peak_bytes=figures.peak_bytes,
         overhead_seconds=figures.overhead_seconds,
         recomputed_flops=figures.recomputed_flops,
     )
 
 
-def tidied(graph: Graph, chain: Sequence[Region]) -> tuple[Region, ...]:
-    """A chain of regions without what is kept and never read."""
-    wanted = [found.tolist() for found in read_from_memory(graph, Schedule(regions=tuple(chain)))]
-    return _tidied(chain, 0, wanted)
+def judged(graph: Graph, schedules: Iterable[Schedule]) -> list[Candidate]:
+    """The schedules with the referee's figures, in order, those that come to the same once."""
+    return list(dict.fromkeys(judge(graph, one) for one in dict.fromkeys(schedules)))
 
 
-def _tidied(
+def _read_again(
     chain: Sequence[Region], depth: int, wanted: Sequence[Sequence[bool]]
 ) -> tuple[Region, ...]:
+    """A chain of regions that keep only what is wanted of the values at their depth."""
     return tuple(
         dataclasses.replace(
             region,
             kept=tuple(v for v in region.kept if wanted[depth][v]),
-            inside=_tidied(region.inside, depth + 1, wanted),
+            inside=_read_again(region.inside, depth + 1, wanted),
         )
+        if region.kept or region.inside
+        else region
         for region in chain
     )
 

@@ -90,7 +90,7 @@ import numpy as np
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
-from remat_opt.solvers.base import Candidate, Infeasible, Refused, Solution, Status, judge
+from remat_opt.solvers.base import Candidate, Infeasible, Refused, Solution, Status, judged
 from remat_opt.solvers.link_figures import Run, measure
 
 #: Into how many slots a budget is divided where its bytes have no common measure as coarse.
@@ -576,7 +576,7 @@ def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> 
 def frontier(graph: Graph, *, slots: int = SLOTS) -> list[Candidate] | Refused:
     """The ``schedules`` with the referee's figures."""
     found = schedules(graph, slots=slots)
-    return found if isinstance(found, Refused) else [judge(graph, one) for one in found]
+    return found if isinstance(found, Refused) else judged(graph, found)
 
 
 def schedules(graph: Graph, *, slots: int = SLOTS) -> list[Schedule] | Refused:

@@ -29,7 +29,7 @@ from remat_opt.solvers import (
     sublinear,
     trunk,
 )
-from remat_opt.solvers.base import Candidate, Overhead, Refused, Solution, judge, priced
+from remat_opt.solvers.base import Candidate, Overhead, Refused, Solution, judge, judged, priced
 from remat_opt.solvers.dynamic_program import Centric
 
 #: How many budgets a solver is asked for, in equal ratios from the least one up.
@@ -69,7 +69,7 @@ class Solver(abc.ABC):
         found = self.schedules(priced(graph, measure))
         if isinstance(found, Refused):
             return found
-        return [judge(graph, one) for one in dict.fromkeys([plain(graph), *found])]
+        return judged(graph, [plain(graph), *found])
 
     def __str__(self) -> str:
         changed = [

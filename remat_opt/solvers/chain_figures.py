@@ -33,7 +33,6 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Region, Schedule, merged
-from remat_opt.solvers.base import tidied
 
 #: Levels of nesting.
 LEVELS = 2
@@ -432,10 +431,10 @@ def _regions(starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
             yield first, stop, chain
 
 
-def schedule_of(graph: Graph, chains: Chains, number: int) -> Schedule:
-    """One of the settled chains as a schedule, without what is kept and never read."""
+def schedule_of(chains: Chains, number: int) -> Schedule:
+    """One of the settled chains as a schedule."""
     starts, drops = chains.starts[:, :, number], chains.drops[:, :, number]
-    return Schedule(regions=tidied(graph, _chain(starts, drops, 0, 0, len(graph))))
+    return Schedule(regions=tuple(_chain(starts, drops, 0, 0, starts.shape[1])))
 
 
 def _chain(starts: np.ndarray, drops: np.ndarray, level: int, begin: int, end: int) -> list[Region]:

@@ -68,7 +68,6 @@ from remat_opt.solvers.base import (
     Solution,
     Status,
     judge,
-    tidied,
 )
 from remat_opt.solvers.lifetimes import cotangents
 
@@ -129,7 +128,7 @@ def least_overhead(
     proven = found.proven * unit
     # The solver's figures are sums in another order.
     bound = objective if objective - proven <= _TOLERANCE * unit else max(0.0, proven)
-    return _solution(schedule, figures, objective, bound)
+    return _solution(figures, objective, bound)
 
 
 def least_peak(
@@ -150,14 +149,12 @@ def least_peak(
         )
     figures = judge(graph, found.schedule)
     bound = min(figures.peak_bytes, math.ceil(found.proven - _TOLERANCE) * found.unit_bytes)
-    return _solution(found.schedule, figures, float(figures.peak_bytes), float(bound))
+    return _solution(figures, float(figures.peak_bytes), float(bound))
 
 
-def _solution(
-    schedule: Schedule, figures: Candidate, objective: float, bound: float
-) -> Solution[Candidate]:
+def _solution(figures: Candidate, objective: float, bound: float) -> Solution[Candidate]:
     return Solution(
-        schedule=schedule,
+        schedule=figures.schedule,
         figures=figures,
         status=Status.OPTIMAL if bound == objective else Status.FEASIBLE,
         objective=objective,
@@ -504,8 +501,7 @@ class _Program:
 
     def schedule(self, values: np.ndarray) -> Schedule:
         """The schedule that a solution stands for."""
-        draft = self._chain(1, 0, len(self.graph), values)
-        return Schedule(regions=tidied(self.graph, draft))
+        return Schedule(regions=tuple(self._chain(1, 0, len(self.graph), values)))
 
     def _chain(self, level: int, start: int, stop: int, values: np.ndarray) -> list[Region]:
         def chosen(of: _Sum) -> bool:

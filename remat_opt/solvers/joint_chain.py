@@ -288,6 +288,8 @@ class _Table:
     def _fill_rest(self) -> tuple[np.ndarray, np.ndarray]:
         of = self._of
         levels = np.arange(SLOTS + 1)
+        # [slots that there must be, level]
+        too_few = np.tri(SLOTS + 2, SLOTS + 1, k=-1, dtype=bool)
         # Before the levels, as many that stand for memory below nothing.
         below = SLOTS + 1
         costs = np.full((self._end, below + SLOTS + 1), np.inf)
@@ -295,18 +297,18 @@ class _Table:
         chosen = np.zeros((self._end, SLOTS + 1), dtype=np.int32)
         for i in range(self._end - 1, -1, -1):
             options = self._rest_options[i]
-            way = ways[options.then, below - options.held]
-            way += options.cost[:, None]
-            np.copyto(way, np.inf, where=levels < options.least[:, None])
-            saved = np.where(levels < self._needs[_SAVED, i, self._end], np.inf, 0.0)
-            parts = [saved[None, :], way]
-            if i in self._place:
-                first = self._place[i]
-                inner = self._nested[first + 1 :]
+            inner = self._nested[self._place[i] + 1 :] if i in self._place else self._nested[:0]
+            table = np.empty((1 + len(options.ends) + len(inner), SLOTS + 1))
+            saved, way, nested = np.split(table, [1, 1 + len(options.ends)])
+            saved[0] = np.where(levels < self._needs[_SAVED, i, self._end], np.inf, 0.0)
+            after = ways[options.then, below - options.held]
+            np.add(after, options.cost[:, None], out=way)
+            np.copyto(way, np.inf, where=too_few[options.least])
+            if len(inner):
                 after = ways[inner, below - self._held[_NOTHING, i, inner]]
-                within = self._again[first, first + 1 :]
-                parts.append(of.cost[_NOTHING, i, inner, None] + within + after)
-            table = np.concatenate(parts)
+                after += of.cost[_NOTHING, i, inner, None]
+                first = self._place[i]
+                np.add(after, self._again[first, first + 1 :], out=nested)
             chosen[i] = table.argmin(axis=0)
             costs[i, below:] = table[chosen[i], levels]
         return costs[:, below:], chosen

@@ -110,28 +110,32 @@ def positions(crossing: np.ndarray, most: int) -> np.ndarray:
     """
     inner = np.arange(1, len(crossing) - 1)
     if len(inner) > most:
-        # The cheapest position of each of `most` equal stretches.
-        stretches = np.array_split(inner, most)
-        inner = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])
+        # The cheapest position of each of `most` equal stretches; the first ones may be longer.
+        length, longer = divmod(len(inner), most)
+        stretch = np.repeat(np.arange(most), length + (np.arange(most) < longer))
+        order = np.lexsort((crossing[inner], stretch))
+        inner = inner[order[np.searchsorted(stretch, np.arange(most))]]
     return np.concatenate(([0], inner, [len(crossing) - 1]))
 
 
 def sums_from(
-    first: np.ndarray, column: np.ndarray, sizes: np.ndarray, shape: tuple[int, int]
+    first: np.ndarray, column: np.ndarray, sizes: np.ndarray, *, rows: int, columns: int
 ) -> np.ndarray:
     """A table of what has joined when one goes down over the start of a stretch.
 
     Args:
       first: for each value the last row that it is part of; it is part of all before.
-      column: for each value the column from which on it counts.
-      sizes: of the values.
-      shape: rows and columns; what lies in a column beyond them counts nowhere.
+      column: for each value the column from which on it counts; beyond the last it counts nowhere.
+      sizes: of the values, in whole bytes.
+      rows: how many there are.
+      columns: how many there are.
 
     Returns:
-      [row, column] the sum of the sizes of the values that are part of the row and count there.
+      [column, row] the sum of the sizes of the values that are part of the row and count there.
     """
-    table = np.zeros(shape)
-    within = column < shape[1]
-    np.add.at(table, (first[within], column[within]), sizes[within])
-    table = table[::-1].cumsum(axis=0)[::-1]
-    return np.cumsum(table, axis=1, out=table)
+    within = column < columns
+    places = column[within] * rows + first[within]
+    table = np.bincount(places, sizes[within], columns * rows).reshape(columns, rows)
+    np.cumsum(table, axis=0, out=table)
+    joined: np.ndarray = np.cumsum(table[:, ::-1], axis=1)[:, ::-1]
+    return joined

@@ -48,6 +48,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from remat_opt.graph import Graph
+from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Schedule
 from remat_opt.solvers.chain_figures import (
     LEVELS,
@@ -64,7 +65,7 @@ from remat_opt.solvers.chain_figures import (
 SMALL = 12
 #: Chains to be judged for a small graph; for a large one times its vertices, and at most.
 EVALUATIONS = 40_000
-WORK, MOST = 600_000, 5_000
+WORK, MOST = 600_000, 3_300
 #: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
 #: rounds follow one another, and of a large one, where as many as possible have their turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1
@@ -80,7 +81,7 @@ _VALUES, _BOUNDARIES = 2, 2
 _IN_TURN = 6
 #: Of a large graph, chains that differ by less than these shares, of the peak and of the forward
 #: pass, count as one.
-_SAME_PEAK, _SAME_SECONDS = 2e-3, 1e-3
+_SAME_PEAK, _SAME_SECONDS = 4e-3, 1e-3
 #: Values smaller than this share of the peak are not worth a move.
 _SMALL_SHARE = 1 / 4096
 #: Vertices count as alike if they are so up to those so many edges before them.
@@ -128,7 +129,7 @@ def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
     if not small:
         best = _apart(pool.figures, best, _SAME_SECONDS * graph.forward_seconds)
     return [
-        before.get(pool.keys[number]) or schedule_of(graph, pool.chains, number) for number in best
+        before.get(pool.keys[number]) or schedule_of(pool.chains, number) for number in best
     ] + passed_over
 
 
@@ -407,11 +408,12 @@ class _FewMoves:
     def _to_compute(self, there: np.ndarray) -> np.ndarray:
         """For each vertex the seconds to compute it, and before it what is not there."""
         found: list[float] = self._seconds.tolist()
-        missing = (~there).tolist()
-        for vertex, predecessors in enumerate(self._known.graph.predecessors):
-            for read in predecessors:
-                if missing[read]:
-                    found[vertex] += found[read]
+        reads = arrays_of(self._known.graph).forward
+        missing = ~there[reads.read]
+        for vertex, read in zip(
+            reads.reader[missing].tolist(), reads.read[missing].tolist(), strict=True
+        ):
+            found[vertex] += found[read]
         return np.array(found)
 
     def _cut(self, starts: np.ndarray, turn: int) -> Iterator[np.ndarray]:
@@ -461,10 +463,10 @@ def _largest(by: np.ndarray, among: np.ndarray, alike: np.ndarray, turn: int) ->
     """
     chosen = np.flatnonzero(among & (by > 0))
     ranked = chosen[np.argsort(-by[chosen], kind="stable")]
-    groups: dict[int, list[int]] = {}
-    for vertex in ranked:
-        groups.setdefault(int(alike[vertex]), []).append(int(vertex))
-    best = list(itertools.islice(groups.values(), _VALUES + _IN_TURN))
+    kinds = alike[ranked]
+    # The kinds in the order in which they come first.
+    best = kinds[np.sort(np.unique(kinds, return_index=True)[1])[: _VALUES + _IN_TURN]].tolist()
     rest = best[_VALUES:]
     taken = best[:_VALUES] + ([rest[turn % len(rest)]] if rest else [])
-    return [group[turn % len(group)] for group in taken]
+    groups = (ranked[kinds == kind] for kind in taken)
+    return [int(group[turn % len(group)]) for group in groups]

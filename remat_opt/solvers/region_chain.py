@@ -103,7 +103,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     # The last position is the end of the program: no segment starts there.
     starts = edges[:-1]
     row = np.searchsorted(edges, np.arange(count), side="right") - 1
-    by_step = (len(starts), count)
+    number = len(edges)
     # Residuals without a name are provided by the run of the vertex, kept or not, and held until
     # its backward step.
     internal = np.flatnonzero(arrays.internal_bytes)
@@ -112,16 +112,18 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
         values = np.flatnonzero(chosen & ~is_kept)
         until = np.concatenate((last_need[values], internal))
         sizes = np.concatenate((arrays.bytes[values], arrays.internal_bytes[internal]))
-        return sums_from(row[np.concatenate((values, internal))], until, sizes, by_step)
+        within = row[np.concatenate((values, internal))]
+        return sums_from(within, until, sizes, rows=len(starts), columns=count)
 
+    # All tables are filled with the end of the segment first, which is how they are read.
     alive = held(recomputed)
-    number = len(edges)
     workspace = np.full((number, number), np.inf)
-    workspace[:-1, 1:] = _most_between(fixed + alive, starts)
+    workspace[1:, :-1] = _most_between(fixed[:, None] + alive, starts)
     strains = np.full((number, number), np.inf)
-    strains[:-1, 1:] = _most_between(cotangents + alive, starts)
+    strains[1:, :-1] = _most_between(cotangents[:, None] + alive, starts)
     free = np.full(number, np.inf)
-    free[:-1] = _most_between(fixed + held(needed), starts)[:, -1]
+    to_the_end = np.arange(count)[:, None] >= starts
+    free[:-1] = np.max(fixed[:, None] + held(needed), axis=0, where=to_the_end, initial=-np.inf)
     exports = np.zeros((number, number))
     # A value crosses the positions after it, up to that of its last use.
     values = np.flatnonzero(~is_kept & (end_use > np.arange(count)))
@@ -129,12 +131,14 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
         (row[values] + 1, np.searchsorted(edges, end_use[values], side="right"))
     )
     sizes = np.concatenate((arrays.bytes[values], -arrays.bytes[values]))
-    exports[:-1] = sums_from(np.tile(row[values], 2), from_to, sizes, (len(starts), number))
+    exports[:, :-1] = sums_from(
+        np.tile(row[values], 2), from_to, sizes, rows=len(starts), columns=number
+    )
     return Segments(
         positions=edges,
-        workspace_bytes=workspace,
-        exports_bytes=exports,
-        strain_bytes=strains,
+        workspace_bytes=workspace.T,
+        exports_bytes=exports.T,
+        strain_bytes=strains.T,
         free_bytes=free,
     )
 
@@ -143,13 +147,19 @@ def _most_between(profiles: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """For each segment the most that its profile reaches; infinite where it would be empty.
 
     Args:
-      profiles: for each start the bytes at each step.
+      profiles: [step, start] the bytes.
       starts: the first step of each of the stretches that make up segments.
+
+    Returns:
+      [end, start]
     """
-    most = np.maximum.reduceat(profiles, starts, axis=1)
-    empty = np.tri(len(starts), k=-1, dtype=bool)
+    most: np.ndarray = profiles[starts]
+    lasts = np.append(starts[1:], len(profiles)) - 1
+    for step in range(1, int(np.max(lasts - starts)) + 1):
+        np.maximum(most, profiles[np.minimum(starts + step, lasts)], out=most)
+    empty = np.tri(len(starts), k=-1, dtype=bool).T
     most[empty] = -np.inf
-    np.maximum.accumulate(most, axis=1, out=most)
+    np.maximum.accumulate(most, axis=0, out=most)
     most[empty] = np.inf
     return most
 

@@ -47,10 +47,13 @@ class Trunk:
 
     def spread(self, schedule: Schedule) -> Schedule:
         """A schedule of the trunk as one of the whole graph."""
+        if all(len(group) == 1 for group in self.groups):
+            return schedule
         return Schedule(regions=tuple(self._region(region) for region in schedule.regions))
 
     def _region(self, region: Region) -> Region:
-        vertices = sorted(one for vertex in region.vertices for one in self.groups[vertex])
+        groups = map(self.groups.__getitem__, region.vertices)
+        vertices = sorted(itertools.chain.from_iterable(groups))
         return dataclasses.replace(
             region,
             vertices=tuple(vertices),

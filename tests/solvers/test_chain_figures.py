@@ -37,7 +37,7 @@ def check_figures(graph: Graph, seed: int) -> None:
     chains = known.settled(drawn_chains(graph, seed))
     figures = known.figures(chains)
     for number in range(MANY):
-        schedule = schedule_of(graph, chains, number)
+        schedule = schedule_of(chains, number)
         schedule.check(graph)
         told = simulate(graph, schedule)
         assert figures.peak_bytes[number] == told.peak_bytes
@@ -103,8 +103,8 @@ def test_settled_chains_put_nothing_with_side_effects_under_a_checkpoint() -> No
     )
     chains.starts[0, 2, 1] = True
     settled = ChainFigures(graph).settled(chains)
-    assert schedule_of(graph, settled, 0) == plain(graph)
-    assert [one.checkpointed for one in schedule_of(graph, settled, 1).regions] == [False, True]
+    assert schedule_of(settled, 0) == plain(graph)
+    assert [one.checkpointed for one in schedule_of(settled, 1).regions] == [False, True]
 
 
 def test_joined_and_keys() -> None:
