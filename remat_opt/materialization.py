@@ -72,7 +72,7 @@ class Materialization:
       labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       named_bytes: for some vertices what they take where a checkpoint keeps them by name, if that
-        is not what they take otherwise. Searches do not see it, predictions do.
+        is not what they take otherwise.
       widened_bytes: for some vertices how much more they take when the turn has come of the
         checkpoint that keeps them by name. Searches do not see it.
       handed_in_bytes: for vertices whose cotangent is no array, as products compute it when they
@@ -113,6 +113,20 @@ class Materialization:
             return self.graph
         parts = weight_gradients.parts(self.shared_weights, len(self.graph))
         return dataclasses.replace(self.graph, workspace_bytes=self._workspaces(parts))
+
+    @property
+    def searched_graphs(self) -> tuple[Graph, ...]:
+        """What solvers are given: the graph, and that of programs whose values all have names.
+
+        What a value takes is one number in a graph. Plans that keep little see the first one as it
+        will be, plans that keep much under checkpoints the second.
+        """
+        if not self.named_bytes:
+            return (self.graph,)
+        sizes = tuple(
+            self.named_bytes.get(vertex, size) for vertex, size in enumerate(self.graph.bytes)
+        )
+        return self.graph, dataclasses.replace(self.graph, bytes=sizes)
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph with what this schedule's values and sums of gradients take."""

@@ -123,15 +123,19 @@ def problem(
     key = (program.fingerprint(), device, measure, solver)
     if key not in _sweeps:
         materialization = materialize(program, linearize(program), device)
-        graph = materialization.graph
-        front = pareto(_candidates(program, graph, measure, solver), measure)
-        as_it_is = judge(graph, plain(graph))
+        fronts = [
+            pareto(_candidates(program, graph, measure, solver), measure)
+            for graph in materialization.searched_graphs
+        ]
+        as_it_is = judge(materialization.graph, plain(materialization.graph))
         unchanged_graph = materialization.unchanged_graph
         lives = spans(unchanged_graph, plain(unchanged_graph))
         peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
         _sweeps[key] = Sweep(
             materialization=materialization,
-            candidates=_as_compiled(materialization, device, front),
+            candidates=tuple(
+                one for front in fronts for one in _as_compiled(materialization, device, front)
+            ),
             unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
         )
         if len(_sweeps) > _MOST_SWEEPS:

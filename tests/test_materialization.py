@@ -346,6 +346,25 @@ def test_a_cpu_widens_what_a_checkpoint_keeps_when_its_turn_comes() -> None:
         assert found.held_bytes(Schedule(regions=tuple(two))) - none == 2 * more
 
 
+def test_searches_for_a_cpu_see_bfloat16_as_it_is_kept_too() -> None:
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.sin(x @ w)
+        return jnp.sum(x).astype(jnp.float32)
+
+    weights, x = [jnp.ones((8, 8), jnp.bfloat16)] * 4, jnp.ones((16, 8), jnp.bfloat16)
+    _, found, graph = graph_of(loss, weights, x, device="h200")
+    assert found.searched_graphs == (graph,)
+    _, found, graph = graph_of(loss, weights, x, device="cpu")
+    otherwise, kept = found.searched_graphs
+    assert otherwise == graph
+    every = tuple(range(len(graph)))
+    all_kept = Schedule(regions=(Region(vertices=every, kept=every),))
+    assert kept.bytes == found.graph_of(all_kept).bytes
+    assert max(graph.bytes) == 4 * 16 * 8
+    assert max(kept.bytes) == 2 * 16 * 8
+
+
 def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
     def loss(weights, tokens):
         rows = weights["rows"][tokens]
