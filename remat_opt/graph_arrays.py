@@ -58,11 +58,12 @@ _MOST_KNOWN = 8
 
 def arrays_of(graph: Graph) -> GraphArrays:
     """The arrays of a graph; those of the last few graphs are kept."""
-    if id(graph) not in _known:
-        if len(_known) == _MOST_KNOWN:
-            del _known[next(iter(_known))]
-        _known[id(graph)] = graph, _arrays(graph)
-    return _known[id(graph)][1]
+    found = _known.get(id(graph))
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.pop(next(iter(_known)), None)
+        found = _known[id(graph)] = graph, _arrays(graph)
+    return found[1]
 
 
 def _arrays(graph: Graph) -> GraphArrays:

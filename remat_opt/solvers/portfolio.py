@@ -7,10 +7,10 @@ Method. The kept sets on the convex hull of (kept bytes, cost of recomputation) 
 ``min_cut``. Then two searches, whose models of memory differ, so that where one is wrong the other
 may be right. ``joint_chain`` takes a dozen kept sets and gives every region a fate of its own,
 nested ones included; it reaches deepest. ``region_chain`` takes one kept set for the whole program:
-all of the hull, with mixtures between neighbours that lie far apart, and for each the chain of
-least peak, and chains for larger bounds, whose free last region is larger. To these come the
-schedules of the papers' solvers that are quick on any graph. ``local_search`` then improves on all
-that were found, and gives the best. ``simulator`` judges them.
+two dozen from all over the hull and mixtures between neighbours that lie far apart, and for each
+the chain of least peak, and chains for larger bounds, whose free last region is larger. To these
+come the schedules of the papers' solvers that are quick on any graph. ``local_search`` then
+improves on all that were found, and gives the best. ``simulator`` judges them.
 
 The candidates do not depend on the budget. So a larger budget never gives a larger
 overhead, and the plans for many budgets cost one sweep.
@@ -55,8 +55,7 @@ _MOST_BOUNDS = 20
 #: plain peak from one already tried, or in cost by more than this share of the forward pass.
 _RESOLUTION = 0.004
 #: Work to be done for a large graph, in vertices: for flow problems, for kept sets with chains of
-#: their own, for schedules of the joint search and for those of Chen et al. Up to some 500
-#: vertices it leaves out nothing.
+#: their own, for schedules of the joint search and for those of Chen et al.
 _FLOW_WORK, _CHAIN_WORK, _JOINT_WORK, _PAPERS_WORK = 50_000, 50_000, 100_000, 25_000
 _FEWEST = 12
 #: Most kept sets that get chains of their own: twice as many find what is 0.2 % smaller.
