@@ -29,15 +29,12 @@ from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
 from remat_opt.program import Program
-from remat_opt.solvers.base import Candidate, Overhead, pareto, thinned
+from remat_opt.solvers.base import Candidate, pareto, thinned
 from remat_opt.tracing import is_inexact
 from remat_opt.units import format_bytes
 
 #: Plans that are compiled for a budget before giving up.
 MOST_FOR_BUDGET = 6
-#: Of these at most so many that others are predicted to beat, but which recompute less than the
-#: best that fits.
-_MOST_BEATEN = 2
 #: Where a plan fits, another is compiled only if it saves this share of the recomputation.
 _LEAST_GAIN = 0.05
 #: How much smaller the prediction of the next plan is after one that the compiler refused.
@@ -150,8 +147,7 @@ def _within(
     """Searches between the last plan that was too large and the first that fits.
 
     What is compiled falls with what is predicted, mostly. Where the smallest that is predicted does
-    not fit either, some that lie between it and the first are tried, as many as are left. Where one
-    fits, but not the one that was hoped for, some that others were predicted to beat are.
+    not fit either, some that lie between it and the first are tried, as many as are left.
     """
     measure = objective.overhead
     # By falling peak, so with rising overhead.
@@ -181,16 +177,12 @@ def _within(
             if front[fits].overhead(measure) - front[number].overhead(measure) < least_gain:
                 break
     if best is None:
-        between = [front[n] for n in range(min(tried), max(tried)) if n not in tried]
-        others = thinned(between, MOST_FOR_BUDGET - trials.count)
-    else:
-        beaten = _beaten(problem, front, budget_bytes, front[fits], measure)
-        others = beaten[: min(_MOST_BEATEN, MOST_FOR_BUDGET - trials.count)]
-    for one in others:
-        plan = trials.plan(one)
-        if plan is not None and _temporary_bytes(plan) <= budget_bytes:
-            best = plan
-            break
+        between = [n for n in range(min(tried), max(tried)) if n not in tried]
+        for number in thinned(between, MOST_FOR_BUDGET - trials.count):
+            plan = trials.plan(front[number])
+            if plan is not None and _temporary_bytes(plan) <= budget_bytes:
+                best = plan
+                break
     if best is not None:
         return _noted(best, trials.plans, f"a budget of {format_bytes(budget_bytes)}")
     trials.raise_if_all_refused()
@@ -207,25 +199,6 @@ def _within(
             (f"{p.label} {p.module}".strip(), p.bytes) for p in trials.plans[-1].predicted.pins
         ),
     )
-
-
-def _beaten(
-    problem: Problem,
-    front: Sequence[Candidate],
-    budget_bytes: int,
-    fitting: Candidate,
-    measure: Overhead,
-) -> list[Candidate]:
-    """Candidates off the front that, as predicted, fit and recompute less than one that fits."""
-    most_overhead = (1 - _LEAST_GAIN) * fitting.overhead(measure)
-    found = [
-        one
-        for one in dict.fromkeys(problem.candidates)
-        if one.peak_bytes <= budget_bytes
-        and one.overhead(measure) <= most_overhead
-        and one not in front
-    ]
-    return sorted(found, key=lambda one: one.peak_bytes)
 
 
 def _first_within(front: Sequence[Candidate], bytes_: float) -> int:

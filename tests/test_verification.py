@@ -144,27 +144,6 @@ def test_where_the_smallest_predicted_does_not_fit_others_are_tried(
     assert len(set(compiler.given)) == len(compiler.given) <= verification.MOST_FOR_BUDGET
 
 
-def test_where_the_best_does_not_fit_one_that_it_beats_may(problem: planning.Problem) -> None:
-    best = planning.solve(problem, Objective(budget_bytes=half(problem)))
-    beaten = dataclasses.replace(
-        best, peak_bytes=best.peak_bytes + 1, overhead_seconds=1.01 * best.overhead_seconds
-    )
-    candidates = (*problem.candidates, beaten)
-    more = dataclasses.replace(
-        problem, sweep=dataclasses.replace(problem.sweep, candidates=candidates)
-    )
-    objective = Objective(budget_bytes=beaten.peak_bytes)
-    law = {best.peak_bytes: 1.2}
-    compiler = Compiler(lambda predicted: law.get(predicted, 1.0) * predicted)
-    without = verification.choose(problem, objective, compiler)
-    plan = verification.choose(more, objective, compiler)
-    assert plan.predicted.temporary_bytes == beaten.peak_bytes
-    assert without.predicted.temporary_bytes < best.peak_bytes
-    # Where it does not fit either, the other one stays.
-    law[beaten.peak_bytes] = 1.1
-    assert verification.choose(more, objective, compiler).stages == without.stages
-
-
 def test_what_never_fits_is_an_error(problem: planning.Problem) -> None:
     compiler = Compiler(lambda predicted: problem.unchanged.peak_bytes)
     with pytest.raises(BudgetError) as caught:
