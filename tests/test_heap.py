@@ -18,7 +18,8 @@ from tests.graphs import scheduled_graphs
 def arrays(*lives: tuple[int, int, int]) -> Spans:
     """Spans from (first step, last step, bytes)."""
     first, last, sizes = np.array(lives, dtype=np.int64).T
-    return Spans(first=first, last=last, bytes=sizes, again=np.zeros(0, dtype=np.int64))
+    none = np.zeros(0, dtype=np.int64)
+    return Spans(first=first, last=last, bytes=sizes, again=none, from_memory=())
 
 
 def test_arrays_that_never_meet_share_their_place() -> None:
