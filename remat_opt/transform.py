@@ -81,6 +81,7 @@ class _Rewriting:
       waiting: equations whose derivative must not start before their cotangent is there.
       picking: gathers whose gradient is to be elementwise.
       whole: what is to be stored as one array: sums of products, and maxima of a softmax's rows.
+      partner: for the first of two products that are summed up the second.
       ordered: whether, under a checkpoint, no product's gradients may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
     """
@@ -91,6 +92,7 @@ class _Rewriting:
     waiting: frozenset[int]
     picking: frozenset[int]
     whole: frozenset[int]
+    partner: Mapping[int, int]
     ordered: bool
     stored: bool
 
@@ -117,6 +119,7 @@ def rewrite(
     steps = _steps(program, stages)
     nvidia = platform == "cuda"
     maker = program.makers()
+    sums = dict(products.stored_sums(program, platform))
     rewriting = _Rewriting(
         program=program,
         summed=_active(program),
@@ -133,10 +136,11 @@ def rewrite(
         ),
         whole=frozenset(
             [
-                *(index for index, _ in products.stored_sums(program, platform)),
+                *sums,
                 *(maker[one.maxima] for one in softmax.rounded(program, platform)),
             ]
         ),
+        partner={min(pair): max(pair) for pair in sums.values()},
         ordered=nvidia,
         stored=platform == "cpu",
     )
@@ -286,6 +290,8 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
                 same = _cotangents_together(inputs[place] for place in places)
                 for place, value in zip(places, same, strict=True):
                     inputs[place] = value
+            if index in rewriting.partner and not step.checkpointed:
+                inputs = _with_partner(program, rewriting.partner[index], inputs, environment)
             results = _run_one(rewriting, index, inputs, named=index in step.named)
             environment.update(zip(equation.outputs, results, strict=True))
             if index in behind:
@@ -326,6 +332,20 @@ def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named:
     if index in rewriting.whole and not named:
         results = list(_stored(*results))
     return _all_named(index, results) if named else results
+
+
+def _with_partner(
+    program: Program, partner: int, inputs: Sequence[Any], environment: Mapping[int, Any]
+) -> Sequence[Any]:
+    """A product's inputs, which are not there before those of the product it is summed up with.
+
+    XLA for NVIDIA would compute it for all steps of a recurrent layer as soon as the layer below
+    is done, and hold the results, or what it has split them into, until their partners come.
+    """
+    waited_for = set(program.equations[partner].value_inputs).difference(program.arguments)
+    if not waited_for <= environment.keys():
+        return inputs
+    return _stored(*inputs, *(environment[value] for value in sorted(waited_for)))[: len(inputs)]
 
 
 @jax.custom_jvp

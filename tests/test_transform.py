@@ -406,6 +406,43 @@ def test_on_a_cpu_what_a_region_hands_on_is_stored() -> None:
         assert jnp.allclose(call(*args), loss(*args), rtol=1e-6)
 
 
+def test_a_product_waits_for_what_its_partner_reads() -> None:
+    """A recurrent layer: what goes in is not multiplied before the state is there."""
+
+    def loss(w, u, x):
+        state = jnp.zeros_like(x[0])
+        for given in x:
+            state = jnp.tanh(given @ w + state @ u)
+        return jnp.sum(state)
+
+    args = jnp.full((8, 8), 0.1), jnp.full((8, 8), -0.2), jnp.arange(96.0).reshape(3, 4, 8) / 96
+    program = tracing.trace(loss, *args)
+    order = [equation.operation.primitive for equation in program.equations]
+    roots = tuple(n for n, primitive in enumerate(order) if primitive in ("dot_general", "tanh"))
+    assert len(roots) == 9
+    for platform, checkpointed, expected in (
+        ("cuda", False, 3),
+        ("cuda", True, 0),
+        ("tpu", False, 0),
+    ):
+        stages = (
+            Stage(roots=roots, kept=(), checkpointed=checkpointed),
+            Stage(roots=(order.index("reduce_sum"),), kept=(), checkpointed=False),
+        )
+        _, call, closed = rewritten(stages, loss, *args, platform=platform)
+        # What goes in, the weight, the state; a sum that is stored is alone.
+        found = [
+            e
+            for e in internals.parts(closed)[3]
+            if e.primitive.name == "custom_jvp_call" and len(e.outvars) == 3
+        ]
+        assert len(found) == expected
+        for one, other in zip(
+            jax.grad(call, argnums=(0, 1))(*args), jax.grad(loss, (0, 1))(*args), strict=True
+        ):
+            assert jnp.allclose(one, other, rtol=1e-5)
+
+
 def test_cotangents_are_summed_region_by_region() -> None:
     """What several regions read reaches each later one with what the region hands on."""
 
