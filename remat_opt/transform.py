@@ -291,7 +291,8 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
                 for place, value in zip(places, same, strict=True):
                     inputs[place] = value
             if index in rewriting.partner and not step.checkpointed:
-                inputs = _with_partner(program, rewriting.partner[index], inputs, environment)
+                partner = rewriting.partner[index]
+                inputs = list(_with_partner(program, partner, inputs, environment))
             results = _run_one(rewriting, index, inputs, named=index in step.named)
             environment.update(zip(equation.outputs, results, strict=True))
             if index in behind:
