@@ -505,6 +505,26 @@ def test_a_cheap_shared_value_is_not_stored() -> None:
     assert sum(size == X.nbytes for size in graph.bytes) == 1
 
 
+def test_a_tpu_stores_a_concatenation_that_is_read_twice() -> None:
+    """As DenseNet's, of which a normalisation takes the mean, and then reads it once more."""
+
+    def loss(w, x, normalised):
+        joined = jnp.concatenate([x, x @ w], axis=1)
+        joined = joined - jnp.mean(joined) if normalised else joined
+        return jnp.sum(jnp.tanh(joined @ jnp.concatenate([w, w])))
+
+    w, x = jnp.ones((1024, 1024)), jnp.ones((256, 1024))
+    for device, normalised, stored in (
+        ("v5e", True, True),
+        ("v5e", False, False),
+        ("h200", True, True),
+        ("cpu", True, True),
+    ):
+        of_both = functools.partial(loss, normalised=normalised)
+        _, _, graph = graph_of(of_both, w, x, device=device)
+        assert ("concatenate" in names(graph)) is stored, (device, normalised)
+
+
 def test_reshapes_are_other_names_of_the_same_bytes() -> None:
     def loss(w, x):
         y = (x @ w).reshape(4, 32).T.reshape(-1, 8)
