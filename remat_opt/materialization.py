@@ -6,7 +6,8 @@ is taken as materialised where
 
 * an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...); of a
   product that is first completed by a bias or a scale, that form (``tpu_fusion.completed``),
-* it is a sum of products that the transform has stored (``products.stored_sums``),
+* it is a sum of products that the transform has stored (``products.stored_sums``), or a slice that
+  is (``crops``),
 * an opaque equation reads it (where a matrix product computes its operands as it reads them,
   that is no reason: ``Device.fuses_into_products``),
 * it is an output of the program,
@@ -30,6 +31,7 @@ import numpy as np
 from remat_opt import (
     costs,
     cpu_fusion,
+    crops,
     pooling_gradients,
     products,
     row_gathers,
@@ -324,6 +326,9 @@ class _Builder:
             self.rounded = tpu_fusion.rounded(self.flow, self.outputs)
             self.completed = tpu_fusion.completed(self.flow, self.outputs, self.rounded)
             self.matrix_axes = matrix_axes(program)
+        # Where the compiler computes a slice inside of what reads it, ``transform`` has it stored.
+        early = () if unchanged and not device.fuses_into_products else crops.crops(program)
+        self.crops = frozenset(early)
         self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)
@@ -405,7 +410,7 @@ class _Builder:
                 forced.update(self.flow.reads(index))
         if not self.device.fuses_into_sums:
             forced |= cpu_fusion.read_by_sums(self.flow) | cpu_fusion.dear(self.flow)
-        for index in self.stored_sums:
+        for index in (*self.stored_sums, *self.crops):
             forced.update(self.program.equations[index].outputs)
         forced.update(self.weights_of)
         forced -= self.completed.keys()

@@ -77,7 +77,7 @@ class Program:
     """A function traced at given argument shapes, flat, with nested calls inlined.
 
     Values are numbered: first the constants, then the arguments, then the outputs of
-    the equations in order.
+    the equations in the order they were traced.
 
     Attributes:
       types: shape and dtype of each value.
@@ -85,7 +85,7 @@ class Program:
       constant_values: those arrays (or tracers), in the same order.
       arguments: numbers of the flat arguments.
       differentiated: those of the arguments that derivatives are taken for.
-      equations: in the order they were traced.
+      equations: in the order they were traced, but for slices that come early (``crops``).
       outputs: the flat outputs.
       loss_outputs: how many of the flat outputs, from the first, are differentiated;
         the others are auxiliary.

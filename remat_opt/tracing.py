@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from remat_opt import _jax_internals as internals
+from remat_opt import crops
 from remat_opt.errors import TraceError
 from remat_opt.operation import ArrayType, Body, Operation
 from remat_opt.program import Atom, Constant, Equation, Program
@@ -297,7 +298,10 @@ class _Flattener:
             differentiated=tuple(
                 arguments[p] for p in positions if is_inexact(self.types[arguments[p]])
             ),
-            equations=_live(self.equations, results),
+            equations=crops.early(
+                _live(self.equations, results),
+                [atom for atom in results if isinstance(atom, int)],
+            ),
             outputs=results,
             loss_outputs=loss_outputs,
             input_tree=input_tree,

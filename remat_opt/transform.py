@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt import pooling_gradients, products, softmax
+from remat_opt import crops, pooling_gradients, products, softmax
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.products import PRODUCTS
@@ -80,7 +80,7 @@ class _Rewriting:
       apart: equations whose constants the compiler is not to share.
       waiting: equations whose derivative must not start before their cotangent is there.
       picking: gathers whose gradient is to be elementwise.
-      whole: what is to be stored as one array: sums of products, and maxima of a softmax's rows.
+      whole: what is to be stored as an array: sums of products, maxima of a softmax's rows, crops.
       partner: for the first of two products that are summed up the second.
       ordered: whether, under a checkpoint, no product's gradients may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
@@ -137,6 +137,7 @@ def rewrite(
         whole=frozenset(
             [
                 *sums,
+                *(crops.crops(program) if any(stage.checkpointed for stage in stages) else ()),
                 *(maker[one.maxima] for one in softmax.rounded(program, platform)),
             ]
         ),
