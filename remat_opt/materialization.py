@@ -327,8 +327,8 @@ class _Builder:
             self.completed = tpu_fusion.completed(self.flow, self.outputs, self.rounded)
             self.matrix_axes = matrix_axes(program)
         # Where the compiler computes a slice inside of what reads it, ``transform`` has it stored.
-        early = () if unchanged and not device.fuses_into_products else crops.crops(program)
-        self.crops = frozenset(early)
+        stored = device.fuses_into_products if unchanged else device.stores_crops
+        self.crops = frozenset(crops.crops(program) if stored else ())
         self.stored_sums = dict(products.stored_sums(program, device.platform))
         # On a CPU: where what is divided is stored, so is the divisor.
         self.divided = set() if device.fuses_into_sums else cpu_fusion.divided(self.flow)

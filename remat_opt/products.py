@@ -17,6 +17,29 @@ _SHAPED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 _SUMS = frozenset({"add", "add_any", "sub"})
 
 
+def biases(program: Program) -> dict[int, int]:
+    """For each equation that makes a product the argument that is added to it, if there is one."""
+    made = {
+        equation.outputs[0]: index
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive in PRODUCTS
+    }
+    shaped = {value: value for value in program.arguments}
+    found: dict[int, int] = {}
+    for equation in program.equations:
+        primitive, read = equation.operation.primitive, equation.value_inputs
+        if primitive in _SHAPED and len(read) == 1 and read[0] in shaped:
+            shaped[equation.outputs[0]] = shaped[read[0]]
+        elif primitive in _PARTS and len(read) == 1 and read[0] in made:
+            made.update(dict.fromkeys(equation.outputs, made[read[0]]))
+        elif primitive == "add":
+            of = [made[value] for value in read if value in made]
+            added = [shaped[value] for value in read if value in shaped]
+            if len(of) == len(added) == 1:
+                found.setdefault(of[0], added[0])
+    return found
+
+
 def stored_sums(program: Program, platform: Platform) -> Iterator[tuple[int, tuple[int, int]]]:
     """Each sum of two products that only such sums read, as in the gates of a recurrent cell.
 

@@ -82,7 +82,8 @@ class _Rewriting:
       picking: gathers whose gradient is to be elementwise.
       whole: what is to be stored as an array: sums of products, maxima of a softmax's rows, crops.
       partner: for the first of two products that are summed up the second.
-      ordered: whether, under a checkpoint, no product's gradients may be put off.
+      biases: for products the arguments that are added to them.
+      ordered: whether no gradient of a product or a bias may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
     """
 
@@ -93,6 +94,7 @@ class _Rewriting:
     picking: frozenset[int]
     whole: frozenset[int]
     partner: Mapping[int, int]
+    biases: Mapping[int, int]
     ordered: bool
     stored: bool
 
@@ -118,6 +120,7 @@ def rewrite(
     _check_stages(program, stages)
     steps = _steps(program, stages)
     nvidia = platform == "cuda"
+    ordered = nvidia and any(stage.checkpointed for stage in stages)
     maker = program.makers()
     sums = dict(products.stored_sums(program, platform))
     rewriting = _Rewriting(
@@ -137,12 +140,13 @@ def rewrite(
         whole=frozenset(
             [
                 *sums,
-                *(crops.crops(program) if any(stage.checkpointed for stage in stages) else ()),
+                *(crops.crops(program) if ordered else ()),
                 *(maker[one.maxima] for one in softmax.rounded(program, platform)),
             ]
         ),
         partner={min(pair): max(pair) for pair in sums.values()},
-        ordered=nvidia,
+        biases=products.biases(program) if nvidia else {},
+        ordered=ordered,
         stored=platform == "cpu",
     )
 
@@ -268,6 +272,7 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
 def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
     program, summed = rewriting.program, rewriting.summed
     before, behind = _multiplied_again(program, summed, step)
+    behind = _with_biases(rewriting, step, behind)
     tied = _tied_inputs(rewriting, step)
 
     def region(*given: Any) -> list[Any]:
@@ -386,7 +391,7 @@ def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
 
 def _tied_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, ...]]:
     """For each product whose gradients must not be put off the places of what they are for."""
-    if not (rewriting.ordered and (step.checkpointed or step.named)):
+    if not rewriting.ordered:
         return {}
     found = {}
     for index in step.equations:
@@ -395,6 +400,24 @@ def _tied_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, ...
             places = [p for p, atom in enumerate(equation.inputs) if atom in rewriting.summed]
             if len(places) > 1:
                 found[index] = tuple(places)
+    return found
+
+
+def _with_biases(
+    rewriting: _Rewriting, step: _Step, behind: Mapping[int, frozenset[int]]
+) -> dict[int, frozenset[int]]:
+    """What to tie to products' outputs, with those biases whose gradients must not be put off.
+
+    Their sums are small, and are read at the end; XLA for NVIDIA would hold a whole cotangent till
+    then, where it is no part of a kernel that something waits for.
+    """
+    found = dict(behind)
+    if rewriting.ordered:
+        for index in step.equations:
+            bias = rewriting.biases.get(index)
+            outputs = rewriting.program.equations[index].outputs
+            if bias in step.inputs and rewriting.summed.issuperset((bias, *outputs)):
+                found[index] = found.get(index, frozenset()) | {bias}
     return found
 
 
