@@ -288,8 +288,9 @@ def materialize(program: Program, linearization: Linearization, device: Device) 
       linearization: what its backward steps read.
       device: whose rates turn FLOPs and bytes into seconds.
     """
-    found = _Builder(program, linearization, device).build()
-    if not found.maxima:
+    planned = _Builder(program, linearization, device)
+    found = planned.build()
+    if not (found.maxima or planned.crops):
         return found
     as_it_is = _Builder(program, linearization, device, unchanged=True).build()
     return dataclasses.replace(found, unchanged=as_it_is)

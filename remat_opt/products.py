@@ -18,7 +18,7 @@ _SUMS = frozenset({"add", "add_any", "sub"})
 
 
 def biases(program: Program) -> dict[int, int]:
-    """For each equation that makes a product the argument that is added to it, if there is one."""
+    """For equations that make products the smaller argument that is added to each."""
     made = {
         equation.outputs[0]: index
         for index, equation in enumerate(program.equations)
@@ -35,7 +35,8 @@ def biases(program: Program) -> dict[int, int]:
         elif primitive == "add":
             of = [made[value] for value in read if value in made]
             added = [shaped[value] for value in read if value in shaped]
-            if len(of) == len(added) == 1:
+            size = program.types[equation.outputs[0]].size
+            if len(of) == len(added) == 1 and program.types[added[0]].size < size:
                 found.setdefault(of[0], added[0])
     return found
 

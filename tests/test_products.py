@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt import tracing
-from remat_opt.products import PRODUCTS, stored_sums
+from remat_opt.products import PRODUCTS, biases, stored_sums
 
 X, W, B = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.ones(8)
 
@@ -80,3 +80,16 @@ def test_what_is_put_out_is_no_part_of_a_sum() -> None:
 
     program = tracing.trace(loss, W, X, signature=tracing.Signature(has_aux=True))
     assert not list(stored_sums(program, "cuda"))
+
+
+def test_what_is_added_to_a_product_is_its_bias() -> None:
+    def loss(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        first = x @ w + b
+        second = (first @ w).reshape(-1, 2, 4) + b.reshape(2, 4)
+        # Neither a residual nor what is computed of it is a bias.
+        return jnp.sum(jnp.tanh(x + second.reshape(x.shape) @ w) @ w + jnp.sin(b))
+
+    program = tracing.trace(loss, W, B, X)
+    order = [equation.operation.primitive for equation in program.equations]
+    products = [index for index, primitive in enumerate(order) if primitive in PRODUCTS]
+    assert biases(program) == dict.fromkeys(products[:2], program.arguments[1])

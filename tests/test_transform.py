@@ -308,13 +308,17 @@ def barriers(closed: Any) -> int:
 
 
 @pytest.mark.parametrize("kept", [(), (0,)])
-def test_for_nvidia_gradients_of_recomputed_products_are_not_put_off(kept: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_for_nvidia_gradients_of_products_are_not_put_off(
+    kept: tuple[int, ...], checkpointed: bool
+) -> None:
     stages = (
-        Stage(roots=(0, 1), kept=kept, checkpointed=True),
+        Stage(roots=(0, 1), kept=kept if checkpointed else (), checkpointed=checkpointed),
         Stage(roots=(2, 3, 4, 5, 6), kept=(), checkpointed=False),
     )
     args = W, X
-    for platform, expected in (("cuda", 1), ("tpu", 0)):
+    # Those of all products, once there is a checkpoint anywhere.
+    for platform, expected in (("cuda", 3 if checkpointed else 0), ("tpu", 0)):
         _, call, closed = rewritten(stages, layers, *args, platform=platform, argnums=(0, 1))
         # Forward the product reads what it read.
         assert barriers(closed) == 0
