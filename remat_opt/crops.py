@@ -8,7 +8,7 @@ TPU does that of its own accord. Others compute the slice inside of what reads i
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Iterator, Sequence
 
 from remat_opt.products import PRODUCTS
@@ -35,13 +35,19 @@ def early(equations: Sequence[Equation], outputs: Sequence[int]) -> tuple[Equati
     if not moved:
         return tuple(equations)
     behind: dict[int, list[Equation]] = {}
-    for index in moved:
+    for index in sorted(moved):
         behind.setdefault(equations[index].value_inputs[0], []).append(equations[index])
     found: list[Equation] = []
+
+    def add(equation: Equation) -> None:
+        found.append(equation)
+        for value in equation.outputs:
+            for crop in behind.get(value, ()):
+                add(crop)
+
     for index, equation in enumerate(equations):
         if index not in moved:
-            found.append(equation)
-            found += itertools.chain.from_iterable(behind.get(v, ()) for v in equation.outputs)
+            add(equation)
     return tuple(found)
 
 
@@ -72,5 +78,5 @@ def _crops(equations: Sequence[Equation], outputs: Sequence[int]) -> Iterator[in
             continue
         start = max(made[operand], last_read.get(operand, 0))
         end = min(first_read[result] for result in results)
-        if any(start < product < end for product in products):
+        if bisect.bisect_left(products, end) > bisect.bisect_right(products, start):
             yield from readers

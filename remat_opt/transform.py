@@ -10,11 +10,12 @@ each region that needs them. Activations whose zeros the compiler would share wi
 a pooling get zeros of their own (``pooling_gradients``).
 
 Cotangents of what is read often are summed up as they come: barriers keep XLA from leaving that to
-the end, see ``_run`` and ``_multiplied_again``. Three things are done for NVIDIA alone: under a
-checkpoint the gradients of weights are not put off, see ``_cotangents_together``; the places that a
-pooling scatters to are not looked for too early (``pooling_gradients.searches``); and the gradient
-of picking from rows is elementwise (``row_gathers``). One is done for TPU alone: the maxima of a
-softmax's rows are stored (``softmax``).
+the end, see ``_run`` and ``_multiplied_again``. Some things are done for NVIDIA alone: where there
+are checkpoints, the gradients of weights and biases are not put off, see ``_cotangents_together``,
+and slices that outlive their operand are stored (``crops``); products that are added to others do
+not run before their turn (``_with_partner``); the places that a pooling scatters to are not looked
+for too early (``pooling_gradients.searches``); and the gradient of picking from rows is elementwise
+(``row_gathers``). For TPU alone the maxima of a softmax's rows are stored (``softmax``).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,14 @@ def read_later(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.concatenate([skipped[:32], deep]) @ w) + jnp.sum(skipped @ w)
 
 
+def twice(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A crop of which a part is cropped once more."""
+    skipped = jnp.tanh(x @ w)
+    half = skipped[:32]
+    deep = jnp.tanh(skipped @ w)
+    return jnp.sum(jnp.concatenate([half[:8], jnp.tanh(deep @ w) @ w]) @ w)
+
+
 def of_an_argument(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)[:32] * x[:32])
 
@@ -56,11 +65,14 @@ def names(program: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("fn", "count"),
-    [(crossing, 1), (all_of_it, 0), (at_once, 0), (of_an_argument, 0)],
+    [(crossing, 1), (twice, 1), (all_of_it, 0), (at_once, 0), (of_an_argument, 0)],
 )
 def test_what_is_left_to_read_of_a_value_is_a_crop(fn: Callable[..., Any], count: int) -> None:
     program = tracing.trace(fn, W, X)
     assert len(list(crops(program))) == count
+    expected = collections.Counter(names(program))
+    jaxpr = jax.make_jaxpr(fn)(W, X).jaxpr
+    assert expected == collections.Counter(equation.primitive.name for equation in jaxpr.eqns)
 
 
 def test_a_value_that_is_read_as_a_whole_later_is_not_cropped() -> None:
