@@ -22,6 +22,7 @@ cones of the vertices that read them: the transform emits them again where neede
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -513,7 +514,8 @@ class _Builder:
             for value in self.flow.reads(index):
                 known = roots.setdefault(value, set())
                 if len(known) < 2:
-                    known |= reached
+                    # Of any two of them at least one is new.
+                    known.update(itertools.islice(reached, 2))
         return {value: min(2, len(found)) for value, found in roots.items()}
 
     def build(self) -> Materialization:

@@ -7,7 +7,9 @@ which is kept for as long as the program's fingerprint and the device stay the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -122,28 +124,49 @@ def problem(
     """
     key = (program.fingerprint(), device, measure, solver)
     if key not in _sweeps:
-        materialization = materialize(program, linearize(program), device)
-        fronts = [
-            pareto(_candidates(program, graph, measure, solver), measure)
-            for graph in materialization.searched_graphs
-        ]
-        as_it_is = judge(materialization.graph, plain(materialization.graph))
-        unchanged_graph = materialization.unchanged_graph
-        lives = spans(unchanged_graph, plain(unchanged_graph))
-        peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
-        _sweeps[key] = Sweep(
-            materialization=materialization,
-            candidates=tuple(
-                one for front in fronts for one in _as_compiled(materialization, device, front)
-            ),
-            unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
-        )
+        with _no_collection():
+            _sweeps[key] = _sweep(program, device, measure, solver)
         if len(_sweeps) > _MOST_SWEEPS:
             _sweeps.popitem(last=False)
     _sweeps.move_to_end(key)
     return Problem(
         program=program, fingerprint=key[0], device=device, solver=solver, sweep=_sweeps[key]
     )
+
+
+def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) -> Sweep:
+    materialization = materialize(program, linearize(program), device)
+    fronts = [
+        pareto(_candidates(program, graph, measure, solver), measure)
+        for graph in materialization.searched_graphs
+    ]
+    as_it_is = judge(materialization.graph, plain(materialization.graph))
+    unchanged_graph = materialization.unchanged_graph
+    lives = spans(unchanged_graph, plain(unchanged_graph))
+    peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
+    return Sweep(
+        materialization=materialization,
+        candidates=tuple(
+            one for front in fronts for one in _as_compiled(materialization, device, front)
+        ),
+        unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
+    )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Puts off the collection of reference cycles.
+
+    It goes through all that JAX has traced, which is a tenth of the time for a deep network, and
+    next to nothing of what a search makes is a cycle.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _candidates(
