@@ -11,6 +11,7 @@ import jax
 
 import remat_opt
 from benchmarks import networks
+from benchmarks.kept import Kept
 from benchmarks.networks import Network
 from remat_opt import flop_count, measurement
 from remat_opt.measurement import Measurement
@@ -29,6 +30,7 @@ class Subject:
       network: the network as it is.
       forward_flops: of one forward pass.
       gradient_flops: of its gradient, without any checkpoint.
+      kept: where what the compiler says is looked up first, if anywhere.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Subject:
     network: Network
     forward_flops: int
     gradient_flops: int
+    kept: Kept | None = None
 
     def recomputed_flops(self, loss_fn: Callable[..., Any]) -> int:
         """FLOPs of a loss's gradient beyond those of the plain one."""
@@ -52,7 +55,14 @@ class Subject:
           CompileError: the compiler refused.
         """
         gradient = jax.grad(loss_fn, has_aux=self.network.has_aux)
-        return measurement.measure(gradient, *self.network.arguments, device=self.device)
+        if self.kept is None:
+            return measurement.measure(gradient, *self.network.arguments, device=self.device)
+        key = self.kept.key(self.device, gradient, self.network.arguments)
+        found = self.kept.get(key)
+        if found is None:
+            found = measurement.measure(gradient, *self.network.arguments, device=self.device)
+            self.kept.put(key, found)
+        return found
 
     def planned(self, plan: Plan) -> Callable[..., Any]:
         """The network's loss, rewritten by a plan."""
@@ -130,13 +140,14 @@ class Subject:
         return networks.build(self.name, self.batch, block_policy=policy).loss_fn
 
 
-def subject(name: str, batch: int | None, device: str) -> Subject:
+def subject(name: str, batch: int | None, device: str, kept: Kept | None = None) -> Subject:
     """Builds a network and counts its FLOPs; compiles nothing.
 
     Args:
       name: as ``benchmarks.networks`` lists it.
       batch: examples in a batch; the network's own if None.
       device: name of the device to compile for.
+      kept: where to look up first what the compiler says.
     """
     batch = networks.default_batch(name) if batch is None else batch
     network = networks.build(name, batch)
@@ -149,6 +160,7 @@ def subject(name: str, batch: int | None, device: str) -> Subject:
         gradient_flops=flop_count.gradient_flops(
             network.loss_fn, *network.arguments, has_aux=network.has_aux
         ),
+        kept=kept,
     )
 
 

@@ -21,7 +21,8 @@ twice.
     python -m benchmarks.dominance --device v5e --json --known earlier.jsonl
 
 takes the plain gradient and the defaults from an earlier run with the same version of JAX: they do
-not change with this package, and some compilers take minutes for each.
+not change with this package, and some compilers take minutes for each. With ``--keep FILE`` all
+that the compiler says is written to a file, and not asked again (``benchmarks.kept``).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any
 import remat_opt
 from benchmarks import networks
 from benchmarks.compiled import Subject, prediction, subject, table_line
+from benchmarks.kept import Kept
 from remat_opt import measurement, planning, tracing, verification
 from remat_opt.api import objective_of
 from remat_opt.measurement import Measurement
@@ -251,7 +253,11 @@ class _Plans:
 
 
 def rows(
-    network: str, batch: int | None, device: str, known: Sequence[dict[str, Any]] = ()
+    network: str,
+    batch: int | None,
+    device: str,
+    known: Sequence[dict[str, Any]] = (),
+    kept: Kept | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Compiles and yields one row after the other, the summary last.
 
@@ -260,12 +266,13 @@ def rows(
       batch: examples in a batch; the network's own if None.
       device: name of the device to plan and compile for.
       known: rows of an earlier run; those of the plain gradient and of defaults are taken from it.
+      kept: where to look up first what the compiler says.
 
     Yields:
       The rows of ``benchmarks.compiled``, their ``kind`` ``plain``, ``policy`` or ``ours``, then
       one of the kind ``summary``: see ``summary``, and ``plan_seconds``.
     """
-    of = subject(network, batch, device)
+    of = subject(network, batch, device, kept)
     found: list[dict[str, Any]] = []
     defaults = [("plain", "plain", lambda: of.network.loss_fn)]
     defaults += [("policy", label, make) for label, make in of.with_policies(POLICIES)]
@@ -332,15 +339,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="each network's own if left out")
     parser.add_argument("--device", default="h200")
     parser.add_argument("--known", nargs="+", default=[], metavar="FILE", help="of earlier runs")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="of what the compiler says")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
+    kept = None if options.keep is None else Kept(options.keep)
     known = [
         json.loads(line)
         for name in options.known
         for line in Path(name).read_text(encoding="utf-8").splitlines()
     ]
     for network in options.network:
-        for row in rows(network, options.batch, options.device, known):
+        for row in rows(network, options.batch, options.device, known, kept):
             if options.json:
                 print(json.dumps(row), flush=True)
             elif row["kind"] == "summary":

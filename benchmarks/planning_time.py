@@ -15,13 +15,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 
 import remat_opt
 from benchmarks import networks
+from benchmarks.kept import compiler_version
 from benchmarks.networks import resnet
 from benchmarks.networks.record import Network
 from remat_opt import measurement, planning, tracing
@@ -112,19 +112,13 @@ def cases(only: Sequence[str]) -> list[tuple[str, int, Callable[[], Network]]]:
 
 
 def _made_by(device: str) -> dict[str, str]:
-    found = {
+    return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": sys.version.split()[0],
         "jax": jax.__version__,
         "remat_opt": remat_opt.__version__,
+        **compiler_version(device),
     }
-    package = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}.get(get_device(device).platform)
-    if package is not None:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

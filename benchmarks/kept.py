@@ -1,0 +1,80 @@
+"""What the compiler has said, on file: a run that is cut off goes on where it was.
+
+For some devices a single program takes a quarter of an hour to compile. What it is kept under is
+the program itself, so a change of this package that leaves a program as it is costs no compiling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from remat_opt.device import get_device
+from remat_opt.measurement import Measurement
+
+#: The packages that compilers come in, by platform; that for CPU comes with JAX.
+_COMPILERS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
+
+
+def compiler_version(device: str) -> dict[str, str]:
+    """Name and version of the package that compiles for a device, where it has one of its own."""
+    package = _COMPILERS.get(get_device(device).platform)
+    try:
+        return {package: version(package)} if package is not None else {}
+    except PackageNotFoundError:
+        return {}
+
+
+class Kept:
+    """Measurements by program and device, each written as soon as it is there.
+
+    Args:
+      path: a file, one JSON object a line; made where there is none. What was cut off in the middle
+        of a line is passed over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, Measurement] = {}
+        self._whole = True
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                self._whole = False
+                continue
+            self._whole = True
+            self._known[row["key"]] = Measurement.from_dict(row["measurement"])
+
+    @staticmethod
+    def key(device: str, gradient: Any, arguments: tuple[Any, ...]) -> str:
+        """What tells programs apart, and compilers.
+
+        Args:
+          device: name of the device compiled for.
+          gradient: a function.
+          arguments: its arguments, or their shapes.
+        """
+        # Functions are told by their place in memory; what they compute stands beside them.
+        text = re.sub(r" at 0x[0-9a-f]+", "", str(jax.make_jaxpr(gradient)(*arguments)))
+        said = json.dumps([device, jax.__version__, compiler_version(device), text])
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    def get(self, key: str) -> Measurement | None:
+        """What is known of a program."""
+        return self._known.get(key)
+
+    def put(self, key: str, found: Measurement) -> None:
+        """Keeps what the compiler has said."""
+        self._known[key] = found
+        with self._path.open("a", encoding="utf-8") as file:
+            if not self._whole:
+                file.write("\n")
+                self._whole = True
+            file.write(json.dumps({"key": key, "measurement": found.to_dict()}) + "\n")
