@@ -487,5 +487,6 @@ def _write(regions: Sequence[Region], level: int, starts: np.ndarray, drops: np.
     for region in regions:
         starts[level:, region.vertices[0]] = True
         if region.checkpointed:
-            drops[level, list(set(region.vertices) - set(region.kept))] = True
+            drops[level, region.vertices[0] : region.vertices[-1] + 1] = True
+            drops[level, list(region.kept)] = False
             _write(region.inside, level + 1, starts, drops)

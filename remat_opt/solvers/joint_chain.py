@@ -65,6 +65,9 @@ MOST_NESTED = 28
 #: Slots of a table, and how much less memory each table has than the one before.
 SLOTS = 256
 _SCALES = (1.0, 0.4, 0.15)
+#: Choices that are tried at a time: tables of one size, and small ones, take their memory from one
+#: another.
+_BLOCK = 128
 #: Costs that differ by less than this share of a forward pass make no new schedule.
 _RESOLUTION = 1e-3
 #: Fates: index 0 is saved, 1 keeps nothing, and then come the given kept sets; -1 is nested.
@@ -287,7 +290,6 @@ class _Table:
 
     def _fill_rest(self) -> tuple[np.ndarray, np.ndarray]:
         of = self._of
-        levels = np.arange(SLOTS + 1)
         # [slots that there must be, level]
         too_few = np.tri(SLOTS + 2, SLOTS + 1, k=-1, dtype=bool)
         # Before the levels, as many that stand for memory below nothing.
@@ -296,21 +298,22 @@ class _Table:
         ways = np.lib.stride_tricks.sliding_window_view(costs, SLOTS + 1, axis=1)
         chosen = np.zeros((self._end, SLOTS + 1), dtype=np.int32)
         for i in range(self._end - 1, -1, -1):
+            best = costs[i, below:], chosen[i]
+            best[0][self._needs[_SAVED, i, self._end] :] = 0.0
             options = self._rest_options[i]
+            for start in range(0, len(options.ends), _BLOCK):
+                part = slice(start, start + _BLOCK)
+                table = ways[options.then[part], below - options.held[part]]
+                table += options.cost[part, None]
+                np.copyto(table, np.inf, where=too_few[options.least[part]])
+                _offer(table, 1 + start, *best)
             inner = self._nested[self._place[i] + 1 :] if i in self._place else self._nested[:0]
-            table = np.empty((1 + len(options.ends) + len(inner), SLOTS + 1))
-            saved, way, nested = np.split(table, [1, 1 + len(options.ends)])
-            saved[0] = np.where(levels < self._needs[_SAVED, i, self._end], np.inf, 0.0)
-            after = ways[options.then, below - options.held]
-            np.add(after, options.cost[:, None], out=way)
-            np.copyto(way, np.inf, where=too_few[options.least])
             if len(inner):
-                after = ways[inner, below - self._held[_NOTHING, i, inner]]
-                after += of.cost[_NOTHING, i, inner, None]
+                table = ways[inner, below - self._held[_NOTHING, i, inner]]
+                table += of.cost[_NOTHING, i, inner, None]
                 first = self._place[i]
-                np.add(after, self._again[first, first + 1 :], out=nested)
-            chosen[i] = table.argmin(axis=0)
-            costs[i, below:] = table[chosen[i], levels]
+                table += self._again[first, first + 1 :]
+                _offer(table, 1 + len(options.ends), *best)
         return costs[:, below:], chosen
 
     def _next(self, i: int, level: int) -> tuple[int, int]:
@@ -390,3 +393,19 @@ class _Table:
             level -= int(self._held[fate, i, k])
             first = then
         return regions
+
+
+def _offer(table: np.ndarray, first: int, costs: np.ndarray, choices: np.ndarray) -> None:
+    """Takes from a table what costs less than the best so far.
+
+    Args:
+      table: [choice, level] what each costs.
+      first: number of the first choice.
+      costs: [level] the least cost so far; written to.
+      choices: [level] the number of its choice; written to.
+    """
+    best = table.argmin(axis=0)
+    found = table[best, np.arange(len(best))]
+    less = found < costs
+    costs[less] = found[less]
+    choices[less] = first + best[less]
