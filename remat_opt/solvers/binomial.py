@@ -61,8 +61,10 @@ backward, and all that is computed again to be read.
 Why not a ready-made tool: published implementations drive a program of their own step by step;
 here the answer must be a nest of checkpointed regions, and its memory the referee's.
 
-Complexity: O(1) for t(n, s), O(n^2 s) for its table. Under a budget O(n^3 slots) time and
-O(n^2 slots) memory for n links, bounded by ``MOST_ENTRIES``.
+Rows of links that are alike are solved once, wherever they lie.
+
+Complexity: O(1) for t(n, s), O(n^2 s) for its table. Under a budget O(n^3 slots) time, where no
+rows are alike, and O(n^2 slots) memory for n links, bounded by ``MOST_ENTRIES``.
 
 Guarantee. Revolve: the fewest steps of all schedules that store whole states. Under a budget:
 optimal among all nests of saved and checkpointed links in the model of memory where nothing was
@@ -84,14 +86,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
 from remat_opt.solvers.base import Candidate, Infeasible, Refused, Solution, Status, judged
-from remat_opt.solvers.link_figures import Run, measure
+from remat_opt.solvers.link_figures import Link, Run, measure
 
 #: Into how many slots a budget is divided where its bytes have no common measure as coarse.
 SLOTS = 500
@@ -343,6 +345,10 @@ class _Chain:
         readers = graph.successors()
         found = tuple(measure(graph, part, readers[part[-1]]) for part in self.ranges)
         self.last = len(found) - 1
+        known: dict[Link, int] = {}
+        self._kinds = np.array([known.setdefault(link, len(known)) for link in found])
+        # The last link runs backward at once.
+        self._kinds[-1] = len(known)
         self._states = np.array([link.state_bytes for link in found], dtype=np.int64)
         self._waiting = np.array([link.waiting_bytes for link in found], dtype=np.int64)
         self._held = np.array([link.held_bytes for link in found], dtype=np.int64)
@@ -358,6 +364,20 @@ class _Chain:
 
     def __len__(self) -> int:
         return self.last + 1
+
+    def alike(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """All pairs of links by the distance between them; those that are alike are solved once.
+
+        Yields:
+          How far the last links lie behind the first ones; first links, one for each pair that has
+          its own answer; and for every first link the number of the one that has its answer.
+        """
+        alike = self._kinds
+        for length in range(len(self)):
+            if length:
+                alike = alike[:-1] * (len(self) + 1) + self._kinds[length:]
+            _, first, alike = np.unique(alike, return_index=True, return_inverse=True)
+            yield length, first, alike
 
     def choices(self, i: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """All choices at links i to i + length, for several i.
@@ -437,11 +457,11 @@ class _Table:
         self.least = np.full((len(chain), len(chain), slots + 2), np.inf)
         # 0 to save, or for which choice of a stop.
         self._choice = np.zeros((len(chain), len(chain), slots + 1), dtype=np.int32)
-        for length in range(len(chain)):
-            i = np.arange(len(chain) - length)
-            costs = self._costs(i, length, levels)
-            self.least[i, i + length, :-1] = costs.min(axis=1)
-            self._choice[i, i + length] = costs.argmin(axis=1)
+        for length, first, alike in chain.alike():
+            costs = self._costs(first, length, levels)
+            i = np.arange(len(alike))
+            self.least[i, i + length, :-1] = costs.min(axis=1)[alike]
+            self._choice[i, i + length] = costs.argmin(axis=1)[alike]
 
     def _in_slots(self, bytes_: np.ndarray) -> np.ndarray:
         return -(-bytes_ // self._slot) if self._up else bytes_ // self._slot
@@ -504,17 +524,18 @@ def _least(chain: _Chain) -> tuple[int, tuple[Part, ...] | None]:
     count = len(chain)
     least = np.zeros((count + 1, count), dtype=np.int64)
     chosen = np.zeros((count, count), dtype=np.int64)
-    for length in range(count):
-        i = np.arange(count - length)
-        j = i + length
-        peaks, held, _ = chain.choices(i, length)
+    for length, first, alike in chain.alike():
+        peaks, held, _ = chain.choices(first, length)
         if length:
+            j = first + length
             stops = chain.stops(j, length)
-            then = np.concatenate((i[:, None] + 1, stops), axis=1)
+            then = np.concatenate((first[:, None] + 1, stops), axis=1)
             peaks = np.maximum(peaks, held + least[then, j[:, None]])
-            peaks[:, 1:] = np.maximum(peaks[:, 1:], least[i[:, None], stops - 1])
-        choice = np.argmin(peaks, axis=1)
-        least[i, j] = peaks[i, choice]
+            peaks[:, 1:] = np.maximum(peaks[:, 1:], least[first[:, None], stops - 1])
+        choice = np.argmin(peaks, axis=1)[alike]
+        i = np.arange(len(alike))
+        j = i + length
+        least[i, j] = peaks.min(axis=1)[alike]
         chosen[i, j] = np.where(choice, j + 1 - choice, 0)
     parts = _parts(lambda i, j, level: (int(chosen[i, j]), level), 0, chain.last, 0)
     return int(least[0, chain.last]), parts
