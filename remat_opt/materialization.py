@@ -52,7 +52,7 @@ from remat_opt.program import Program
 from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import demand
-from remat_opt.weight_gradients import SharedWeight
+from remat_opt.weight_gradients import SharedWeights
 
 #: A fused value is given a buffer when computing it again in each of several readers would
 #: read more than this many times its own bytes.
@@ -104,7 +104,7 @@ class Materialization:
     copied_products: tuple[int, ...]
     held: tuple[Held, ...]
     transposed: tuple[tuple[int, int], ...]
-    shared_weights: tuple[SharedWeight, ...]
+    shared_weights: SharedWeights
     assumed: tuple[str, ...]
     unchanged: Materialization | None
 
@@ -115,7 +115,7 @@ class Materialization:
             return self.unchanged.unchanged_graph
         if not self.shared_weights:
             return self.graph
-        parts = weight_gradients.parts(self.shared_weights, len(self.graph))
+        parts = self.shared_weights.parts(len(self.graph))
         return dataclasses.replace(self.graph, workspace_bytes=self._workspaces(parts))
 
     @property
@@ -169,11 +169,11 @@ class Materialization:
 
     def sums_bytes(self, schedule: Schedule) -> np.ndarray:
         """What sums of weights' gradients take in each vertex's backward step."""
-        return weight_gradients.sums(self.shared_weights, schedule.regions, len(self.graph))
+        return self.shared_weights.sums(schedule.regions, len(self.graph))
 
     def _workspaces(self, sums_bytes: np.ndarray) -> tuple[int, ...]:
         """The graph's workspaces with such sums in the place of those that it expects."""
-        expected = weight_gradients.expected_sums(self.shared_weights, len(self.graph))
+        expected = self.shared_weights.expected_sums(len(self.graph))
         workspace_bytes = np.array(self.graph.workspace_bytes, dtype=np.int64)
         return tuple((workspace_bytes - expected + sums_bytes).tolist())
 
@@ -688,7 +688,7 @@ class _Builder:
             self.device,
             vertex_of,
         )
-        summed = weight_gradients.expected_sums(shared_weights, len(roots)).tolist()
+        summed = shared_weights.expected_sums(len(roots)).tolist()
         fields["workspace_bytes"] = [
             size + more for size, more in zip(fields["workspace_bytes"], summed, strict=True)
         ]

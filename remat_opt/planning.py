@@ -480,8 +480,7 @@ def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     materialization = of.materialization
     notes = list(_notes_on_poolings(of, schedule))
-    if materialization.shared_weights:
-        parts_bytes = sum(one.parts_bytes for one in materialization.shared_weights)
+    if parts_bytes := materialization.shared_weights.parts_bytes:
         sums_bytes = int(materialization.sums_bytes(schedule).max())
         notes.append(
             f"Several products read the same weights. The unchanged function holds up to "

@@ -6,7 +6,8 @@ before the next is computed. Then the sum waits, and one part beside it. The sum
 gradient is put out in the end, which is no temporary. But a checkpointed region has a sum of its
 own, which is added to the one outside when the region has run; and so has each region in it.
 That is XLA for NVIDIA. Of XLA for CPU it is only known that a sum and a part, all along, are
-nearer to what it takes. XLA for TPU was not seen to hold any.
+nearer to what it takes. XLA for TPU adds parts as they come, in any program, and has sums in its
+vector memory as far as that reaches: those of flat regions were, of nested ones half were not.
 """
 
 from __future__ import annotations
@@ -44,13 +45,52 @@ class SharedWeight:
         return len(self.readers) * self.bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeights:
+    """All weights of a program that several products read.
+
+    Attributes:
+      weights: one after the other.
+      spared_bytes: of sums, that take no device memory: they lie in a TPU's vector memory.
+      parts_wait: whether all parts of the unchanged function wait until they are added.
+    """
+
+    weights: tuple[SharedWeight, ...]
+    spared_bytes: int
+    parts_wait: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.weights)
+
+    @property
+    def parts_bytes(self) -> int:
+        """All parts, as the unchanged function holds them in the end."""
+        return sum(one.parts_bytes for one in self.weights) if self.parts_wait else 0
+
+    def expected_sums(self, count: int) -> np.ndarray:
+        """For each of so many vertices what sums and parts take in its step, in any schedule."""
+        return self._beyond(expected_sums(self.weights, count))
+
+    def sums(self, regions: Sequence[Region], count: int) -> np.ndarray:
+        """For each of so many vertices what sums and parts take in its step, in these regions."""
+        return self._beyond(sums(self.weights, regions, count))
+
+    def parts(self, count: int) -> np.ndarray:
+        """For each of so many vertices what the parts of the unchanged function take."""
+        return parts(self.weights, count) * self.parts_wait
+
+    def _beyond(self, sums_bytes: np.ndarray) -> np.ndarray:
+        beyond: np.ndarray = np.maximum(sums_bytes - self.spared_bytes, 0)
+        return beyond
+
+
 def shared(
     program: Program,
     differentiated: Iterable[int],
     stored_sums: Iterable[tuple[int, int]],
     device: Device,
     vertex_of: Mapping[int, int],
-) -> tuple[SharedWeight, ...]:
+) -> SharedWeights:
     """The weights whose gradients have parts.
 
     Args:
@@ -60,8 +100,6 @@ def shared(
       device: whose compiler it is.
       vertex_of: for each value that is stored the vertex that holds it.
     """
-    if device.platform == "tpu":
-        return ()
     of: dict[int, list[int]] = {}
     weights = set(program.differentiated)
     for index in sorted(differentiated):
@@ -83,16 +121,20 @@ def shared(
         if len(indices) > 1:
             size = device.buffer_bytes(program.types[weight])
             readers = {vertex_of[program.equations[one].outputs[0]]: one for one in indices}
+            beside = [together.get(readers[v], size) for v in sorted(readers)]
+            if device.platform == "cpu":
+                beside = []
+            elif device.platform == "tpu":
+                # A product adds to the sum as it writes it.
+                beside = [0] * len(readers)
             found.append(
-                SharedWeight(
-                    bytes=size,
-                    readers=tuple(sorted(readers)),
-                    beside=tuple(together.get(readers[v], size) for v in sorted(readers))
-                    if device.platform == "cuda"
-                    else (),
-                )
+                SharedWeight(bytes=size, readers=tuple(sorted(readers)), beside=tuple(beside))
             )
-    return tuple(found)
+    return SharedWeights(
+        weights=tuple(found),
+        spared_bytes=device.vector_memory_bytes,
+        parts_wait=device.platform != "tpu",
+    )
 
 
 def expected_sums(weights: Iterable[SharedWeight], count: int) -> np.ndarray:

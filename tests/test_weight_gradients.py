@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt import tracing
+from remat_opt.device import get_device
+from remat_opt.linearization import linearize
+from remat_opt.materialization import materialize
 from remat_opt.schedule import Region
-from remat_opt.weight_gradients import SharedWeight, expected_sums, parts, sums
+from remat_opt.weight_gradients import (
+    SharedWeight,
+    SharedWeights,
+    expected_sums,
+    parts,
+    sums,
+)
 
 #: Read at vertices 1, 3, 4 and 6 of 8; with 4 the part of another weight is computed.
 WEIGHT = SharedWeight(bytes=10, readers=(1, 3, 4, 6), beside=(10, 10, 40, 10))
@@ -64,3 +78,36 @@ def test_where_a_part_is_there_all_along_the_schedule_does_not_matter() -> None:
 def test_unchanged_all_parts_wait() -> None:
     assert parts([WEIGHT], 8).tolist() == [40, 40, 30, 30, 20, 10, 10, 0]
     assert WEIGHT.parts_bytes == 40
+
+
+def test_what_vector_memory_takes_is_spared() -> None:
+    weight = dataclasses.replace(WEIGHT, beside=(0, 0, 0, 0))
+    inside = region(0, 1), region(2, 3), region(4, 5, 6, 7)
+    regions = [region(*range(8), inside=inside)]
+    all_of_them = SharedWeights(weights=(weight,), spared_bytes=0, parts_wait=False)
+    assert all_of_them.sums(regions, 8).tolist() == [20, 10, 20, 10, 10, 10, 0, 0]
+    spared = dataclasses.replace(all_of_them, spared_bytes=12)
+    assert spared.sums(regions, 8).tolist() == [8, 0, 8, 0, 0, 0, 0, 0]
+    assert spared.expected_sums(8).tolist() == [0] * 8
+    assert spared.parts(8).tolist() == [0] * 8
+    assert spared.parts_bytes == 0
+    assert dataclasses.replace(spared, parts_wait=True).parts_bytes == 40
+
+
+@pytest.mark.parametrize(("device", "spared"), [("h200", False), ("v5e", True), ("cpu", False)])
+def test_weights_of_a_program(device: str, spared: bool) -> None:
+    def unrolled(weight: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = jnp.tanh(x @ weight)
+        return x.sum()
+
+    arguments = (
+        jax.ShapeDtypeStruct((256, 256), jnp.float32),
+        jax.ShapeDtypeStruct((64, 256), jnp.float32),
+    )
+    program = tracing.trace(unrolled, *arguments, signature=tracing.Signature())
+    found = materialize(program, linearize(program), get_device(device)).shared_weights
+    assert [(one.bytes, len(one.readers)) for one in found.weights] == [(256 * 256 * 4, 3)]
+    assert (found.spared_bytes > 0) == spared
+    assert found.parts_wait != spared
+    assert bool(found)
