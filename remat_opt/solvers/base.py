@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -95,16 +96,17 @@ def _read_again(
     chain: Sequence[Region], depth: int, wanted: Sequence[Sequence[bool]]
 ) -> tuple[Region, ...]:
     """A chain of regions that keep only what is wanted of the values at their depth."""
-    return tuple(
-        dataclasses.replace(
-            region,
-            kept=tuple(v for v in region.kept if wanted[depth][v]),
-            inside=_read_again(region.inside, depth + 1, wanted),
-        )
-        if region.kept or region.inside
-        else region
-        for region in chain
-    )
+    found = []
+    for region in chain:
+        kept, inside = region.kept, region.inside
+        if kept:
+            kept = tuple(itertools.compress(kept, map(wanted[depth].__getitem__, kept)))
+        if inside:
+            inside = _read_again(inside, depth + 1, wanted)
+        if kept != region.kept or inside != region.inside:
+            region = dataclasses.replace(region, kept=kept, inside=inside)
+        found.append(region)
+    return tuple(found)
 
 
 def pareto(candidates: list[Candidate], measure: Overhead) -> list[Candidate]:

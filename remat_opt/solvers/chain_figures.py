@@ -24,6 +24,7 @@ where there are residuals without a name), and deeper nesting.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -433,30 +434,39 @@ def _regions(starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 def schedule_of(chains: Chains, number: int) -> Schedule:
     """One of the settled chains as a schedule."""
-    starts, drops = chains.starts[:, :, number], chains.drops[:, :, number]
-    return Schedule(regions=tuple(_chain(starts, drops, 0, 0, starts.shape[1])))
+    count = chains.starts.shape[1]
+    starts = [np.flatnonzero(row).tolist() for row in chains.starts[:, :, number]]
+    kept = [np.flatnonzero(~row).tolist() for row in chains.drops[:, :, number]]
+    return Schedule(regions=tuple(_chain(starts, kept, 0, 0, count)))
 
 
-def _chain(starts: np.ndarray, drops: np.ndarray, level: int, begin: int, end: int) -> list[Region]:
+def _chain(
+    starts: Sequence[list[int]], kept: Sequence[list[int]], level: int, begin: int, end: int
+) -> list[Region]:
+    """The regions of a level from a vertex to another, from what starts one and what is kept."""
     if level == LEVELS:
         return [Region(vertices=tuple(range(begin, end)), checkpointed=False)]
-    edges = [begin, *(begin + 1 + np.flatnonzero(starts[level, begin + 1 : end])).tolist(), end]
     regions: list[Region] = []
-    for first, stop in itertools.pairwise(edges):
-        inside = _chain(starts, drops, level + 1, first, stop)
-        if not drops[level, first:stop].any():
+    for first, stop in itertools.pairwise([begin, *_between(starts[level], begin + 1, end), end]):
+        inside = _chain(starts, kept, level + 1, first, stop)
+        named = _between(kept[level], first, stop)
+        if len(named) == stop - first:
             regions += inside
             continue
-        kept = tuple((first + np.flatnonzero(~drops[level, first:stop])).tolist())
         single = len(inside) == 1 and not inside[0].checkpointed
         regions.append(
             Region(
                 vertices=tuple(range(first, stop)),
-                kept=kept,
+                kept=tuple(named),
                 inside=() if single else tuple(inside),
             )
         )
     return merged(regions)
+
+
+def _between(ascending: list[int], first: int, stop: int) -> list[int]:
+    """Those of some numbers that are no less than the first and less than the other."""
+    return ascending[bisect.bisect_left(ascending, first) : bisect.bisect_left(ascending, stop)]
 
 
 def is_chain(schedule: Schedule) -> bool:
