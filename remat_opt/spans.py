@@ -51,11 +51,14 @@ class Spans:
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at once."""
-        # Sums of whole numbers below 2**53 are exact as floating-point numbers.
-        steps = int(self.last.max(initial=-1)) + 2
-        change = np.bincount(self.first, self.bytes, steps)
-        change -= np.bincount(self.last + 1, self.bytes, steps)
-        return int(np.cumsum(change).max())
+        return int(self.live_bytes(int(self.last.max(initial=-1)) + 1).max(initial=0))
+
+    def live_bytes(self, steps: int) -> np.ndarray:
+        """The bytes alive at each of so many steps, no fewer than there are."""
+        # As floating-point numbers: sums of whole ones below 2**53 are exact.
+        change = np.bincount(self.first, self.bytes, steps + 1)
+        change -= np.bincount(self.last + 1, self.bytes, steps + 1)
+        return np.cumsum(change)[:steps]
 
 
 def spans(graph: Graph, schedule: Schedule) -> Spans:

@@ -53,6 +53,9 @@ def test_of_arrays_that_come_together_the_largest_is_placed_first() -> None:
 def test_many_small_arrays_count_by_what_is_alive() -> None:
     small = [(step, step + 9, 1) for step in range(50)]
     assert heap_bytes(arrays((0, 60, 1000), *small)) == 1010
+    # They are gone when the larger array comes.
+    early = [(0, 9, 1)] * 10
+    assert heap_bytes(arrays((0, 9, 1000), (10, 20, 1005), *early)) == 1010
 
 
 def test_what_is_small_and_soon_read_stays_in_vector_memory() -> None:
