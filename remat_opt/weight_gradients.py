@@ -44,6 +44,28 @@ class SharedWeight:
         """All parts, as the unchanged function holds them in the end."""
         return len(self.readers) * self.bytes
 
+    def expected_sums(self, count: int) -> np.ndarray:
+        """Its part of ``SharedWeights.expected_sums``."""
+        found = np.zeros(count, dtype=np.int64)
+        between = slice(self.readers[0], self.readers[-1] + 1)
+        found[between] += self.bytes if self.beside else 2 * self.bytes
+        found[list(self.readers)] += self.beside or 0
+        return found
+
+    def sums(self, regions: Sequence[Region], count: int) -> np.ndarray:
+        """Its part of ``SharedWeights.sums``."""
+        if not self.beside:
+            return self.expected_sums(count)
+        reads = np.zeros(count, dtype=np.int64)
+        reads[list(self.readers)] = 1
+        number = np.zeros(count, dtype=np.int64)
+        for region in regions:
+            if region.checkpointed:
+                _count_sums(reads, region, 0, number)
+        found = self.bytes * number
+        found[list(self.readers)] += self.beside
+        return found
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeights:
@@ -68,16 +90,36 @@ class SharedWeights:
         return sum(one.parts_bytes for one in self.weights) if self.parts_wait else 0
 
     def expected_sums(self, count: int) -> np.ndarray:
-        """For each of so many vertices what sums and parts take in its step, in any schedule."""
-        return self._beyond(expected_sums(self.weights, count))
+        """For each of so many vertices what sums and parts take in its step, in any schedule.
+
+        It is what they take in a checkpointed region.
+        """
+        found = np.zeros(count, dtype=np.int64)
+        for weight in self.weights:
+            found += weight.expected_sums(count)
+        return self._beyond(found)
 
     def sums(self, regions: Sequence[Region], count: int) -> np.ndarray:
-        """For each of so many vertices what sums and parts take in its step, in these regions."""
-        return self._beyond(sums(self.weights, regions, count))
+        """For each of so many vertices what sums and parts take in its backward step, in bytes.
+
+        The outermost sums are computed where the gradients are put out, and take nothing beside.
+
+        Args:
+          regions: of the schedule.
+          count: of vertices.
+        """
+        found = np.zeros(count, dtype=np.int64)
+        for weight in self.weights:
+            found += weight.sums(regions, count)
+        return self._beyond(found)
 
     def parts(self, count: int) -> np.ndarray:
         """For each of so many vertices what the parts of the unchanged function take."""
-        return parts(self.weights, count) * self.parts_wait
+        found = np.zeros(count, dtype=np.int64)
+        for weight in self.weights if self.parts_wait else ():
+            left = len(weight.readers) - np.searchsorted(weight.readers, np.arange(count))
+            found += left * weight.bytes
+        return found
 
     def _beyond(self, sums_bytes: np.ndarray) -> np.ndarray:
         beyond: np.ndarray = np.maximum(sums_bytes - self.spared_bytes, 0)
@@ -121,12 +163,12 @@ def shared(
         if len(indices) > 1:
             size = device.buffer_bytes(program.types[weight])
             readers = {vertex_of[program.equations[one].outputs[0]]: one for one in indices}
-            beside = [together.get(readers[v], size) for v in sorted(readers)]
-            if device.platform == "cpu":
-                beside = []
-            elif device.platform == "tpu":
+            beside = {
+                "cuda": [together.get(readers[v], size) for v in sorted(readers)],
                 # A product adds to the sum as it writes it.
-                beside = [0] * len(readers)
+                "tpu": [0] * len(readers),
+                "cpu": [],
+            }[device.platform]
             found.append(
                 SharedWeight(bytes=size, readers=tuple(sorted(readers)), beside=tuple(beside))
             )
@@ -135,45 +177,6 @@ def shared(
         spared_bytes=device.vector_memory_bytes,
         parts_wait=device.platform != "tpu",
     )
-
-
-def expected_sums(weights: Iterable[SharedWeight], count: int) -> np.ndarray:
-    """For each of so many vertices what sums and parts take in its backward step, in any schedule.
-
-    It is what they take in a checkpointed region.
-    """
-    found = np.zeros(count, dtype=np.int64)
-    for weight in weights:
-        between = slice(weight.readers[0], weight.readers[-1] + 1)
-        found[between] += weight.bytes if weight.beside else 2 * weight.bytes
-        found[list(weight.readers)] += weight.beside or 0
-    return found
-
-
-def sums(weights: Iterable[SharedWeight], regions: Sequence[Region], count: int) -> np.ndarray:
-    """For each of so many vertices what sums and parts take in its backward step, in bytes.
-
-    The outermost sums are computed where the gradients are put out, and take nothing beside.
-
-    Args:
-      weights: those whose gradients have parts.
-      regions: of the schedule.
-      count: of vertices.
-    """
-    found = np.zeros(count, dtype=np.int64)
-    for weight in weights:
-        if not weight.beside:
-            found += expected_sums([weight], count)
-            continue
-        reads = np.zeros(count, dtype=np.int64)
-        reads[list(weight.readers)] = 1
-        number = np.zeros(count, dtype=np.int64)
-        for region in regions:
-            if region.checkpointed:
-                _count_sums(reads, region, 0, number)
-        found += weight.bytes * number
-        found[list(weight.readers)] += weight.beside
-    return found
 
 
 def _count_sums(reads: np.ndarray, of: Region, outside: int, number: np.ndarray) -> None:
@@ -199,12 +202,3 @@ def _behind(reads: np.ndarray) -> np.ndarray:
     """For each vertex of a region how many after it read the weight."""
     behind: np.ndarray = reads[::-1].cumsum()[::-1] - reads
     return behind
-
-
-def parts(weights: Iterable[SharedWeight], count: int) -> np.ndarray:
-    """For each of so many vertices what the parts take: unchanged, a function has all wait."""
-    found = np.zeros(count, dtype=np.int64)
-    for weight in weights:
-        left = len(weight.readers) - np.searchsorted(weight.readers, np.arange(count))
-        found += left * weight.bytes
-    return found

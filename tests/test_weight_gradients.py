@@ -13,13 +13,7 @@ from remat_opt.device import get_device
 from remat_opt.linearization import linearize
 from remat_opt.materialization import materialize
 from remat_opt.schedule import Region
-from remat_opt.weight_gradients import (
-    SharedWeight,
-    SharedWeights,
-    expected_sums,
-    parts,
-    sums,
-)
+from remat_opt.weight_gradients import SharedWeight, SharedWeights
 
 #: Read at vertices 1, 3, 4 and 6 of 8; with 4 the part of another weight is computed.
 WEIGHT = SharedWeight(bytes=10, readers=(1, 3, 4, 6), beside=(10, 10, 40, 10))
@@ -30,9 +24,13 @@ def region(*vertices: int, inside: tuple[Region, ...] = (), checkpointed: bool =
     return Region(vertices=vertices, inside=inside, checkpointed=checkpointed)
 
 
+def all_of(*weights: SharedWeight) -> SharedWeights:
+    return SharedWeights(weights=weights, spared_bytes=0, parts_wait=True)
+
+
 def summed(*regions: Region) -> list[int]:
     """The sums, without the parts, in weights."""
-    found = sums([WEIGHT], regions, 8).tolist()
+    found = all_of(WEIGHT).sums(regions, 8).tolist()
     return [(size - part) // 10 for size, part in zip(found, PART, strict=True)]
 
 
@@ -62,21 +60,21 @@ def test_regions_inside_have_more() -> None:
 def test_what_is_expected_of_any_schedule() -> None:
     between = [0, 10, 10, 10, 10, 10, 10, 0]
     expected = [a + b for a, b in zip(between, PART, strict=True)]
-    assert expected_sums([WEIGHT], 8).tolist() == expected
-    assert expected_sums([WEIGHT, WEIGHT], 8).tolist() == [2 * size for size in expected]
+    assert all_of(WEIGHT).expected_sums(8).tolist() == expected
+    assert all_of(WEIGHT, WEIGHT).expected_sums(8).tolist() == [2 * size for size in expected]
 
 
 def test_where_a_part_is_there_all_along_the_schedule_does_not_matter() -> None:
     weight = dataclasses.replace(WEIGHT, beside=())
     twice = [0, 20, 20, 20, 20, 20, 20, 0]
-    assert expected_sums([weight], 8).tolist() == twice
-    assert sums([weight], [region(*range(8))], 8).tolist() == twice
+    assert all_of(weight).expected_sums(8).tolist() == twice
+    assert all_of(weight).sums([region(*range(8))], 8).tolist() == twice
     both = [a + b for a, b in zip(twice, PART, strict=True)]
-    assert sums([weight, WEIGHT], [region(*range(8), checkpointed=False)], 8).tolist() == both
+    assert all_of(weight, WEIGHT).sums([region(*range(8), checkpointed=False)], 8).tolist() == both
 
 
 def test_unchanged_all_parts_wait() -> None:
-    assert parts([WEIGHT], 8).tolist() == [40, 40, 30, 30, 20, 10, 10, 0]
+    assert all_of(WEIGHT).parts(8).tolist() == [40, 40, 30, 30, 20, 10, 10, 0]
     assert WEIGHT.parts_bytes == 40
 
 
@@ -84,9 +82,9 @@ def test_what_vector_memory_takes_is_spared() -> None:
     weight = dataclasses.replace(WEIGHT, beside=(0, 0, 0, 0))
     inside = region(0, 1), region(2, 3), region(4, 5, 6, 7)
     regions = [region(*range(8), inside=inside)]
-    all_of_them = SharedWeights(weights=(weight,), spared_bytes=0, parts_wait=False)
-    assert all_of_them.sums(regions, 8).tolist() == [20, 10, 20, 10, 10, 10, 0, 0]
-    spared = dataclasses.replace(all_of_them, spared_bytes=12)
+    unspared = dataclasses.replace(all_of(weight), parts_wait=False)
+    assert unspared.sums(regions, 8).tolist() == [20, 10, 20, 10, 10, 10, 0, 0]
+    spared = dataclasses.replace(unspared, spared_bytes=12)
     assert spared.sums(regions, 8).tolist() == [8, 0, 8, 0, 0, 0, 0, 0]
     assert spared.expected_sums(8).tolist() == [0] * 8
     assert spared.parts(8).tolist() == [0] * 8

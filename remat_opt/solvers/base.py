@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -98,11 +97,8 @@ def _read_again(
     """A chain of regions that keep only what is wanted of the values at their depth."""
     found = []
     for region in chain:
-        kept, inside = region.kept, region.inside
-        if kept:
-            kept = tuple(itertools.compress(kept, map(wanted[depth].__getitem__, kept)))
-        if inside:
-            inside = _read_again(inside, depth + 1, wanted)
+        kept = tuple(v for v in region.kept if wanted[depth][v])
+        inside = _read_again(region.inside, depth + 1, wanted)
         if kept != region.kept or inside != region.inside:
             region = dataclasses.replace(region, kept=kept, inside=inside)
         found.append(region)

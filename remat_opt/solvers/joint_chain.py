@@ -298,22 +298,22 @@ class _Table:
         ways = np.lib.stride_tricks.sliding_window_view(costs, SLOTS + 1, axis=1)
         chosen = np.zeros((self._end, SLOTS + 1), dtype=np.int32)
         for i in range(self._end - 1, -1, -1):
-            best = costs[i, below:], chosen[i]
-            best[0][self._needs[_SAVED, i, self._end] :] = 0.0
+            least, choice = costs[i, below:], chosen[i]
+            least[self._needs[_SAVED, i, self._end] :] = 0.0
             options = self._rest_options[i]
             for start in range(0, len(options.ends), _BLOCK):
                 part = slice(start, start + _BLOCK)
                 table = ways[options.then[part], below - options.held[part]]
                 table += options.cost[part, None]
                 np.copyto(table, np.inf, where=too_few[options.least[part]])
-                _offer(table, 1 + start, *best)
+                _offer(table, 1 + start, least, choice)
             inner = self._nested[self._place[i] + 1 :] if i in self._place else self._nested[:0]
             if len(inner):
                 table = ways[inner, below - self._held[_NOTHING, i, inner]]
                 table += of.cost[_NOTHING, i, inner, None]
                 first = self._place[i]
                 table += self._again[first, first + 1 :]
-                _offer(table, 1 + len(options.ends), *best)
+                _offer(table, 1 + len(options.ends), least, choice)
         return costs[:, below:], chosen
 
     def _next(self, i: int, level: int) -> tuple[int, int]:
