@@ -98,7 +98,7 @@ CASES: tuple[tuple[str, Callable[[Graph], Any], Callable[[int], Graph], tuple[in
     ("sublinear", sublinear.least_memory, chain, (250, 500, 1_000)),
     ("revolve", lambda graph: binomial.solve(graph, 10), chain, (250, 500, 1_000)),
     ("heterogeneous_chain", _half(binomial.least_overhead), chain, (50, 100, 200)),
-    ("portfolio", portfolio.schedules, chain, (142, 284, 568)),
+    ("portfolio", portfolio.frontier, chain, (142, 284, 568)),
 )
 
 

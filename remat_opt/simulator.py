@@ -230,14 +230,20 @@ class Figures:
 
 def evaluate(graph: Graph, schedule: Schedule) -> Figures:
     """Replays ``schedule`` on ``graph`` for its figures alone; it must be executable."""
-    return figures_of(graph, spans(graph, schedule))
+    lives = spans(graph, schedule)
+    return figures_of(graph, lives.peak_bytes, lives.again.tolist())
 
 
-def figures_of(graph: Graph, lives: Spans) -> Figures:
-    """The figures of a schedule whose arrays live so long."""
-    again = lives.again.tolist()
+def figures_of(graph: Graph, peak_bytes: int, again: Sequence[int]) -> Figures:
+    """The figures of a schedule with this peak.
+
+    Args:
+      graph: what it is a schedule of.
+      peak_bytes: of what is alive.
+      again: the vertices that run again, each as often as it does, in any order.
+    """
     return Figures(
-        peak_bytes=lives.peak_bytes,
+        peak_bytes=peak_bytes,
         overhead_seconds=math.fsum(map(graph.seconds.__getitem__, again)),
         recomputed_flops=sum(map(graph.flops.__getitem__, again)),
     )

@@ -7,9 +7,11 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
-from remat_opt.simulator import figures_of
+from remat_opt.simulator import Figures, figures_of
 from remat_opt.spans import spans
 
 _T = TypeVar("_T")
@@ -76,8 +78,22 @@ def judge(graph: Graph, schedule: Schedule) -> Candidate:
     Names of values that are never read are left out of it: they take nothing.
     """
     lives = spans(graph, schedule)
-    figures = figures_of(graph, lives)
-    wanted = [depth.tolist() for depth in lives.from_memory]
+    figures = figures_of(graph, lives.peak_bytes, lives.again.tolist())
+    return candidate(schedule, figures, lives.from_memory)
+
+
+def candidate(
+    schedule: Schedule, figures: Figures, from_memory: Sequence[np.ndarray]
+) -> Candidate:
+    """A schedule with figures that are known, without the names of values that are never read.
+
+    Args:
+      schedule: names may be left out of it.
+      figures: the referee's.
+      from_memory: for each depth of nesting, of each vertex whether it is read there; see
+        ``spans.read_from_memory``.
+    """
+    wanted = [depth.tolist() for depth in from_memory]
     return Candidate(
         schedule=Schedule(regions=_read_again(schedule.regions, 0, wanted)),
         peak_bytes=figures.peak_bytes,

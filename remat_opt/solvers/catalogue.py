@@ -88,7 +88,13 @@ class Portfolio(Solver):
 
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
         """See ``Solver``."""
-        return portfolio.schedules(graph)
+        return [one.schedule for one in portfolio.frontier(graph)]
+
+    def candidates(
+        self, graph: Graph, measure: Overhead = Overhead.SECONDS
+    ) -> list[Candidate] | Refused:
+        """See ``Solver``; its figures are those by which it chose."""
+        return portfolio.frontier(graph, measure)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Schedule
+from remat_opt.simulator import figures_of
+from remat_opt.solvers.base import Candidate, Overhead, candidate, judged, priced
 from remat_opt.solvers.chain_figures import (
     LEVELS,
     ChainFigures,
@@ -88,26 +90,29 @@ _SMALL_SHARE = 1 / 4096
 _AROUND = 3
 
 
-def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
+def front(
+    graph: Graph, schedules: Sequence[Schedule], measure: Overhead = Overhead.SECONDS
+) -> list[Candidate]:
     """Those of the given schedules and of what is found near them that no other beats.
 
     Args:
-      graph: what to plan; its ``seconds`` are what recomputation costs.
+      graph: what to plan.
       schedules: where to start; the better, the better.
+      measure: what recomputation is counted in.
 
     Returns:
       By ascending peak, what no other beats in both memory and recomputation; of equals the one
       with the fewest regions. Of a large graph those that are hardly apart are left out. Then those
       of the given that are passed over.
     """
-    known = ChainFigures(graph)
+    known = ChainFigures(priced(graph, measure))
     count = len(graph)
     small = count <= SMALL
     left = EVALUATIONS if small else min(MOST, WORK // count)
-    taken = [one for one in schedules if is_chain(one)]
-    passed_over = [one for one in schedules if not is_chain(one)]
+    taken = [one for one in schedules if is_chain(graph, one)]
+    passed_over = [one for one in schedules if not is_chain(graph, one)]
     if not taken:
-        return passed_over
+        return judged(graph, passed_over)
     given = chains_of(graph, taken)
     moves = _AllMoves(known) if small else _FewMoves(known)
     pool = _Pool(known)
@@ -122,15 +127,26 @@ def front(graph: Graph, schedules: Sequence[Schedule]) -> list[Schedule]:
         other.add(known.settled(_drawn(count, number)))
         _search(other, moves, EVALUATIONS, rounds=ROUNDS)
         pool.add(other.chains)
-    before = dict(zip(given.keys(), taken, strict=True))
-    alike = known.same_residuals(given, settled)
-    passed_over += [schedule for schedule, same in zip(taken, alike, strict=True) if not same]
+    before: dict[bytes, Schedule] = {}
+    for key, schedule, same in zip(
+        given.keys(), taken, known.same_residuals(given, settled), strict=True
+    ):
+        if same:
+            before[key] = schedule
+        else:
+            passed_over.append(schedule)
     best = pool.front()
     if not small:
         best = _apart(pool.figures, best, _SAME_SECONDS * graph.forward_seconds)
-    return [
-        before.get(pool.keys[number]) or schedule_of(pool.chains, number) for number in best
-    ] + passed_over
+    found = []
+    again, from_memory = known.demands(pool.chains[best])
+    for place, number in enumerate(best):
+        schedule = before.get(pool.keys[number]) or schedule_of(pool.chains, number)
+        figures = figures_of(
+            graph, int(pool.figures.peak_bytes[number]), np.nonzero(again[:, :, place])[1].tolist()
+        )
+        found.append(candidate(schedule, figures, from_memory[:, :, place]))
+    return found + judged(graph, passed_over)
 
 
 def _apart(figures: Figures, front: Sequence[int], same_seconds: float) -> list[int]:
@@ -465,8 +481,8 @@ def _largest(by: np.ndarray, among: np.ndarray, alike: np.ndarray, turn: int) ->
     ranked = chosen[np.argsort(-by[chosen], kind="stable")]
     kinds = alike[ranked]
     # The kinds in the order in which they come first.
-    best = kinds[np.sort(np.unique(kinds, return_index=True)[1])[: _VALUES + _IN_TURN]].tolist()
-    rest = best[_VALUES:]
+    best = list(dict.fromkeys(kinds.tolist()))
+    rest = best[_VALUES : _VALUES + _IN_TURN]
     taken = best[:_VALUES] + ([rest[turn % len(rest)]] if rest else [])
     groups = (ranked[kinds == kind] for kind in taken)
     return [int(group[turn % len(group)]) for group in groups]

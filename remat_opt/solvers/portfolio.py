@@ -39,7 +39,7 @@ from remat_opt.solvers import (
     sublinear,
     trunk,
 )
-from remat_opt.solvers.base import Candidate, Refused, judged, thinned
+from remat_opt.solvers.base import Candidate, Overhead, Refused, judged, priced, thinned
 
 #: Hull neighbours further apart than this share of the plain peak get mixtures between them.
 _GAP_SHARE = 0.05
@@ -68,13 +68,26 @@ _RATIO = 64
 _SLOTS, _TABLE_WORK = 100, 10_000_000
 
 
-def frontier(graph: Graph) -> list[Candidate]:
-    """The ``schedules`` with the referee's figures."""
-    return judged(graph, schedules(graph))
+def frontier(graph: Graph, measure: Overhead = Overhead.SECONDS) -> list[Candidate]:
+    """The best schedules found for all budgets, each once, the unchanged function first.
+
+    Args:
+      graph: what to plan.
+      measure: what recomputation is counted in.
+    """
+    as_counted = priced(graph, measure)
+    starts, papers = _starts(as_counted), list(_papers(as_counted))
+    # Small graphs are searched from all over anyway, and there more starts only crowd the pool.
+    small = len(graph) <= local_search.SMALL
+    best = local_search.front(
+        graph, list(dict.fromkeys(starts if small else starts + papers)), measure
+    )
+    given = judged(graph, [plain(graph), *(papers if small else ())])
+    return list(dict.fromkeys(given + best))
 
 
-def schedules(graph: Graph) -> list[Schedule]:
-    """The best schedules found for all budgets, the unchanged function first.
+def _starts(graph: Graph) -> list[Schedule]:
+    """Schedules to improve on, the unchanged function first.
 
     Args:
       graph: what to plan; its ``seconds`` are what recomputation costs.
@@ -85,12 +98,7 @@ def schedules(graph: Graph) -> list[Schedule]:
     found = [unchanged]
     found += joint_chain.schedules(graph, _spread(hull), most=_affordable(graph, _JOINT_WORK))
     found += _one_kept_set_each(graph, hull, peak_bytes)
-    papers = list(_papers(graph))
-    # Small graphs are searched from all over anyway, and there more starts only crowd the pool.
-    small = len(graph) <= local_search.SMALL
-    starts = found if small else found + papers
-    best = local_search.front(graph, list(dict.fromkeys(starts)))
-    return list(dict.fromkeys([unchanged, *(papers if small else ()), *best]))
+    return found
 
 
 def _papers(graph: Graph) -> Iterator[Schedule]:

@@ -192,7 +192,7 @@ def chains(
         limits = None
         if strains_bytes is not None:
             limits = _filled_up([strains_bytes[number] for number in chosen])
-        reached = _least_exports(together, bounds, limits)
+        reached = _least_exports(_stacked(together), bounds, limits)
         for place, number in enumerate(chosen):
             found[number] = [
                 _boundaries(
@@ -234,8 +234,23 @@ def _boundaries(
     return [int(figures.positions[position]) for position in chain[::-1]]
 
 
+#: Workspace, exports and strain of all segments: [target, source, kept set, 1] each.
+_Stack = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _stacked(figures: Sequence[Segments]) -> _Stack:
+    workspace, exports, strain = (
+        np.stack([table.T for table in tables], axis=2)[..., None]
+        for tables in zip(
+            *((one.workspace_bytes, one.exports_bytes, one.strain_bytes) for one in figures),
+            strict=True,
+        )
+    )
+    return workspace, exports, strain
+
+
 def _least_exports(
-    figures: Sequence[Segments], bounds: np.ndarray, limits: np.ndarray | None = None
+    figures: _Stack, bounds: np.ndarray, limits: np.ndarray | None = None
 ) -> np.ndarray:
     """D: [position, kept set, bound] the least exports of a chain up to a position.
 
@@ -244,15 +259,12 @@ def _least_exports(
       bounds: [kept set, bound] on the peak.
       limits: [kept set, bound] on the strain of every region.
     """
-    number = len(figures[0].positions)
+    workspace, exports, strain = figures
+    number = len(workspace)
     reached = np.full((number, *bounds.shape), np.inf)
     reached[0] = 0.0
-    # [target, source, kept set, 1]
-    workspace = np.stack([one.workspace_bytes.T for one in figures], axis=2)[..., None]
-    exports = np.stack([one.exports_bytes.T for one in figures], axis=2)[..., None]
     fits = workspace[..., 0] <= bounds.max(axis=1)
     if limits is not None:
-        strain = np.stack([one.strain_bytes.T for one in figures], axis=2)[..., None]
         fits &= strain[..., 0] <= limits.max(axis=1)
     # The shorter a segment, the less it takes: those that are too long for any bound come first.
     fitting = fits.any(axis=2)
@@ -320,11 +332,12 @@ def least_bounds(figures: Sequence[Segments], *, rounds: int = 3, trials: int = 
         together = figures[start : start + _TOGETHER]
         free = np.stack([one.free_bytes for one in together], axis=1)
         low, high = np.zeros(len(together)), free[0]
+        stack = _stacked(together)
         every = np.arange(len(together))
         for _ in range(rounds):
             bounds = np.linspace(low, high, trials + 1, axis=1)
             tried = bounds[:, 1:-1]
-            ends = _least_exports(together, tried)[:-1] + free[:-1, :, None] <= tried
+            ends = _least_exports(stack, tried)[:-1] + free[:-1, :, None] <= tried
             feasible = np.ones((len(together), trials), dtype=bool)
             feasible[:, :-1] = ends.any(axis=0)
             first = feasible.argmax(axis=1) + 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import evaluate, simulate
+from remat_opt.solvers.base import candidate, judge
 from remat_opt.solvers.chain_figures import (
     LEVELS,
     ChainFigures,
@@ -50,6 +51,10 @@ def check_figures(graph: Graph, seed: int) -> None:
         assert figures.peak_bytes[number] <= figures.strain_bytes[number] + 1e-9
         again = known.settled(chains_of(graph, [schedule]))
         assert known.figures(again).peak_bytes[0] == told.peak_bytes
+        runs, from_memory = known.demands(chains[[number]])
+        assert sorted(np.nonzero(runs[:, :, 0])[1].tolist()) == list(told.recomputed)
+        judged = judge(graph, schedule)
+        assert candidate(schedule, evaluate(graph, schedule), from_memory[:, :, 0]) == judged
 
 
 @hypothesis.given(graphs(), st.integers(0, 10**6))
@@ -70,7 +75,7 @@ def test_figures_are_the_referees_on_many_graphs(graph: Graph, seed: int) -> Non
 def test_schedules_keep_their_figures_unless_they_are_passed_over(drawn) -> None:
     graph, schedule = drawn
     graph = dataclasses.replace(graph, internal_bytes=(0,) * len(graph))
-    if is_chain(schedule):
+    if is_chain(graph, schedule):
         known = ChainFigures(graph)
         found = known.figures(known.settled(chains_of(graph, [schedule])))
         expected = evaluate(graph, schedule)
@@ -89,9 +94,12 @@ def test_what_is_passed_over() -> None:
             Region(vertices=(2,), checkpointed=False),
         )
     )
-    assert not is_chain(swapped)
-    assert not is_chain(deep)
-    assert is_chain(plain(graph))
+    assert not is_chain(graph, swapped)
+    assert not is_chain(graph, deep)
+    assert is_chain(graph, plain(graph))
+    put_off = Schedule(regions=(Region(vertices=(0, 1, 2), kept=(0, 1, 2)),))
+    assert is_chain(graph, put_off)
+    assert not is_chain(dataclasses.replace(graph, internal_bytes=(0, 4, 0)), put_off)
 
 
 def test_settled_chains_put_nothing_with_side_effects_under_a_checkpoint() -> None:
