@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
@@ -121,16 +121,30 @@ def _reads_later(graph: Graph, vertex: int, predecessor: int) -> GraphError:
     )
 
 
-def merged(regions: Sequence[Region]) -> list[Region]:
-    """The chain with regions without a checkpoint that stand in a row made one."""
+def merged(chain: Iterable[Region | Sequence[int]]) -> list[Region]:
+    """The chain with what stands in a row without a checkpoint made one region.
+
+    Args:
+      chain: regions; in the place of those without a checkpoint their vertices will do.
+    """
     found: list[Region] = []
-    for checkpointed, group in itertools.groupby(regions, key=lambda region: region.checkpointed):
-        row = list(group)
-        if checkpointed or len(row) == 1:
-            found += row
-        else:
-            vertices = tuple(vertex for region in row for vertex in region.vertices)
+    unchecked: list[Sequence[int]] = []
+
+    def close() -> None:
+        if unchecked:
+            vertices = tuple(itertools.chain.from_iterable(unchecked))
             found.append(Region(vertices=vertices, checkpointed=False))
+            unchecked.clear()
+
+    for one in chain:
+        if not isinstance(one, Region):
+            unchecked.append(one)
+        elif not one.checkpointed:
+            unchecked.append(one.vertices)
+        else:
+            close()
+            found.append(one)
+    close()
     return found
 
 

@@ -116,7 +116,12 @@ def _read_again(
         kept = tuple(v for v in region.kept if wanted[depth][v])
         inside = _read_again(region.inside, depth + 1, wanted)
         if kept != region.kept or inside != region.inside:
-            region = dataclasses.replace(region, kept=kept, inside=inside)
+            region = Region(
+                vertices=region.vertices,
+                kept=kept,
+                checkpointed=region.checkpointed,
+                inside=inside,
+            )
         found.append(region)
     return tuple(found)
 

@@ -494,31 +494,34 @@ def schedule_of(chains: Chains, number: int) -> Schedule:
     count = chains.starts.shape[1]
     starts = [np.flatnonzero(row).tolist() for row in chains.starts[:, :, number]]
     kept = [np.flatnonzero(~row).tolist() for row in chains.drops[:, :, number]]
-    return Schedule(regions=tuple(_chain(starts, kept, 0, 0, count)))
+    return Schedule(regions=tuple(merged(_chain(starts, kept, 0, 0, count))))
 
 
 def _chain(
     starts: Sequence[list[int]], kept: Sequence[list[int]], level: int, begin: int, end: int
-) -> list[Region]:
-    """The regions of a level from a vertex to another, from what starts one and what is kept."""
+) -> list[Region | range]:
+    """The regions of a level from a vertex to another, from what starts one and what is kept.
+
+    What has no checkpoint is not ``merged`` yet.
+    """
     if level == LEVELS:
-        return [Region(vertices=tuple(range(begin, end)), checkpointed=False)]
-    regions: list[Region] = []
+        return [range(begin, end)]
+    regions: list[Region | range] = []
     for first, stop in itertools.pairwise([begin, *_between(starts[level], begin + 1, end), end]):
         inside = _chain(starts, kept, level + 1, first, stop)
         named = _between(kept[level], first, stop)
         if len(named) == stop - first:
             regions += inside
             continue
-        single = len(inside) == 1 and not inside[0].checkpointed
+        nested = any(isinstance(one, Region) for one in inside)
         regions.append(
             Region(
                 vertices=tuple(range(first, stop)),
                 kept=tuple(named),
-                inside=() if single else tuple(inside),
+                inside=tuple(merged(inside)) if nested else (),
             )
         )
-    return merged(regions)
+    return regions
 
 
 def _between(ascending: list[int], first: int, stop: int) -> list[int]:

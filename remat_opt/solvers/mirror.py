@@ -267,17 +267,22 @@ def executable(graph: Graph, mirror: Sequence[int]) -> tuple[int, ...]:
 def schedule_of(graph: Graph, mirror: Sequence[int]) -> Schedule:
     """Nested regions that recompute as the counts say, as far as they are ``executable``."""
     counts = executable(graph, mirror)
-    return Schedule(regions=tuple(_chain(counts, tuple(range(len(graph))), 0)))
+    return Schedule(regions=tuple(merged(_chain(counts, tuple(range(len(graph))), 0))))
 
 
-def _chain(mirror: Sequence[int], vertices: tuple[int, ...], most: int) -> list[Region]:
-    """The regions of a chain that runs while counts up to ``most`` hold what they keep."""
+def _chain(
+    mirror: Sequence[int], vertices: tuple[int, ...], most: int
+) -> list[Region | tuple[int, ...]]:
+    """The regions of a chain that runs while counts up to ``most`` hold what they keep.
+
+    What has no checkpoint is not ``merged`` yet.
+    """
     parts = stages(mirror, vertices, most)
-    regions: list[Region] = []
+    regions: list[Region | tuple[int, ...]] = []
     for part in parts:
         deeper = [mirror[vertex] for vertex in part if mirror[vertex] > most]
         if not deeper:
-            regions.append(Region(vertices=part, checkpointed=False))
+            regions.append(part)
             continue
         # A stage that is run again does so as a chain of its own. Rounds that cut nothing are
         # passed over: the copies of Algorithm 2 never run in these.
@@ -285,14 +290,15 @@ def _chain(mirror: Sequence[int], vertices: tuple[int, ...], most: int) -> list[
         if most and part is parts[-1]:
             regions += inside  # its backward pass follows at once
             continue
+        within = merged(inside)
         regions.append(
             Region(
                 vertices=part,
                 kept=tuple(vertex for vertex in part if mirror[vertex] <= most),
-                inside=tuple(inside) if len(inside) > 1 else (),
+                inside=tuple(within) if len(within) > 1 else (),
             )
         )
-    return merged(regions)
+    return regions
 
 
 def mirror_counts(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
