@@ -60,8 +60,8 @@ from remat_opt.solvers.lifetimes import (
 )
 
 #: Positions at which regions may be cut, and those of them at which nested ones may.
-MOST_POSITIONS = 96
-MOST_NESTED = 28
+MOST_POSITIONS = 72
+MOST_NESTED = 24
 #: Slots of a table, and how much less memory each table has than the one before.
 SLOTS = 256
 _SCALES = (1.0, 0.4, 0.15)

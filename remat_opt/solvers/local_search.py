@@ -67,7 +67,7 @@ from remat_opt.solvers.chain_figures import (
 SMALL = 12
 #: Chains to be judged for a small graph; for a large one times its vertices, and at most.
 EVALUATIONS = 40_000
-WORK, MOST = 600_000, 3_300
+WORK, MOST = 600_000, 2_000
 #: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
 #: rounds follow one another, and of a large one, where as many as possible have their turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1
@@ -145,7 +145,7 @@ def front(
         figures = figures_of(
             graph, int(pool.figures.peak_bytes[number]), np.nonzero(again[:, :, place])[1].tolist()
         )
-        found.append(candidate(schedule, figures, from_memory[:, :, place]))
+        found.append(candidate(schedule, figures, list(from_memory[:, :, place])))
     return found + judged(graph, passed_over)
 
 

@@ -192,7 +192,8 @@ def chains(
         limits = None
         if strains_bytes is not None:
             limits = _filled_up([strains_bytes[number] for number in chosen])
-        reached = _least_exports(_stacked(together), bounds, limits)
+        tables = _Tables.of(together, strained=limits is not None)
+        reached = _least_exports(tables, bounds, limits)
         for place, number in enumerate(chosen):
             found[number] = [
                 _boundaries(
@@ -234,37 +235,44 @@ def _boundaries(
     return [int(figures.positions[position]) for position in chain[::-1]]
 
 
-#: Workspace, exports and strain of all segments: [target, source, kept set, 1] each.
-_Stack = tuple[np.ndarray, np.ndarray, np.ndarray]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Tables:
+    """The figures of all segments, for several kept sets: [target, source, kept set, 1] each."""
 
+    workspace: np.ndarray
+    exports: np.ndarray
+    strain: np.ndarray | None
 
-def _stacked(figures: Sequence[Segments]) -> _Stack:
-    workspace, exports, strain = (
-        np.stack([table.T for table in tables], axis=2)[..., None]
-        for tables in zip(
-            *((one.workspace_bytes, one.exports_bytes, one.strain_bytes) for one in figures),
-            strict=True,
+    @classmethod
+    def of(cls, figures: Sequence[Segments], *, strained: bool) -> _Tables:
+        """With the strain or without."""
+        return cls(
+            workspace=_stacked([one.workspace_bytes for one in figures]),
+            exports=_stacked([one.exports_bytes for one in figures]),
+            strain=_stacked([one.strain_bytes for one in figures]) if strained else None,
         )
-    )
-    return workspace, exports, strain
+
+
+def _stacked(tables: Sequence[np.ndarray]) -> np.ndarray:
+    return np.stack([table.T for table in tables], axis=2)[..., None]
 
 
 def _least_exports(
-    figures: _Stack, bounds: np.ndarray, limits: np.ndarray | None = None
+    tables: _Tables, bounds: np.ndarray, limits: np.ndarray | None = None
 ) -> np.ndarray:
     """D: [position, kept set, bound] the least exports of a chain up to a position.
 
     Args:
-      figures: of all segments, for each kept set.
+      tables: for each kept set; with the strain where there are limits on it.
       bounds: [kept set, bound] on the peak.
       limits: [kept set, bound] on the strain of every region.
     """
-    workspace, exports, strain = figures
+    workspace, exports, strain = tables.workspace, tables.exports, tables.strain
     number = len(workspace)
     reached = np.full((number, *bounds.shape), np.inf)
     reached[0] = 0.0
     fits = workspace[..., 0] <= bounds.max(axis=1)
-    if limits is not None:
+    if strain is not None and limits is not None:
         fits &= strain[..., 0] <= limits.max(axis=1)
     # The shorter a segment, the less it takes: those that are too long for any bound come first.
     fitting = fits.any(axis=2)
@@ -275,7 +283,7 @@ def _least_exports(
             continue
         before = reached[start:target]
         too_much = before + workspace[target, start:target] > bounds
-        if limits is not None:
+        if strain is not None and limits is not None:
             too_much |= strain[target, start:target] > limits
         after = before + exports[target, start:target]
         np.putmask(after, too_much, np.inf)
@@ -332,12 +340,12 @@ def least_bounds(figures: Sequence[Segments], *, rounds: int = 3, trials: int = 
         together = figures[start : start + _TOGETHER]
         free = np.stack([one.free_bytes for one in together], axis=1)
         low, high = np.zeros(len(together)), free[0]
-        stack = _stacked(together)
+        tables = _Tables.of(together, strained=False)
         every = np.arange(len(together))
         for _ in range(rounds):
             bounds = np.linspace(low, high, trials + 1, axis=1)
             tried = bounds[:, 1:-1]
-            ends = _least_exports(stack, tried)[:-1] + free[:-1, :, None] <= tried
+            ends = _least_exports(tables, tried)[:-1] + free[:-1, :, None] <= tried
             feasible = np.ones((len(together), trials), dtype=bool)
             feasible[:, :-1] = ends.any(axis=0)
             first = feasible.argmax(axis=1) + 1
