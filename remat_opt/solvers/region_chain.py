@@ -56,7 +56,8 @@ from remat_opt.spans import read_from_memory
 
 #: Strains that ``relaxed_chains`` tries, as shares of that of the first chain found.
 _STRAIN_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-#: Kept sets that are solved in one go: enough to be worth the call, few enough for the cache.
+#: Kept sets whose many bounds are solved in one go: enough to be worth the call, few enough for
+#: the cache.
 _TOGETHER = 8
 
 
@@ -198,9 +199,9 @@ def chains(
             found[number] = [
                 _boundaries(
                     figures[number],
-                    reached[:, place, row],
+                    reached[:, row, place],
                     bound,
-                    np.inf if limits is None else limits[place, row],
+                    np.inf if limits is None else limits[row, place],
                 )
                 for row, bound in enumerate(bounds_bytes[number])
             ]
@@ -208,10 +209,10 @@ def chains(
 
 
 def _filled_up(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """The rows as one array; what is missing is a bound that nothing is within."""
-    table = np.full((len(rows), max(map(len, rows))), -np.inf)
+    """The rows as columns of one array; what is missing is a bound that nothing is within."""
+    table = np.full((max(map(len, rows)), len(rows)), -np.inf)
     for place, row in enumerate(rows):
-        table[place, : len(row)] = row
+        table[: len(row), place] = row
     return table
 
 
@@ -237,7 +238,7 @@ def _boundaries(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tables:
-    """The figures of all segments, for several kept sets: [target, source, kept set, 1] each."""
+    """The figures of all segments, for several kept sets: [target, source, 1, kept set] each."""
 
     workspace: np.ndarray
     exports: np.ndarray
@@ -254,26 +255,26 @@ class _Tables:
 
 
 def _stacked(tables: Sequence[np.ndarray]) -> np.ndarray:
-    return np.stack([table.T for table in tables], axis=2)[..., None]
+    return np.stack([table.T for table in tables], axis=2)[:, :, None]
 
 
 def _least_exports(
     tables: _Tables, bounds: np.ndarray, limits: np.ndarray | None = None
 ) -> np.ndarray:
-    """D: [position, kept set, bound] the least exports of a chain up to a position.
+    """D: [position, bound, kept set] the least exports of a chain up to a position.
 
     Args:
       tables: for each kept set; with the strain where there are limits on it.
-      bounds: [kept set, bound] on the peak.
-      limits: [kept set, bound] on the strain of every region.
+      bounds: [bound, kept set] on the peak.
+      limits: [bound, kept set] on the strain of every region.
     """
     workspace, exports, strain = tables.workspace, tables.exports, tables.strain
     number = len(workspace)
     reached = np.full((number, *bounds.shape), np.inf)
     reached[0] = 0.0
-    fits = workspace[..., 0] <= bounds.max(axis=1)
+    fits = workspace[:, :, 0] <= bounds.max(axis=0)
     if strain is not None and limits is not None:
-        fits &= strain[..., 0] <= limits.max(axis=1)
+        fits &= strain[:, :, 0] <= limits.max(axis=0)
     # The shorter a segment, the less it takes: those that are too long for any bound come first.
     fitting = fits.any(axis=2)
     first = np.where(fitting.any(axis=1), fitting.argmax(axis=1), number).tolist()
@@ -330,27 +331,24 @@ def relaxed_chains(
     return found
 
 
-def least_bounds(figures: Sequence[Segments], *, rounds: int = 3, trials: int = 16) -> list[float]:
+def least_bounds(figures: Sequence[Segments], *, rounds: int = 6, trials: int = 4) -> list[float]:
     """For each kept set the least peak bound for which there is a chain.
 
     It is found to ``trials ** -rounds`` of the bound of the unchanged function.
     """
-    found: list[float] = []
-    for start in range(0, len(figures), _TOGETHER):
-        together = figures[start : start + _TOGETHER]
-        free = np.stack([one.free_bytes for one in together], axis=1)
-        low, high = np.zeros(len(together)), free[0]
-        tables = _Tables.of(together, strained=False)
-        every = np.arange(len(together))
-        for _ in range(rounds):
-            bounds = np.linspace(low, high, trials + 1, axis=1)
-            tried = bounds[:, 1:-1]
-            ends = _least_exports(tables, tried)[:-1] + free[:-1, :, None] <= tried
-            feasible = np.ones((len(together), trials), dtype=bool)
-            feasible[:, :-1] = ends.any(axis=0)
-            first = feasible.argmax(axis=1) + 1
-            low, high = bounds[every, first - 1], bounds[every, first]
-        found += high.tolist()
+    tables = _Tables.of(figures, strained=False)
+    free = np.stack([one.free_bytes for one in figures], axis=1)
+    low, high = np.zeros(len(figures)), free[0]
+    every = np.arange(len(figures))
+    for _ in range(rounds):
+        bounds = np.linspace(low, high, trials + 1)
+        tried = bounds[1:-1]
+        ends = _least_exports(tables, tried)[:-1] + free[:-1, None] <= tried
+        feasible = np.ones((trials, len(figures)), dtype=bool)
+        feasible[:-1] = ends.any(axis=0)
+        first = feasible.argmax(axis=0) + 1
+        low, high = bounds[first - 1, every], bounds[first, every]
+    found: list[float] = high.tolist()
     return found
 
 
