@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
-from remat_opt.spans import Spans, spans
+from remat_opt.spans import spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

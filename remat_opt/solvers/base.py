@@ -82,9 +82,7 @@ def judge(graph: Graph, schedule: Schedule) -> Candidate:
     return candidate(schedule, figures, lives.from_memory)
 
 
-def candidate(
-    schedule: Schedule, figures: Figures, from_memory: Sequence[np.ndarray]
-) -> Candidate:
+def candidate(schedule: Schedule, figures: Figures, from_memory: Sequence[np.ndarray]) -> Candidate:
     """A schedule with figures that are known, without the names of values that are never read.
 
     Args:

@@ -86,16 +86,18 @@ class _Network:
       count: number of vertices.
       bytes: of each vertex.
       relevant: the vertices that the backward pass can have a use for, ascending.
-      tails: where each edge comes from: first those that are paid for running a relevant vertex
-        again, then those that are paid for keeping it, then those that cannot be cut.
-      heads: where each edge leads to.
+      edges: against their direction, with the capacity of what cannot be cut; that of the others
+        is written when the multiplier is known.
+      again: for each relevant vertex the place of the edge that is paid for running it again.
+      held: likewise, for keeping it.
     """
 
     count: int
     bytes: np.ndarray
     relevant: np.ndarray
-    tails: np.ndarray
-    heads: np.ndarray
+    edges: csr_array
+    again: np.ndarray
+    held: np.ndarray
 
 
 def _network(graph: Graph) -> _Network:
@@ -113,12 +115,23 @@ def _network(graph: Graph) -> _Network:
         (_available(needed), np.full(len(needed), _SINK)),
         (_again(internal), np.full(len(internal), _SINK)),
     )
+    size = 2 + 2 * len(graph)
+    from_to = [heads * size + tails for tails, heads in edges]
+    places = np.unique(np.concatenate(from_to))
     return _Network(
         count=len(graph),
         bytes=arrays.bytes,
         relevant=relevant,
-        tails=np.concatenate([tails for tails, _ in edges]),
-        heads=np.concatenate([heads for _, heads in edges]),
+        edges=csr_array(
+            (
+                np.full(len(places), 2 * _SCALE + 4 * len(graph), dtype=np.int32),
+                places % size,
+                np.searchsorted(places, size * np.arange(size + 1)),
+            ),
+            shape=(size, size),
+        ),
+        again=np.searchsorted(places, from_to[0]),
+        held=np.searchsorted(places, from_to[1]),
     )
 
 
@@ -137,17 +150,13 @@ def _minimum_cut(network: _Network, cost: np.ndarray, multiplier: float) -> Cut:
     held = network.bytes * multiplier
     total = math.fsum(cost) + math.fsum(held)
     scale = _SCALE / total if total > 0 else 0.0
-    infinite = 2 * _SCALE + 4 * network.count
-    capacities = np.full(len(network.tails), infinite, dtype=np.int32)
+    edges = network.edges
     # At least 1, so that computing again is never free.
-    capacities[: len(relevant)] = 1 + np.rint(cost[relevant] * scale)
-    capacities[len(relevant) : 2 * len(relevant)] = np.rint(held[relevant] * scale)
-    size = 2 + 2 * network.count
-    edges = csr_array((capacities, (network.tails, network.heads)), shape=(size, size))
-    flow = maximum_flow(edges, _SOURCE, _SINK, method="dinic").flow
+    edges.data[network.again] = 1 + np.rint(cost[relevant] * scale)
+    edges.data[network.held] = np.rint(held[relevant] * scale)
     # Of all minimum cuts the one with the fewest vertices available: nothing is kept or
     # computed again without use, even where it costs nothing after rounding.
-    sink_side = _reaching_sink(edges, flow)
+    sink_side = _reaching_sink(edges)
     runs = sink_side[_again(relevant)]
     recomputed = relevant[runs]
     kept = relevant[~runs & sink_side[_available(relevant)]]
@@ -169,13 +178,14 @@ def _ancestors(graph: Graph, vertices: set[int]) -> set[int]:
     return found
 
 
-def _reaching_sink(network: csr_array, flow: csr_array) -> np.ndarray:
-    """Nodes from which the sink is reached with capacity to spare."""
-    # Transposed, so that a node's row holds the edges that lead to it.
-    residual = (network - flow).T.tocsr()
-    residual.data[residual.data < 0] = 0
+def _reaching_sink(edges: csr_array) -> np.ndarray:
+    """Nodes from which the sink is reached with capacity to spare, under a maximum flow.
+
+    Against the direction of the edges, so that a node's row holds those that lead to it.
+    """
+    residual = edges - maximum_flow(edges, _SINK, _SOURCE, method="dinic").flow
     residual.eliminate_zeros()
-    seen = np.zeros(network.shape[0], dtype=bool)
+    seen = np.zeros(edges.shape[0], dtype=bool)
     seen[breadth_first_order(residual, _SINK, return_predecessors=False)] = True
     return seen
 
