@@ -61,7 +61,7 @@ from remat_opt.solvers.lifetimes import (
 
 #: Positions at which regions may be cut, and those of them at which nested ones may.
 MOST_POSITIONS = 72
-MOST_NESTED = 24
+MOST_NESTED = 28
 #: Slots of a table, and how much less memory each table has than the one before.
 SLOTS = 256
 _SCALES = (1.0, 0.4, 0.15)
