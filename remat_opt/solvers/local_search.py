@@ -109,8 +109,10 @@ def front(
     count = len(graph)
     small = count <= SMALL
     left = EVALUATIONS if small else min(MOST, WORK // count)
-    taken = [one for one in schedules if is_chain(graph, one)]
-    passed_over = [one for one in schedules if not is_chain(graph, one)]
+    taken: list[Schedule] = []
+    passed_over: list[Schedule] = []
+    for one in schedules:
+        (taken if is_chain(graph, one) else passed_over).append(one)
     if not taken:
         return judged(graph, passed_over)
     given = chains_of(graph, taken)

@@ -83,7 +83,6 @@ class _Network:
     """The flow problem of a graph without the capacities of single multipliers.
 
     Attributes:
-      count: number of vertices.
       bytes: of each vertex.
       relevant: the vertices that the backward pass can have a use for, ascending.
       edges: against their direction, with the capacity of what cannot be cut; that of the others
@@ -92,7 +91,6 @@ class _Network:
       held: likewise, for keeping it.
     """
 
-    count: int
     bytes: np.ndarray
     relevant: np.ndarray
     edges: csr_array
@@ -119,7 +117,6 @@ def _network(graph: Graph) -> _Network:
     from_to = [heads * size + tails for tails, heads in edges]
     places = np.unique(np.concatenate(from_to))
     return _Network(
-        count=len(graph),
         bytes=arrays.bytes,
         relevant=relevant,
         edges=csr_array(
