@@ -91,7 +91,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from remat_opt.graph import Graph
-from remat_opt.schedule import Region, Schedule
+from remat_opt.schedule import Region, Schedule, merged
 from remat_opt.solvers.base import Candidate, Infeasible, Refused, Solution, Status, judged
 from remat_opt.solvers.link_figures import Link, Run, measure
 
@@ -312,20 +312,17 @@ def revolve(steps: int, snapshots: int, *, start: int = 0) -> tuple[Part, ...]:
 
 def _regions(found: Sequence[range], parts: Sequence[Part]) -> tuple[Region, ...]:
     """Parts as regions; saved links in a row are one region."""
-    regions = []
-    for saved, group in itertools.groupby(parts, key=lambda part: not part.inside):
-        row = list(group)
-        if saved:
-            vertices = tuple(range(found[row[0].start].start, found[row[-1].stop - 1].stop))
-            regions.append(Region(vertices=vertices, checkpointed=False))
+    regions: list[Region | range] = []
+    for part in parts:
+        vertices = range(found[part.start].start, found[part.stop - 1].stop)
+        if not part.inside:
+            regions.append(vertices)
             continue
-        for part in row:
-            vertices = tuple(range(found[part.start].start, found[part.stop - 1].stop))
-            inside = _regions(found, part.inside)
-            # One region that saves everything is what a checkpoint does by itself.
-            nested = inside if len(inside) > 1 else ()
-            regions.append(Region(vertices=vertices, inside=nested))
-    return tuple(regions)
+        inside = _regions(found, part.inside)
+        # One region that saves everything is what a checkpoint does by itself.
+        nested = inside if len(inside) > 1 else ()
+        regions.append(Region(vertices=tuple(vertices), inside=nested))
+    return tuple(merged(regions))
 
 
 # ------------------------------------------------------------------------------ under a budget

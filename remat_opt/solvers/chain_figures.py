@@ -534,7 +534,7 @@ def is_chain(graph: Graph, schedule: Schedule) -> bool:
 
     Where there are residuals without a name, all checkpoints must drop something, too.
     """
-    if any(graph.internal_bytes) and _some_drops_nothing(schedule.regions):
+    if _some_drops_nothing(schedule.regions) and any(graph.internal_bytes):
         return False
     return _fits(schedule.regions, 0, 0)
 

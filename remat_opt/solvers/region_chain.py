@@ -190,11 +190,16 @@ def chains(
         chosen = order[start : start + _TOGETHER]
         together = [figures[number] for number in chosen]
         bounds = _filled_up([bounds_bytes[number] for number in chosen])
-        limits = None
+        limits, limited = None, None
         if strains_bytes is not None:
             limits = _filled_up([strains_bytes[number] for number in chosen])
-        tables = _Tables.of(together, strained=limits is not None)
-        reached = _least_exports(tables, bounds, limits)
+            limited = _stacked([one.strain_bytes for one in together]), limits
+        reached = _least_exports(
+            _stacked([one.workspace_bytes for one in together]),
+            _stacked([one.exports_bytes for one in together]),
+            bounds,
+            limited,
+        )
         for place, number in enumerate(chosen):
             found[number] = [
                 _boundaries(
@@ -236,44 +241,31 @@ def _boundaries(
     return [int(figures.positions[position]) for position in chain[::-1]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Tables:
-    """The figures of all segments, for several kept sets: [target, source, 1, kept set] each."""
-
-    workspace: np.ndarray
-    exports: np.ndarray
-    strain: np.ndarray | None
-
-    @classmethod
-    def of(cls, figures: Sequence[Segments], *, strained: bool) -> _Tables:
-        """With the strain or without."""
-        return cls(
-            workspace=_stacked([one.workspace_bytes for one in figures]),
-            exports=_stacked([one.exports_bytes for one in figures]),
-            strain=_stacked([one.strain_bytes for one in figures]) if strained else None,
-        )
-
-
 def _stacked(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """A figure of all segments, of several kept sets: [target, source, 1, kept set]."""
     return np.stack([table.T for table in tables], axis=2)[:, :, None]
 
 
 def _least_exports(
-    tables: _Tables, bounds: np.ndarray, limits: np.ndarray | None = None
+    workspace: np.ndarray,
+    exports: np.ndarray,
+    bounds: np.ndarray,
+    limited: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """D: [position, bound, kept set] the least exports of a chain up to a position.
 
     Args:
-      tables: for each kept set; with the strain where there are limits on it.
+      workspace: of all segments, ``_stacked``.
+      exports: likewise.
       bounds: [bound, kept set] on the peak.
-      limits: [bound, kept set] on the strain of every region.
+      limited: the strain, likewise, and [bound, kept set] limits on that of every region.
     """
-    workspace, exports, strain = tables.workspace, tables.exports, tables.strain
     number = len(workspace)
     reached = np.full((number, *bounds.shape), np.inf)
     reached[0] = 0.0
     fits = workspace[:, :, 0] <= bounds.max(axis=0)
-    if strain is not None and limits is not None:
+    if limited is not None:
+        strain, limits = limited
         fits &= strain[:, :, 0] <= limits.max(axis=0)
     # The shorter a segment, the less it takes: those that are too long for any bound come first.
     fitting = fits.any(axis=2)
@@ -284,7 +276,7 @@ def _least_exports(
             continue
         before = reached[start:target]
         too_much = before + workspace[target, start:target] > bounds
-        if strain is not None and limits is not None:
+        if limited is not None:
             too_much |= strain[target, start:target] > limits
         after = before + exports[target, start:target]
         np.putmask(after, too_much, np.inf)
@@ -336,14 +328,15 @@ def least_bounds(figures: Sequence[Segments], *, rounds: int = 6, trials: int = 
 
     It is found to ``trials ** -rounds`` of the bound of the unchanged function.
     """
-    tables = _Tables.of(figures, strained=False)
+    workspace = _stacked([one.workspace_bytes for one in figures])
+    exports = _stacked([one.exports_bytes for one in figures])
     free = np.stack([one.free_bytes for one in figures], axis=1)
     low, high = np.zeros(len(figures)), free[0]
     every = np.arange(len(figures))
     for _ in range(rounds):
         bounds = np.linspace(low, high, trials + 1)
         tried = bounds[1:-1]
-        ends = _least_exports(tables, tried)[:-1] + free[:-1, None] <= tried
+        ends = _least_exports(workspace, exports, tried)[:-1] + free[:-1, None] <= tried
         feasible = np.ones((trials, len(figures)), dtype=bool)
         feasible[:-1] = ends.any(axis=0)
         first = feasible.argmax(axis=0) + 1
