@@ -34,6 +34,9 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Region, Schedule, merged
+from remat_opt.simulator import figures_of
+from remat_opt.solvers.base import Candidate, candidate
+from remat_opt.solvers.coarsening import Coarse
 
 #: Levels of nesting.
 LEVELS = 2
@@ -73,6 +76,19 @@ def joined(parts: Sequence[Chains]) -> Chains:
         starts=np.concatenate([one.starts for one in parts], axis=2),
         drops=np.concatenate([one.drops for one in parts], axis=2),
     )
+
+
+def spread(chains: Chains, seen: Coarse) -> Chains:
+    """Chains of a smaller graph as those of the one that it stands for.
+
+    Args:
+      chains: of the smaller graph.
+      seen: its groups are stretches of the order of execution.
+    """
+    starts, drops = np.zeros((2, LEVELS, len(seen.whole), len(chains)), dtype=bool)
+    starts[:, [min(group) for group in seen.groups]] = chains.starts
+    drops[:, [group[0] for group in seen.groups]] = chains.drops
+    return Chains(starts=starts, drops=drops)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +279,29 @@ class ChainFigures:
             reads.raise_to(from_memory[1], handed_on & same_nest)
             reads.raise_to(from_memory[0], (handed_on | by_outer) & ~found_in[0])
         return again, from_memory
+
+    def candidates(
+        self, graph: Graph, schedules: Sequence[Schedule], chains: Chains, figures: Figures
+    ) -> list[Candidate]:
+        """Schedules with the simulator's figures, in order.
+
+        Args:
+          graph: the same, but for what its vertices cost.
+          schedules: what the chains say, in words.
+          chains: settled.
+          figures: theirs.
+        """
+        again, from_memory = self.demands(chains)
+        return [
+            candidate(
+                schedule,
+                figures_of(graph, int(peak_bytes), np.nonzero(again[:, :, place])[1].tolist()),
+                list(from_memory[:, :, place]),
+            )
+            for place, (schedule, peak_bytes) in enumerate(
+                zip(schedules, figures.peak_bytes, strict=True)
+            )
+        ]
 
     def _reads_in(
         self, chains: Chains, first: np.ndarray, stop: np.ndarray

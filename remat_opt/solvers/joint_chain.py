@@ -20,7 +20,8 @@ and the last region is saved, since its backward pass follows at once. What lies
 region obeys the same recursion, but before, all of it runs again: a nested region from i to k costs
 cost(i, k) of keeping nothing and way(i, k, m), and holds what crosses its end. Bytes are counted in
 slots, in several tables from coarse to fine: the finer one ends where the coarser one has few slots
-left. Nesting is tried at fewer positions than cutting, at those that the fewest bytes cross.
+left. Positions are those that the fewest bytes cross, and lie densest where values are large.
+Nesting is tried at fewer of them, and at more where memory is short.
 
 Why not a ready-made tool: it is a shortest path whose states are position and memory left; the
 tables are filled with numpy.
@@ -49,6 +50,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_opt.graph import Graph
+from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Region, Schedule, merged, plain
 from remat_opt.simulator import demand, evaluate
 from remat_opt.solvers.base import thinned
@@ -59,12 +61,15 @@ from remat_opt.solvers.lifetimes import (
     positions,
 )
 
-#: Positions at which regions may be cut, and those of them at which nested ones may.
-MOST_POSITIONS = 72
-MOST_NESTED = 28
-#: Slots of a table, and how much less memory each table has than the one before.
+#: Positions at which regions may be cut.
+MOST_POSITIONS = 56
+#: They lie densest where values are largest: to this power, their bytes say how dense.
+_WEIGHT_POWER = 0.7
+#: Slots of a table, how much less memory each table has than the one before, and at how many of the
+#: positions nested regions may be cut: they are for where memory is short.
 SLOTS = 256
 _SCALES = (1.0, 0.4, 0.15)
+MOST_NESTED = (16, 24, 48)
 #: Choices that are tried at a time: tables of one size, and small ones, take their memory from one
 #: another.
 _BLOCK = 128
@@ -89,7 +94,10 @@ def schedules(
     if not most_bytes:
         return [plain(graph)]
     regions = _Regions(graph, kept_sets)
-    tables = [_Table(regions, scale * most_bytes / SLOTS) for scale in _SCALES]
+    tables = [
+        _Table(regions, scale * most_bytes / SLOTS, nested)
+        for scale, nested in zip(_SCALES, regions.nested, strict=True)
+    ]
     steps = [(table, level) for table in tables for level in table.levels()]
     if most is not None and most > 1:
         steps = thinned(steps, most)
@@ -108,8 +116,13 @@ class _Regions:
         whole = frozenset(range(len(graph)))
         self.end_use = lifetimes(graph, self._again(frozenset()))[2]
         crossing = crossing_bytes(graph, self.end_use)
-        self.positions = positions(crossing, MOST_POSITIONS)
-        self.nested = positions(crossing[self.positions], MOST_NESTED).tolist()
+        # There is more to choose where values are large.
+        weights = np.maximum(arrays_of(graph).bytes, 1) ** _WEIGHT_POWER
+        self.positions = positions(crossing, weights, MOST_POSITIONS)
+        between = np.add.reduceat(weights, self.positions[:-1])
+        self.nested = [
+            positions(crossing[self.positions], between, most).tolist() for most in MOST_NESTED
+        ]
         self.kept = [whole, frozenset[int](), *map(frozenset, kept_sets)]
         self.is_kept = np.zeros((len(self.kept), len(graph)), dtype=bool)
         for fate, kept in enumerate(self.kept):
@@ -123,15 +136,6 @@ class _Regions:
         pinned = np.concatenate(([0], np.cumsum(graph.pinned)))[self.positions]
         self.pinned = (pinned[None, :] - pinned[:, None]) > 0
         self.needs[1:, self.pinned] = np.inf
-        # Of fates that are alike in a region, one will do.
-        for fate in range(len(self.kept) - 1, 0, -1):
-            for other in range(1, fate):
-                worse = (
-                    (self.needs[other] <= self.needs[fate])
-                    & (self.held[other] <= self.held[fate])
-                    & (self.cost[other] <= self.cost[fate])
-                )
-                self.needs[fate][worse] = np.inf
 
     def region(self, fate: int, i: int, k: int) -> Region:
         """The region of a fate between two positions; the same object for every table."""
@@ -223,14 +227,15 @@ class _Table:
     saved last region, then those of ``_options``, then the nested regions.
     """
 
-    def __init__(self, regions: _Regions, slot: float) -> None:
+    def __init__(self, regions: _Regions, slot: float, nested: Sequence[int]) -> None:
         self._of = regions
         needs = np.minimum(regions.needs / slot, 4 * SLOTS)
         self._needs = np.ceil(needs - 0.5).astype(int)
         self._held = np.rint(np.minimum(regions.held / slot, SLOTS + 1)).astype(int)
+        self._leave_out_worse()
         self._end = len(regions.positions) - 1
         # The end of the program is not that of a nested region.
-        self._nested = np.asarray(regions.nested[:-1], dtype=int)
+        self._nested = np.asarray(nested[:-1], dtype=int)
         self._place = {position: place for place, position in enumerate(self._nested.tolist())}
         places = np.arange(len(self._nested))
         self._again_options = [
@@ -243,6 +248,17 @@ class _Table:
         ]
         self._again = self._fill_again()
         self._rest, self._rest_choice = self._fill_rest()
+
+    def _leave_out_worse(self) -> None:
+        """Lets no region have a fate beside which another is as good in everything."""
+        needs, held, cost = self._needs, self._held, self._of.cost
+        for fate in range(len(needs) - 1, 0, -1):
+            for other in range(len(needs)):
+                if other != fate:
+                    worse = needs[other] <= needs[fate]
+                    worse &= held[other] <= held[fate]
+                    worse &= cost[other] <= cost[fate]
+                    needs[fate][worse] = 4 * SLOTS
 
     def _options(self, i: int, stops: np.ndarray, rows: np.ndarray) -> _Options:
         """The regions from i to one of several positions, with their rows, that fit at all."""

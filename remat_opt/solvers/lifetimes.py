@@ -101,21 +101,29 @@ def crossing_bytes(graph: Graph, end_use: np.ndarray, kept: np.ndarray | None = 
     return np.cumsum(crossing)[: count + 1]
 
 
-def positions(crossing: np.ndarray, most: int) -> np.ndarray:
+def positions(crossing: np.ndarray, weights: np.ndarray, most: int) -> np.ndarray:
     """Candidate boundaries: those that the fewest bytes cross, spread over the program.
+
+    The program is cut into stretches of equal weight, and of each the cheapest position is taken.
+    What weighs more than a stretch should counts as one.
 
     Args:
       crossing: bytes that cross each position.
+      weights: of what lies between each position and the next one.
       most: how many positions to choose beside the first and the last.
     """
-    inner = np.arange(1, len(crossing) - 1)
-    if len(inner) > most:
-        # The cheapest position of each of `most` equal stretches; the first ones may be longer.
-        length, longer = divmod(len(inner), most)
-        stretch = np.repeat(np.arange(most), length + (np.arange(most) < longer))
-        order = np.lexsort((crossing[inner], stretch))
-        inner = inner[order[np.searchsorted(stretch, np.arange(most))]]
-    return np.concatenate(([0], inner, [len(crossing) - 1]))
+    last = len(crossing) - 1
+    if last - 1 <= most:
+        return np.arange(last + 1)
+    heaviest = np.sort(weights)[::-1]
+    rest = np.cumsum(heaviest[::-1])[::-1]
+    limits = rest[:most] / (most - np.arange(most))
+    limit = limits[np.argmax(heaviest[:most] <= limits)]
+    before = np.cumsum(np.minimum(weights, limit))[:-1]
+    stretch = (before / limit + 1e-9).astype(int)
+    order = np.lexsort((crossing[1:-1], stretch))
+    inner = 1 + order[np.unique(stretch[order], return_index=True)[1]]
+    return np.concatenate(([0], inner, [last]))
 
 
 def sums_from(

@@ -50,8 +50,7 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Schedule
-from remat_opt.simulator import figures_of
-from remat_opt.solvers.base import Candidate, Overhead, candidate, judged, priced
+from remat_opt.solvers.base import Candidate, Overhead, judged, priced
 from remat_opt.solvers.chain_figures import (
     LEVELS,
     ChainFigures,
@@ -61,13 +60,15 @@ from remat_opt.solvers.chain_figures import (
     is_chain,
     joined,
     schedule_of,
+    spread,
 )
+from remat_opt.solvers.coarsening import Coarse
 
 #: Graphs of at most so many vertices try all moves.
 SMALL = 12
 #: Chains to be judged for a small graph; for a large one times its vertices, and at most.
 EVALUATIONS = 40_000
-WORK, MOST = 600_000, 2_000
+WORK, MOST = 600_000, 800
 #: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
 #: rounds follow one another, and of a large one, where as many as possible have their turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1
@@ -91,20 +92,22 @@ _AROUND = 3
 
 
 def front(
-    graph: Graph, schedules: Sequence[Schedule], measure: Overhead = Overhead.SECONDS
+    seen: Coarse, schedules: Sequence[Schedule], measure: Overhead = Overhead.SECONDS
 ) -> list[Candidate]:
     """Those of the given schedules and of what is found near them that no other beats.
 
     Args:
-      graph: what to plan.
-      schedules: where to start; the better, the better.
+      seen: the graph to search, and what it stands for; its groups are stretches of the order of
+        execution.
+      schedules: where to start, on the graph to search; the better, the better.
       measure: what recomputation is counted in.
 
     Returns:
-      By ascending peak, what no other beats in both memory and recomputation; of equals the one
-      with the fewest regions. Of a large graph those that are hardly apart are left out. Then those
-      of the given that are passed over.
+      Schedules of what the graph stands for. By ascending peak, what no other beats in both memory
+      and recomputation; of equals the one with the fewest regions. Of a large graph those that are
+      hardly apart are left out. Then those of the given that are passed over and not beaten.
     """
+    graph = seen.graph
     known = ChainFigures(priced(graph, measure))
     count = len(graph)
     small = count <= SMALL
@@ -114,7 +117,7 @@ def front(
     for one in schedules:
         (taken if is_chain(graph, one) else passed_over).append(one)
     if not taken:
-        return judged(graph, passed_over)
+        return judged(seen.whole, map(seen.spread, passed_over))
     given = chains_of(graph, taken)
     moves = _AllMoves(known) if small else _FewMoves(known)
     pool = _Pool(known)
@@ -140,15 +143,25 @@ def front(
     best = pool.front()
     if not small:
         best = _apart(pool.figures, best, _SAME_SECONDS * graph.forward_seconds)
-    found = []
-    again, from_memory = known.demands(pool.chains[best])
-    for place, number in enumerate(best):
-        schedule = before.get(pool.keys[number]) or schedule_of(pool.chains, number)
-        figures = figures_of(
-            graph, int(pool.figures.peak_bytes[number]), np.nonzero(again[:, :, place])[1].tolist()
+    chains, figures = pool.chains[best], pool.figures[best]
+    unbeaten = [
+        one.schedule
+        for one in judged(known.graph, passed_over)
+        if not np.any(
+            (figures.peak_bytes <= one.peak_bytes) & (figures.seconds <= one.overhead_seconds)
         )
-        found.append(candidate(schedule, figures, list(from_memory[:, :, place])))
-    return found + judged(graph, passed_over)
+    ]
+    if not seen.is_whole:
+        known, before = ChainFigures(seen.whole), {}
+        chains = known.settled(spread(chains, seen))
+        figures = known.figures(chains)
+    found = [
+        before.get(pool.keys[number]) or schedule_of(chains, place)
+        for place, number in enumerate(best)
+    ]
+    return known.candidates(seen.whole, found, chains, figures) + judged(
+        seen.whole, map(seen.spread, unbeaten)
+    )
 
 
 def _apart(figures: Figures, front: Sequence[int], same_seconds: float) -> list[int]:

@@ -3,11 +3,12 @@
 Problem. For every budget, a schedule of least overhead; in other words the frontier of
 (peak bytes, overhead).
 
-Method. The kept sets on the convex hull of (kept bytes, cost of recomputation) come from
+Method. Small values are always kept, and what is searched is the graph without them
+(``coarsening``). The kept sets on the convex hull of (kept bytes, cost of recomputation) come from
 ``min_cut``. Then two searches, whose models of memory differ, so that where one is wrong the other
 may be right. ``joint_chain`` takes a dozen kept sets and gives every region a fate of its own,
 nested ones included; it reaches deepest. ``region_chain`` takes one kept set for the whole program:
-two dozen from all over the hull and mixtures between neighbours that lie far apart, and for each
+sixteen from all over the hull and mixtures between neighbours that lie far apart, and for each
 the chain of least peak, and chains for larger bounds, whose free last region is larger. To these
 come the schedules of the papers' solvers that are quick on any graph. ``local_search`` then
 improves on all that were found, and gives the best. ``simulator`` judges them.
@@ -32,6 +33,7 @@ from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import evaluate
 from remat_opt.solvers import (
     binomial,
+    coarsening,
     joint_chain,
     local_search,
     min_cut,
@@ -39,8 +41,20 @@ from remat_opt.solvers import (
     sublinear,
     trunk,
 )
-from remat_opt.solvers.base import Candidate, Overhead, Refused, judged, priced, thinned
+from remat_opt.solvers.base import (
+    Candidate,
+    Overhead,
+    Refused,
+    judge,
+    judged,
+    priced,
+    thinned,
+)
 
+#: Values that together take less than this share of the plain peak are always kept.
+_SMALL_SHARE = 1e-3
+#: With a larger share of the vertices left, leaving out the small ones is not worth the while.
+_WORTH_SHARE = 0.9
 #: Hull neighbours further apart than this share of the plain peak get mixtures between them.
 _GAP_SHARE = 0.05
 #: Largest number of mixtures between two neighbours (from either end of the program).
@@ -58,8 +72,8 @@ _RESOLUTION = 0.004
 #: their own, for schedules of the joint search and for those of Chen et al.
 _FLOW_WORK, _CHAIN_WORK, _JOINT_WORK, _PAPERS_WORK = 50_000, 50_000, 100_000, 25_000
 _FEWEST = 12
-#: Most kept sets that get chains of their own: twice as many find what is 0.2 % smaller.
-_MOST_SETS = 24
+#: Most kept sets that get chains of their own: half as many again find what is 0.1 % smaller.
+_MOST_SETS = 16
 #: Kept sets for the joint search, and the ratio of bytes between the largest and the smallest.
 _JOINT_SETS = 12
 _RATIO = 64
@@ -75,15 +89,19 @@ def frontier(graph: Graph, measure: Overhead = Overhead.SECONDS) -> list[Candida
       graph: what to plan.
       measure: what recomputation is counted in.
     """
-    as_counted = priced(graph, measure)
+    unchanged = judge(graph, plain(graph))
+    seen = coarsening.without_small(graph, _SMALL_SHARE * unchanged.peak_bytes)
+    if len(graph) <= local_search.SMALL or len(seen.graph) > _WORTH_SHARE * len(graph):
+        seen = coarsening.as_it_is(graph)
+    as_counted = priced(seen.graph, measure)
     starts, papers = _starts(as_counted), list(_papers(as_counted))
-    # Small graphs are searched from all over anyway, and there more starts only crowd the pool.
-    small = len(graph) <= local_search.SMALL
-    best = local_search.front(
-        graph, list(dict.fromkeys(starts if small else starts + papers)), measure
-    )
-    given = judged(graph, [plain(graph), *(papers if small else ())])
-    return list(dict.fromkeys(given + best))
+    given = []
+    if len(seen.graph) > local_search.SMALL:
+        starts = list(dict.fromkeys(starts + papers))
+    else:
+        # Small graphs are searched from all over anyway, and more starts only crowd the pool.
+        given = judged(graph, map(seen.spread, papers))
+    return list(dict.fromkeys([unchanged, *given, *local_search.front(seen, starts, measure)]))
 
 
 def _starts(graph: Graph) -> list[Schedule]:

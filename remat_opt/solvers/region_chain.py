@@ -100,7 +100,8 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     np.add.at(kept_alive, last_reader[is_kept], arrays.bytes[is_kept])
     fixed = cotangents + np.cumsum(kept_alive)[:count]
 
-    edges = positions(crossing_bytes(graph, end_use, is_kept), most_positions)
+    crossing = crossing_bytes(graph, end_use, is_kept)
+    edges = positions(crossing, np.ones(count), most_positions)
     # The last position is the end of the program: no segment starts there.
     starts = edges[:-1]
     row = np.searchsorted(edges, np.arange(count), side="right") - 1

@@ -23,46 +23,15 @@ Reference: none; it is what makes Feng & Huang (2018, 2021) applicable to progra
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 from remat_opt.graph import Graph
-from remat_opt.schedule import Region, Schedule
+from remat_opt.solvers.coarsening import Coarse
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Trunk:
-    """The trunk of a graph, and the way back.
-
-    Attributes:
-      graph: the trunk, as a graph of its own.
-      groups: for each vertex of the trunk the vertices of the whole graph, ascending; the first
-        one is the vertex itself, the others are merged into it.
-    """
-
-    graph: Graph
-    groups: tuple[tuple[int, ...], ...]
-
-    def spread(self, schedule: Schedule) -> Schedule:
-        """A schedule of the trunk as one of the whole graph."""
-        if all(len(group) == 1 for group in self.groups):
-            return schedule
-        return Schedule(regions=tuple(self._region(region) for region in schedule.regions))
-
-    def _region(self, region: Region) -> Region:
-        groups = map(self.groups.__getitem__, region.vertices)
-        vertices = sorted(itertools.chain.from_iterable(groups))
-        return dataclasses.replace(
-            region,
-            vertices=tuple(vertices),
-            kept=tuple(sorted(self.groups[vertex][0] for vertex in region.kept)),
-            inside=tuple(self._region(one) for one in region.inside),
-        )
-
-
-def trunk(graph: Graph) -> Trunk:
+def trunk(graph: Graph) -> Coarse:
     """The trunk of ``graph``."""
     behind = _behind(graph, _loss(graph))
     owner: dict[int, int] = {}
@@ -83,7 +52,7 @@ def trunk(graph: Graph) -> Trunk:
         places = {number[owner[one]] for part in found for one in part}
         return tuple(sorted(place for place in places if place <= number[vertex]))
 
-    return Trunk(
+    return Coarse(
         graph=Graph(
             names=tuple(graph.names[vertex] for vertex in kept),
             bytes=_summed(graph.bytes, groups),
@@ -105,6 +74,7 @@ def trunk(graph: Graph) -> Trunk:
             in_place=tuple(graph.in_place[vertex] for vertex in kept),
             pinned=tuple(any(graph.pinned[one] for one in group) for group in groups),
         ),
+        whole=graph,
         groups=tuple(map(tuple, groups)),
     )
 

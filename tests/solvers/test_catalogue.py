@@ -22,6 +22,7 @@ NOT_SOLVERS = {
     *("__init__", "base", "catalogue"),
     *(
         "chain_figures",
+        "coarsening",
         "division_tree",
         "lifetimes",
         "link_figures",

@@ -39,7 +39,8 @@ def exact_table(graph: Graph, kept: Sequence[Sequence[int]]) -> joint_chain._Tab
     """The table in which a slot is a byte, up to the plain peak."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint_chain, "SLOTS", evaluate(graph, plain(graph)).peak_bytes)
-        return joint_chain._Table(joint_chain._Regions(graph, kept), 1.0)
+        regions = joint_chain._Regions(graph, kept)
+        return joint_chain._Table(regions, 1.0, regions.nested[-1])
 
 
 def told(graph: Graph, kept: Sequence[Sequence[int]]) -> list[tuple[int, float, Schedule]]:
@@ -47,7 +48,8 @@ def told(graph: Graph, kept: Sequence[Sequence[int]]) -> list[tuple[int, float, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint_chain, "SLOTS", evaluate(graph, plain(graph)).peak_bytes)
         patch.setattr(joint_chain, "_RESOLUTION", 0.0)
-        table = joint_chain._Table(joint_chain._Regions(graph, kept), 1.0)
+        regions = joint_chain._Regions(graph, kept)
+        table = joint_chain._Table(regions, 1.0, regions.nested[-1])
         found = [table.schedule(level) for level in table.levels()]
     costs = table._rest[0]
     falls = [level for level, cost in enumerate(costs) if cost < min([math.inf, *costs[:level]])]
@@ -232,13 +234,13 @@ def test_least_cost_where_positions_are_few(
     hypothesis.assume(evaluate(graph, plain(graph)).peak_bytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint_chain, "MOST_POSITIONS", 5)
-        patch.setattr(joint_chain, "MOST_NESTED", 3)
+        patch.setattr(joint_chain, "MOST_NESTED", (1, 2, 3))
         table = exact_table(graph, kept)
     regions = table._of
     cuts = regions.positions.tolist()
     assert len(cuts) <= 5 + 2
-    assert len(regions.nested) <= 3 + 2
-    points = all_ways(graph, kept, cuts, [cuts[row] for row in regions.nested])
+    assert [len(nested) <= most + 2 for nested, most in zip(regions.nested, (1, 2, 3), strict=True)]
+    points = all_ways(graph, kept, cuts, [cuts[row] for row in regions.nested[-1]])
     levels = range(len(table._rest[0]))
     assert table._rest[0].tolist() == [least_cost(points, level) for level in levels]
 
@@ -249,12 +251,19 @@ def test_slots_are_bytes_to_the_nearest(drawn: tuple[Graph, list[tuple[int, ...]
     graph, kept = drawn
     regions = joint_chain._Regions(graph, kept)
     for slot in (2.0, 3.5):
-        table = joint_chain._Table(regions, slot)
-        possible = np.isfinite(regions.needs)
-        needs, held = table._needs[possible], table._held
-        assert np.all(np.abs(needs * slot - regions.needs[possible]) <= slot / 2)
-        assert np.all(np.abs(held * slot - regions.held) <= slot / 2)
-        assert np.all(table._needs[~possible] > joint_chain.SLOTS)
+        table = joint_chain._Table(regions, slot, regions.nested[-1])
+        there = table._needs < 4 * joint_chain.SLOTS
+        assert np.all(np.abs(table._needs * slot - regions.needs)[there] <= slot / 2)
+        assert np.all(np.abs(table._held * slot - regions.held) <= slot / 2)
+        # Of the others each has one beside it that is as good in everything.
+        for fate, i, k in np.argwhere(~there & np.isfinite(regions.needs)):
+            assert any(
+                there[other, i, k]
+                and table._needs[other, i, k] * slot <= regions.needs[fate, i, k] + slot / 2
+                and table._held[other, i, k] <= table._held[fate, i, k]
+                and regions.cost[other, i, k] <= regions.cost[fate, i, k]
+                for other in range(len(there))
+            )
 
 
 # ------------------------------------------------------------------------- by the referee
@@ -333,10 +342,9 @@ def test_sixteen_equal_layers() -> None:
 def test_sixty_four_equal_layers() -> None:
     """Fewer positions for nesting than vertices, so not quite Revolve where memory is least."""
     found = least_overheads(chain(64), [], range(5, 67))
-    assert found[0] == math.inf
-    for peak, overhead in enumerate(found[1:], start=6):
+    for peak, overhead in enumerate(found, start=5):
         best = revolve(64, peak - 3)
-        assert best <= overhead <= best * (1.36 if peak == 6 else 1.13 if peak < 9 else 1)
+        assert best <= overhead <= best * (1.45 if peak == 5 else 1.06 if peak < 9 else 1)
     # In one pass with the square root of twice the length, in nearly two with its logarithm.
     assert found[round(math.sqrt(2 * 64)) + 1 - 5] < 64
     assert found[round(math.log2(64)) + 2 - 5] < 2 * 64

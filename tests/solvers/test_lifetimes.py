@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from fractions import Fraction
 
 import hypothesis
 import numpy as np
@@ -117,26 +119,40 @@ def test_crossing_bytes_are_those_of_the_values_read_later(
     assert crossing_bytes(graph, end_use, mask).tolist() == [crossing(p, kept) for p in everywhere]
 
 
-@hypothesis.given(st.lists(st.integers(0, 5), min_size=2, max_size=40), st.integers(1, 12))
-def test_positions_are_the_cheapest_of_equal_stretches(crossing: list[int], most: int) -> None:
-    last = len(crossing) - 1
-    chosen = positions(np.asarray(crossing, dtype=float), most).tolist()
-    assert chosen == sorted(set(chosen))
-    assert chosen[0] == 0
-    assert chosen[-1] == last
-    inner = chosen[1:-1]
+def stretches(weights: list[int], most: int) -> list[list[int]]:
+    """The inner positions of each stretch; heavy weights count as no more than a stretch."""
+    # Of the heaviest so few count as a stretch each that the others share the rest.
+    heaviest = sorted(weights, reverse=True)
+    limit = next(
+        rest
+        for heavy in range(most)
+        if heaviest[heavy] <= (rest := Fraction(sum(heaviest[heavy:]), most - heavy))
+    )
+    found: list[list[int]] = [[] for _ in range(most)]
+    for position in range(1, len(weights)):
+        before = sum(min(weight, limit) for weight in weights[:position])
+        found[math.floor(before / limit)].append(position)
+    return found
+
+
+@hypothesis.given(st.data(), st.integers(1, 12))
+def test_positions_are_the_cheapest_of_stretches_of_equal_weight(
+    data: st.DataObject, most: int
+) -> None:
+    weights = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=40))
+    last = len(weights)
+    crossing = data.draw(st.lists(st.integers(0, 5), min_size=last + 1, max_size=last + 1))
+    chosen = positions(np.asarray(crossing, dtype=float), np.asarray(weights), most).tolist()
     if last - 1 <= most:
-        assert inner == list(range(1, last)), "all of them where there are few"
+        assert chosen == list(range(last + 1)), "all of them where there are few"
         return
-    # Equal stretches: their lengths differ by one at most, the longer ones first.
-    short, more = divmod(last - 1, most)
-    lengths = [short + 1] * more + [short] * (most - more)
-    start = 1
-    for position, length in zip(inner, lengths, strict=True):
-        stretch = range(start, start + length)
-        assert position == min(stretch, key=lambda one: (crossing[one], one))
-        start += length
-    assert start == last
+    found = stretches(weights, most)
+    # The first stretch may hold no position but the beginning of the program.
+    assert all(found[1:])
+    cheapest = [
+        min(one, key=lambda position: (crossing[position], position)) for one in found if one
+    ]
+    assert chosen == [0, *cheapest, last]
 
 
 @pytest.mark.parametrize(
@@ -144,4 +160,10 @@ def test_positions_are_the_cheapest_of_equal_stretches(crossing: list[int], most
     [([0, 0], 3, [0, 1]), ([0, 9, 0], 3, [0, 1, 2]), ([0, 5, 3, 4, 1, 1, 0], 2, [0, 2, 4, 6])],
 )
 def test_positions_by_hand(crossing: list[int], most: int, expected: list[int]) -> None:
-    assert positions(np.asarray(crossing, dtype=float), most).tolist() == expected
+    weights = np.ones(len(crossing) - 1)
+    assert positions(np.asarray(crossing, dtype=float), weights, most).tolist() == expected
+
+
+def test_positions_lie_densest_where_weights_are_large() -> None:
+    weights = np.array([9, 9, 9, 9, *[1] * 36])
+    assert positions(np.zeros(41), weights, 8).tolist() == [0, 1, 2, 3, 4, 13, 22, 31, 40]

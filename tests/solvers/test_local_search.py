@@ -11,6 +11,7 @@ from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.solvers import integer_program, local_search
 from remat_opt.solvers.base import Overhead, Solution, fastest_within, judge, pareto
+from remat_opt.solvers.coarsening import as_it_is
 from tests.graphs import INSTANCES, chain_edges, graphs, layered, network
 from tests.hash_order import printed_with_two_seeds
 
@@ -25,7 +26,7 @@ def starts(graph: Graph) -> list[Schedule]:
 
 def check_improved(graph: Graph) -> None:
     given = [judge(graph, one) for one in starts(graph)]
-    found = local_search.front(graph, starts(graph))
+    found = local_search.front(as_it_is(graph), starts(graph))
     for one in found:
         one.schedule.check(graph)
         assert one == judge(graph, one.schedule)
@@ -55,17 +56,18 @@ def test_what_is_found_is_legal_and_no_worse_on_many_graphs(graph: Graph) -> Non
 
 @pytest.mark.parametrize("graph", [INSTANCES["one"], INSTANCES["chain_5"], network(6)])
 def test_second_call_finds_the_same(graph: Graph) -> None:
-    found = local_search.front(graph, starts(graph))
-    assert local_search.front(graph, starts(graph)) == found
+    found = local_search.front(as_it_is(graph), starts(graph))
+    assert local_search.front(as_it_is(graph), starts(graph)) == found
 
 
 PRINT_SCHEDULES = """
 from remat_opt.schedule import plain
 from remat_opt.solvers import local_search
+from remat_opt.solvers.coarsening import as_it_is
 from tests.graphs import network, sampled
 
 for graph in (network(6), *(sampled(seed, max_vertices=8) for seed in range(6))):
-    for found in local_search.front(graph, [plain(graph)]):
+    for found in local_search.front(as_it_is(graph), [plain(graph)]):
         print(found.schedule)
 """
 
@@ -79,7 +81,7 @@ def test_order_of_hashes_decides_nothing() -> None:
 @pytest.mark.parametrize("family", ["chain", "residual", "dense", "inception"])
 def test_small_graphs_from_nothing_to_the_best(family: str) -> None:
     graph = layered(family, 7)
-    found = local_search.front(graph, [plain(graph)])
+    found = local_search.front(as_it_is(graph), [plain(graph)])
     least = integer_program.least_peak(graph)
     assert isinstance(least, Solution)
     assert found[0].peak_bytes == least.figures.peak_bytes
@@ -106,7 +108,7 @@ def test_larger_graphs_are_improved_by_a_bounded_number_of_chains(
 
     monkeypatch.setattr(local_search.ChainFigures, "figures", counted)
     monkeypatch.setattr(local_search, "WORK", 300 * len(graph))
-    found = local_search.front(graph, given)
+    found = local_search.front(as_it_is(graph), given)
     assert 0 < judged <= len(given) + 300
     before = judge(graph, given[1])
     assert found[0].peak_bytes < before.peak_bytes
@@ -114,12 +116,12 @@ def test_larger_graphs_are_improved_by_a_bounded_number_of_chains(
     assert within is not None
     assert within.overhead_seconds < before.overhead_seconds
     monkeypatch.setattr(local_search, "WORK", 0)
-    found = local_search.front(graph, given)
+    found = local_search.front(as_it_is(graph), given)
     assert [one.schedule for one in found] == given[::-1]
 
 
 def test_schedules_that_cannot_be_written_as_chains_are_given_back() -> None:
     graph = Graph.from_edges([4] * 3, [(0, 2), (1, 2)])
     swapped = Schedule(regions=(Region(vertices=(1,)), Region(vertices=(0, 2), checkpointed=False)))
-    assert local_search.front(graph, [swapped]) == [judge(graph, swapped)]
-    assert local_search.front(Graph.from_edges([4] * 3, chain_edges(3)), []) == []
+    assert local_search.front(as_it_is(graph), [swapped]) == [judge(graph, swapped)]
+    assert local_search.front(as_it_is(Graph.from_edges([4] * 3, chain_edges(3))), []) == []

@@ -1,0 +1,142 @@
+"""A smaller graph that solvers see in the place of a larger one, and the way back.
+
+Problem. Of the values of a ResNet two thirds are means and variances of its normalisations, which
+together take less than a thousandth of the memory. What becomes of them hardly matters, but a
+search spends as much time on each as on a large one, and loses itself among them.
+
+Method. What takes little memory is merged into the next vertex that takes more, and every
+checkpoint keeps it: it costs nearly nothing to hold, and never runs again. The smallest values are
+taken first, as many as together come to the share that is given up.
+
+Why not a ready-made tool: multilevel methods for graphs contract edges by weight; what is merged
+here is told by its size, and the merged figures are those of this problem.
+
+Complexity: O(n log n + e) for n vertices and e edges.
+
+Guarantee: a schedule of the smaller graph, spread out, is one of the whole graph, and recomputes
+what it says. Its peak is larger by the small values at most, apart from these: what the
+computation of a small value alone reads in the forward pass counts as free by then, and backward
+steps that are merged count as one.
+
+Reference: the scheme is that of multilevel methods (Karypis & Kumar, *A fast and high quality
+multilevel scheme for partitioning irregular graphs*, 1998): coarsen, solve, spread out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Coarse:
+    """A smaller graph, and the way back.
+
+    Attributes:
+      graph: the smaller graph.
+      whole: the graph that it stands for.
+      groups: for each of its vertices those of the whole graph; the first one is the vertex itself,
+        the others, ascending, are merged into it.
+      always_kept: those of the whole graph that every checkpoint keeps; all of them merged.
+    """
+
+    graph: Graph
+    whole: Graph
+    groups: tuple[tuple[int, ...], ...]
+    always_kept: frozenset[int] = frozenset()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is merged."""
+        return len(self.graph) == len(self.whole)
+
+    def spread(self, schedule: Schedule) -> Schedule:
+        """A schedule of the smaller graph as one of the whole graph."""
+        if self.is_whole:
+            return schedule
+        return Schedule(regions=tuple(self._region(region) for region in schedule.regions))
+
+    def _region(self, region: Region) -> Region:
+        groups = map(self.groups.__getitem__, region.vertices)
+        vertices = sorted(itertools.chain.from_iterable(groups))
+        kept = [self.groups[vertex][0] for vertex in region.kept]
+        if region.checkpointed:
+            kept += self.always_kept.intersection(vertices)
+        return dataclasses.replace(
+            region,
+            vertices=tuple(vertices),
+            kept=tuple(sorted(kept)),
+            inside=tuple(self._region(one) for one in region.inside),
+        )
+
+
+def as_it_is(graph: Graph) -> Coarse:
+    """The graph in the place of itself."""
+    return Coarse(graph=graph, whole=graph, groups=tuple((one,) for one in range(len(graph))))
+
+
+def without_small(graph: Graph, most_bytes: float) -> Coarse:
+    """The graph with its smallest values merged into what follows them.
+
+    Groups are stretches of the order of execution, so a chain of regions stays one.
+
+    Args:
+      graph: the whole graph.
+      most_bytes: what all that is merged may take together.
+    """
+    small = _small(graph, most_bytes)
+    groups: list[tuple[int, ...]] = []
+    waiting: list[int] = []
+    for vertex in range(len(graph)):
+        if vertex in small:
+            waiting.append(vertex)
+        else:
+            groups.append((vertex, *waiting))
+            waiting = []
+    groups[-1] += tuple(waiting)
+    number = {group[0]: place for place, group in enumerate(groups)}
+
+    def needs(group: tuple[int, ...]) -> tuple[int, ...]:
+        found = {number[one] for vertex in group for one in graph.needs[vertex] if one in number}
+        return tuple(sorted(found))
+
+    def workspace_bytes(group: tuple[int, ...]) -> int:
+        runs = (one for one in group if graph.cotangent_bytes[one])
+        return max((graph.workspace_bytes[one] for one in runs), default=0)
+
+    large = list(number)
+    return Coarse(
+        graph=Graph(
+            names=tuple(graph.names[one] for one in large),
+            bytes=tuple(graph.bytes[one] for one in large),
+            seconds=tuple(graph.seconds[one] for one in large),
+            flops=tuple(graph.flops[one] for one in large),
+            predecessors=tuple(
+                tuple(number[read] for read in graph.predecessors[one] if read in number)
+                for one in large
+            ),
+            needs=tuple(map(needs, groups)),
+            cotangent_bytes=tuple(graph.cotangent_bytes[one] for one in large),
+            internal_bytes=tuple(graph.internal_bytes[one] for one in large),
+            workspace_bytes=tuple(map(workspace_bytes, groups)),
+            forward_workspace_bytes=tuple(graph.forward_workspace_bytes[one] for one in large),
+            in_place=tuple(graph.in_place[one] for one in large),
+            pinned=tuple(graph.pinned[one] for one in large),
+        ),
+        whole=graph,
+        groups=tuple(groups),
+        always_kept=small,
+    )
+
+
+def _small(graph: Graph, most_bytes: float) -> frozenset[int]:
+    """The vertices to merge: the smallest, never all, none of which a region may have to avoid."""
+    sizes = np.maximum(graph.bytes, graph.cotangent_bytes)
+    order = np.argsort(sizes, kind="stable")[:-1]
+    few = order[np.cumsum(sizes[order]) <= most_bytes].tolist()
+    return frozenset(one for one in few if not graph.pinned[one] and not graph.internal_bytes[one])
