@@ -157,9 +157,9 @@ def _what_matters(program: Program, equation: Equation, positions: tuple[int, ..
     )
     if primitive in _LINEAR:
         return primitive, _dtypes(equation), _without_extents(types), positions
-    shapes = {kind.shape for kind in types if isinstance(kind, ArrayType)}
-    if primitive in _ELEMENTWISE and len(shapes) == 1:
-        return primitive, equation.parameters, _dtypes(equation), _without_extents(types), positions
+    if primitive in _ELEMENTWISE:
+        dtypes, plain = _dtypes(equation), _without_extents(types)
+        return primitive, equation.parameters, dtypes, plain, _repeated(types), positions
     # Functions among the parameters are named in the text only: like names do not make like
     # functions, so such equations stand for themselves.
     itself = id(equation.jax_equation) if _has_functions(equation) else None
@@ -172,6 +172,14 @@ def _dtypes(equation: Equation) -> tuple[str, ...]:
 
 def _without_extents(types: tuple[ArrayType | str, ...]) -> tuple[str, ...]:
     return tuple(kind.dtype if isinstance(kind, ArrayType) else kind for kind in types)
+
+
+def _repeated(types: tuple[ArrayType | str, ...]) -> tuple[tuple[bool, ...], ...]:
+    """Of each dimension of arrays of unlike shapes whether it is repeated for the others'."""
+    shapes = [kind.shape for kind in types if isinstance(kind, ArrayType)]
+    if len(set(shapes)) == 1:
+        return ()
+    return tuple(tuple(extent == 1 for extent in shape) for shape in shapes)
 
 
 def _has_functions(equation: Equation) -> bool:

@@ -297,6 +297,25 @@ def test_extents_do_not_matter_to_elementwise_derivatives(name: str) -> None:
     assert others == [small] * len(others)
 
 
+@pytest.mark.parametrize("fn", [jnp.add, jnp.subtract, jnp.multiply, jnp.divide, jnp.maximum])
+@pytest.mark.parametrize("argnums", [(0,), (1,), (0, 1)])
+def test_extents_do_not_matter_where_an_operand_is_repeated(
+    fn: Callable[..., Any], argnums: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(x: Any, bias: Any, rest: Any) -> Any:
+        # Twice the same, but for the extents; the other way round it is another equation.
+        parts = [fn(one, other).sum() for one, other in zip(x, bias, strict=True)]
+        return sum(parts) + fn(bias[0], x[0]).sum() + rest
+
+    shapes = [(2, 3), (4, 5), (7, 2)]
+    x = [jnp.ones(shape) for shape in shapes]
+    bias = [jnp.ones((1, shape[1])) for shape in shapes]
+    program = tracing.trace(loss, x, bias, 0.0, signature=Signature(argnums=argnums))
+    shared = linearize(program)
+    monkeypatch.setattr(linearization, "_ELEMENTWISE", frozenset())
+    assert linearize(program) == shared
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_sharing_changes_no_derivative(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = EXAMPLES[name]()

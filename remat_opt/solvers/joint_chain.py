@@ -50,7 +50,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_opt.graph import Graph
-from remat_opt.graph_arrays import arrays_of
 from remat_opt.schedule import Region, Schedule, merged, plain
 from remat_opt.simulator import demand, evaluate
 from remat_opt.solvers.base import thinned
@@ -59,12 +58,11 @@ from remat_opt.solvers.lifetimes import (
     crossing_bytes,
     lifetimes,
     positions,
+    weights,
 )
 
 #: Positions at which regions may be cut.
 MOST_POSITIONS = 56
-#: They lie densest where values are largest: to this power, their bytes say how dense.
-_WEIGHT_POWER = 0.7
 #: Slots of a table, how much less memory each table has than the one before, and at how many of the
 #: positions nested regions may be cut: they are for where memory is short.
 SLOTS = 256
@@ -116,10 +114,8 @@ class _Regions:
         whole = frozenset(range(len(graph)))
         self.end_use = lifetimes(graph, self._again(frozenset()))[2]
         crossing = crossing_bytes(graph, self.end_use)
-        # There is more to choose where values are large.
-        weights = np.maximum(arrays_of(graph).bytes, 1) ** _WEIGHT_POWER
-        self.positions = positions(crossing, weights, MOST_POSITIONS)
-        between = np.add.reduceat(weights, self.positions[:-1])
+        self.positions = positions(crossing, weights(graph), MOST_POSITIONS)
+        between = np.add.reduceat(weights(graph), self.positions[:-1])
         self.nested = [
             positions(crossing[self.positions], between, most).tolist() for most in MOST_NESTED
         ]

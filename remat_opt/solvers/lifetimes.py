@@ -11,6 +11,9 @@ import numpy as np
 from remat_opt.graph import Graph
 from remat_opt.graph_arrays import arrays_of
 
+#: A vertex weighs its bytes to this power.
+_WEIGHT_POWER = 0.7
+
 
 def lifetimes(graph: Graph, again: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """When each value is read backward.
@@ -99,6 +102,15 @@ def crossing_bytes(graph: Graph, end_use: np.ndarray, kept: np.ndarray | None = 
     np.add.at(crossing, vertices + 1, sizes)
     np.subtract.at(crossing, end_use[vertices] + 1, sizes)
     return np.cumsum(crossing)[: count + 1]
+
+
+def weights(graph: Graph) -> np.ndarray:
+    """What each vertex weighs among ``positions``: there is more to choose where values are large.
+
+    Between an even spread over the vertices and one over the bytes, nearer to the latter.
+    """
+    found: np.ndarray = np.maximum(arrays_of(graph).bytes, 1) ** _WEIGHT_POWER
+    return found
 
 
 def positions(crossing: np.ndarray, weights: np.ndarray, most: int) -> np.ndarray:

@@ -105,7 +105,7 @@ def front(
     Returns:
       Schedules of what the graph stands for. By ascending peak, what no other beats in both memory
       and recomputation; of equals the one with the fewest regions. Of a large graph those that are
-      hardly apart are left out. Then those of the given that are passed over and not beaten.
+      hardly apart are left out. Then those of the given that are passed over.
     """
     graph = seen.graph
     known = ChainFigures(priced(graph, measure))
@@ -144,13 +144,6 @@ def front(
     if not small:
         best = _apart(pool.figures, best, _SAME_SECONDS * graph.forward_seconds)
     chains, figures = pool.chains[best], pool.figures[best]
-    unbeaten = [
-        one.schedule
-        for one in judged(known.graph, passed_over)
-        if not np.any(
-            (figures.peak_bytes <= one.peak_bytes) & (figures.seconds <= one.overhead_seconds)
-        )
-    ]
     if not seen.is_whole:
         known, before = ChainFigures(seen.whole), {}
         chains = known.settled(spread(chains, seen))
@@ -160,7 +153,7 @@ def front(
         for place, number in enumerate(best)
     ]
     return known.candidates(seen.whole, found, chains, figures) + judged(
-        seen.whole, map(seen.spread, unbeaten)
+        seen.whole, map(seen.spread, passed_over)
     )
 
 

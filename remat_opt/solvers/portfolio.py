@@ -74,8 +74,9 @@ _FLOW_WORK, _CHAIN_WORK, _JOINT_WORK, _PAPERS_WORK = 50_000, 50_000, 100_000, 25
 _FEWEST = 12
 #: Most kept sets that get chains of their own: half as many again find what is 0.1 % smaller.
 _MOST_SETS = 16
-#: Kept sets for the joint search, and the ratio of bytes between the largest and the smallest.
-_JOINT_SETS = 12
+#: Kept sets for the joint search, how many of its schedules are improved on at most, and the ratio
+#: of bytes between the largest and the smallest kept set.
+_JOINT_SETS, _MOST_JOINT = 12, 200
 _RATIO = 64
 #: Into how many parts the dynamic program for chains divides memory, and the entries of its table
 #: times the choices at each; of long chains it divides memory more coarsely.
@@ -114,7 +115,8 @@ def _starts(graph: Graph) -> list[Schedule]:
     peak_bytes = evaluate(graph, unchanged).peak_bytes
     hull = min_cut.breakpoints(graph, most_cuts=min(96, _affordable(graph, _FLOW_WORK)))
     found = [unchanged]
-    found += joint_chain.schedules(graph, _spread(hull), most=_affordable(graph, _JOINT_WORK))
+    most = min(_MOST_JOINT, _affordable(graph, _JOINT_WORK))
+    found += joint_chain.schedules(graph, _spread(hull), most=most)
     found += _one_kept_set_each(graph, hull, peak_bytes)
     return found
 

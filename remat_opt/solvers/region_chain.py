@@ -51,6 +51,7 @@ from remat_opt.solvers.lifetimes import (
     lifetimes,
     positions,
     sums_from,
+    weights,
 )
 from remat_opt.spans import read_from_memory
 
@@ -80,7 +81,7 @@ class Segments:
     free_bytes: np.ndarray
 
 
-def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) -> Segments:
+def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 64) -> Segments:
     """Computes workspace and exports of every segment between candidate boundaries."""
     count = len(graph)
     arrays = arrays_of(graph)
@@ -101,7 +102,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 160) ->
     fixed = cotangents + np.cumsum(kept_alive)[:count]
 
     crossing = crossing_bytes(graph, end_use, is_kept)
-    edges = positions(crossing, np.ones(count), most_positions)
+    edges = positions(crossing, weights(graph), most_positions)
     # The last position is the end of the program: no segment starts there.
     starts = edges[:-1]
     row = np.searchsorted(edges, np.arange(count), side="right") - 1
@@ -324,7 +325,7 @@ def relaxed_chains(
     return found
 
 
-def least_bounds(figures: Sequence[Segments], *, rounds: int = 6, trials: int = 4) -> list[float]:
+def least_bounds(figures: Sequence[Segments], *, rounds: int = 5, trials: int = 4) -> list[float]:
     """For each kept set the least peak bound for which there is a chain.
 
     It is found to ``trials ** -rounds`` of the bound of the unchanged function.

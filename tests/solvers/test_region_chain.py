@@ -20,7 +20,7 @@ from remat_opt.solvers.region_chain import Segments, schedule_of, segments
 from tests.graphs import all_boundaries, chain_edges, graphs, kept_sets, network, sampled
 
 #: What bisection leaves, as a share of where it starts (three rounds of sixteen trials).
-RESOLUTION = 16**-3
+RESOLUTION = 4**-5
 
 
 @st.composite
