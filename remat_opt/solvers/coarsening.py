@@ -5,8 +5,8 @@ together take less than a thousandth of the memory. What becomes of them hardly 
 search spends as much time on each as on a large one, and loses itself among them.
 
 Method. What takes little memory is merged into the next vertex that takes more, and every
-checkpoint keeps it: it costs nearly nothing to hold, and never runs again. The smallest values are
-taken first, as many as together come to the share that is given up.
+checkpoint keeps it: it costs nearly nothing to hold, and never runs again. The smallest sizes are
+taken first, as many as together come to the memory that is given up.
 
 Why not a ready-made tool: multilevel methods for graphs contract edges by weight; what is merged
 here is told by its size, and the merged figures are those of this problem.
@@ -135,8 +135,11 @@ def without_small(graph: Graph, most_bytes: float) -> Coarse:
 
 
 def _small(graph: Graph, most_bytes: float) -> frozenset[int]:
-    """The vertices to merge: the smallest, never all, none of which a region may have to avoid."""
+    """The vertices to merge: small ones, and none that a region may have to avoid."""
     sizes = np.maximum(graph.bytes, graph.cotangent_bytes)
-    order = np.argsort(sizes, kind="stable")[:-1]
-    few = order[np.cumsum(sizes[order]) <= most_bytes].tolist()
+    ascending = np.sort(sizes)
+    together = np.cumsum(ascending)
+    # Of values of one size all are merged or none: they are the same in like layers.
+    sums = together[np.searchsorted(ascending, sizes, side="right") - 1]
+    few = np.flatnonzero((sums <= most_bytes) & (sizes < ascending[-1])).tolist()
     return frozenset(one for one in few if not graph.pinned[one] and not graph.internal_bytes[one])

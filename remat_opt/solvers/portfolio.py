@@ -52,7 +52,7 @@ from remat_opt.solvers.base import (
 )
 
 #: Values that together take less than this share of the plain peak are always kept.
-_SMALL_SHARE = 1e-3
+_SMALL_SHARE = 2e-3
 #: With a larger share of the vertices left, leaving out the small ones is not worth the while.
 _WORTH_SHARE = 0.9
 #: Hull neighbours further apart than this share of the plain peak get mixtures between them.

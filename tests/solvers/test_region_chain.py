@@ -19,7 +19,7 @@ from remat_opt.solvers import region_chain
 from remat_opt.solvers.region_chain import Segments, schedule_of, segments
 from tests.graphs import all_boundaries, chain_edges, graphs, kept_sets, network, sampled
 
-#: What bisection leaves, as a share of where it starts (three rounds of sixteen trials).
+#: What bisection leaves, as a share of where it starts (five rounds of four trials).
 RESOLUTION = 4**-5
 
 
