@@ -66,7 +66,7 @@ POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveab
 LEAST_GAIN = 0.05
 #: The least saving in recomputation that counts, as a share of a forward pass.
 LEAST_FLOPS_SHARE = 0.001
-#: By how much of a forward pass the limit is lowered at least, where a plan exceeds it.
+#: By how much of a forward pass the limit is below a plan that exceeds it.
 _SHARE_STEP = 1e-6
 
 
@@ -217,12 +217,11 @@ class _Plans:
             objective = objective_of(max_overhead=share, overhead="flops")
             chosen = planning.solve(self._problem, objective)
             plan = planning.describe(self._problem, self._problem.program, chosen, objective)
-            excess = self._of.recomputed_flops(self._of.planned(plan)) - most
-            if excess <= 0 or share == 0.0:
+            if share == 0.0 or self._of.recomputed_flops(self._of.planned(plan)) <= most:
                 return objective
-            # The plan itself is left out, however small the excess.
+            # The next one that recomputes less.
             allowed = min(share, chosen.recomputed_flops / self._of.forward_flops)
-            share = max(0.0, allowed - max(excess / self._of.forward_flops, _SHARE_STEP))
+            share = max(0.0, allowed - _SHARE_STEP)
 
     def rows(self, label: str, objective: Objective) -> list[dict[str, Any]]:
         """A row for each plan that is compiled for an objective and was not before.
