@@ -30,7 +30,8 @@ Complexity: a fixed number of chains is judged, ``EVALUATIONS`` in each search o
 ``WORK`` vertices of chains for a large one; O(n + e) each for n vertices and e edges.
 
 Guarantee: for each given schedule there is one given back that is no worse, on large graphs by more
-than it takes to tell two apart (``_SAME_PEAK``, ``_SAME_SECONDS``). On small ones it is nearly
+than it takes to tell two apart (``_SAME_PEAK``, ``_SAME_SECONDS``), as the graph that is searched
+counts. On small ones it is nearly
 always the best of all, see ``benchmarks.optimality_gap``. Deterministic; it ends at a
 counted step.
 
