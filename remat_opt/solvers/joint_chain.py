@@ -114,8 +114,9 @@ class _Regions:
         whole = frozenset(range(len(graph)))
         self.end_use = lifetimes(graph, self._again(frozenset()))[2]
         crossing = crossing_bytes(graph, self.end_use)
-        self.positions = positions(crossing, weights(graph), MOST_POSITIONS)
-        between = np.add.reduceat(weights(graph), self.positions[:-1])
+        weight = weights(graph)
+        self.positions = positions(crossing, weight, MOST_POSITIONS)
+        between = np.add.reduceat(weight, self.positions[:-1])
         self.nested = [
             positions(crossing[self.positions], between, most).tolist() for most in MOST_NESTED
         ]
