@@ -82,6 +82,7 @@ class Materialization:
       handed_in_bytes: for vertices whose cotangent is no array, as products compute it when they
         read it, what it takes where it has to be handed in to a checkpoint. Searches do not see it.
       maxima: the vertices that are to be kept under every checkpoint (``softmax``).
+      row_sums: those that none is to keep (``softmax``).
       copied_products: for each vertex how many products it computes whose arrays a TPU copies to
         its vector memory and back (``tpu_fusion``).
       held: what the compiler holds beside the graph.
@@ -101,6 +102,7 @@ class Materialization:
     widened_bytes: dict[int, int]
     handed_in_bytes: dict[int, int]
     maxima: tuple[int, ...]
+    row_sums: tuple[int, ...]
     copied_products: tuple[int, ...]
     held: tuple[Held, ...]
     transposed: tuple[tuple[int, int], ...]
@@ -164,8 +166,9 @@ class Materialization:
         ]
 
     def keeping_maxima(self, schedule: Schedule) -> Schedule:
-        """The schedule with the ``maxima`` kept by name under every checkpoint."""
-        return Schedule(regions=_keeping(schedule.regions, frozenset(self.maxima)))
+        """The schedule with the ``maxima`` kept under every checkpoint, and no ``row_sums``."""
+        always, never = frozenset(self.maxima), frozenset(self.row_sums)
+        return Schedule(regions=_keeping(schedule.regions, always, never))
 
     def sums_bytes(self, schedule: Schedule) -> np.ndarray:
         """What sums of weights' gradients take in each vertex's backward step."""
@@ -252,13 +255,15 @@ def _kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
             yield from _kept_by_name(region.inside)
 
 
-def _keeping(regions: Sequence[Region], always: Set[int]) -> tuple[Region, ...]:
-    """The regions with these vertices kept wherever there is a checkpoint."""
+def _keeping(
+    regions: Sequence[Region], always: Set[int], never: Set[int]
+) -> tuple[Region, ...]:
+    """The regions with some vertices kept wherever there is a checkpoint, and some at none."""
     return tuple(
         dataclasses.replace(
             region,
-            kept=tuple(sorted({*region.kept, *(always & set(region.vertices))})),
-            inside=_keeping(region.inside, always),
+            kept=tuple(sorted({*region.kept, *(always & set(region.vertices))} - never)),
+            inside=_keeping(region.inside, always, never),
         )
         if region.checkpointed
         else region
@@ -295,6 +300,11 @@ def materialize(program: Program, linearization: Linearization, device: Device) 
         return found
     as_it_is = _Builder(program, linearization, device, unchanged=True).build()
     return dataclasses.replace(found, unchanged=as_it_is)
+
+
+def _vertices_of(vertex_of: Mapping[int, int], values: Iterable[int]) -> tuple[int, ...]:
+    """The vertices that hold those of some values that are arrays."""
+    return tuple(sorted({vertex_of[value] for value in values if value in vertex_of}))
 
 
 def computes_nothing(program: Program) -> bool:
@@ -702,9 +712,8 @@ class _Builder:
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
             named_bytes=named_bytes,
             widened_bytes=dict(self._widened(roots, vertex_of)),
-            maxima=tuple(
-                sorted({vertex_of[one.maxima] for one in self.softmaxes if one.maxima in vertex_of})
-            ),
+            maxima=_vertices_of(vertex_of, (one.maxima for one in self.softmaxes)),
+            row_sums=_vertices_of(vertex_of, (one.sums for one in self.softmaxes)),
             copied_products=tuple(copied_products),
             handed_in_bytes={vertex: self._operand_bytes(roots[vertex]) for vertex in computed},
             held=tuple(

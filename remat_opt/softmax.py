@@ -10,6 +10,10 @@ Where the maxima of the rows are arrays of their own, there is one array, of sco
 what reads the others computes them. So plans keep the maxima under every checkpoint, and
 ``transform`` stores them everywhere else. A GPT of three layers then takes 2,217 MiB on v5e instead
 of 2,632, and 904 instead of 1,144 with every layer under a checkpoint; the maxima are 1 MiB.
+
+The sums of the rows are taken as the scores are read, so plans do not keep them: written while the
+scores are there they may end up above them, and hold apart what is free around them for as long as
+they are kept. Twelve layers take 1,561 MiB with their sums kept under checkpoints and 1,223 without.
 """
 
 from __future__ import annotations
@@ -36,11 +40,13 @@ class Softmax:
 
     Attributes:
       maxima: the largest score of each row.
+      sums: of each row's exponentials.
       exponentials: the value that is summed and divided.
       weights: what comes of it, which the product reads.
     """
 
     maxima: int
+    sums: int
     exponentials: int
     weights: int
 
@@ -64,13 +70,13 @@ def rounded(program: Program, platform: Platform) -> Iterator[Softmax]:
         if maxima is None:
             continue
         (exponentials,) = equation.outputs
-        summed = any(
-            program.equations[index].operation.primitive == "reduce_sum"
-            for index in readers.get(exponentials, ())
-        )
-        if summed:
+        reading = (program.equations[index] for index in readers.get(exponentials, ()))
+        sums = [one.outputs[0] for one in reading if one.operation.primitive == "reduce_sum"]
+        if sums:
             for weights in _narrower(program, exponentials, readers):
-                yield Softmax(maxima=maxima, exponentials=exponentials, weights=weights)
+                yield Softmax(
+                    maxima=maxima, sums=sums[0], exponentials=exponentials, weights=weights
+                )
 
 
 def _maxima(program: Program, equation: Equation, maker: Mapping[int, int]) -> int | None:

@@ -56,7 +56,11 @@ def test_the_exponentials_and_what_the_product_reads_are_found(mask: bool) -> No
     program = traced(loss, W, X, mask=mask)
     (found,) = softmax.rounded(program, "tpu")
     maker = program.makers()
-    for value, primitive in ((found.maxima, "reduce_max"), (found.exponentials, "exp")):
+    for value, primitive in (
+        (found.maxima, "reduce_max"),
+        (found.sums, "reduce_sum"),
+        (found.exponentials, "exp"),
+    ):
         assert program.equations[maker[value]].operation.primitive == primitive
     assert program.types[found.maxima].shape == SQUARE[:-1]
     kinds = [program.types[value] for value in (found.exponentials, found.weights)]
@@ -110,11 +114,15 @@ def test_a_tpu_stores_the_scores_of_a_plan_and_the_gradient_of_the_weights() -> 
     assert len(as_it_is) == len(found.graph) + 1
 
 
-def test_maxima_are_kept_under_every_checkpoint() -> None:
+def test_maxima_are_kept_under_every_checkpoint_and_sums_under_none() -> None:
     found = graph(loss, W, X, device="v5e")
-    (maxima,) = found.maxima
+    (maxima,), (sums,) = found.maxima, found.row_sums
+    assert found.labels[sums].startswith("reduce_sum")
     everything = tuple(range(len(found.graph)))
-    inside = Region(vertices=everything[: maxima + 1]), Region(vertices=everything[maxima + 1 :])
+    inside = (
+        Region(vertices=everything[: maxima + 1]),
+        Region(vertices=everything[maxima + 1 :], kept=(sums,)),
+    )
     nested = Schedule(regions=(Region(vertices=everything, inside=inside),))
     (outer,) = found.keeping_maxima(nested).regions
     assert outer.kept == (maxima,)
@@ -123,7 +131,7 @@ def test_maxima_are_kept_under_every_checkpoint() -> None:
     assert found.keeping_maxima(uncut) == uncut
 
 
-def test_every_plan_for_a_tpu_keeps_the_maxima() -> None:
+def test_every_plan_for_a_tpu_keeps_the_maxima_and_no_sums() -> None:
     def layers(w, x):
         for _ in range(3):
             x = x + jnp.tanh(attention(w, x))
@@ -139,6 +147,7 @@ def test_every_plan_for_a_tpu_keeps_the_maxima() -> None:
     ]
     assert any(maxima for maxima, _ in under)
     assert all(maxima <= kept for maxima, kept in under)
+    assert all(kept.isdisjoint(of.materialization.row_sums) for _, kept in under)
 
 
 def test_for_nvidia_the_scores_stay_and_the_exponentials_are_no_array() -> None:
