@@ -31,6 +31,8 @@ _ELEMENTWISE = frozenset(
     "abs add convert_element_type cos div exp integer_pow log logistic max min mul neg pow rsqrt "
     "select_n sin sqrt square sub tanh".split()
 )
+#: Of these, what hands on the cotangent of its result whatever that is computed from.
+_HANDING_ON = frozenset("add convert_element_type neg sub".split())
 #: What is linear in each operand: its derivative reads the others, whatever the parameters.
 _LINEAR = frozenset(
     "broadcast_in_dim concatenate conv_general_dilated dot_general pad reduce_sum reshape slice "
@@ -331,6 +333,7 @@ def _without_zero_derivatives(
         index
         for index, derivative in enumerate(derivatives)
         if derivative.active_outputs
+        and items[index][0].operation.primitive not in _LINEAR | _HANDING_ON
         and not (derivative.inputs or derivative.outputs or derivative.internal_bytes)
     ]
     if not chosen:

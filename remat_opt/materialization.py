@@ -255,9 +255,7 @@ def _kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
             yield from _kept_by_name(region.inside)
 
 
-def _keeping(
-    regions: Sequence[Region], always: Set[int], never: Set[int]
-) -> tuple[Region, ...]:
+def _keeping(regions: Sequence[Region], always: Set[int], never: Set[int]) -> tuple[Region, ...]:
     """The regions with some vertices kept wherever there is a checkpoint, and some at none."""
     return tuple(
         dataclasses.replace(
@@ -294,11 +292,12 @@ def materialize(program: Program, linearization: Linearization, device: Device) 
       linearization: what its backward steps read.
       device: whose rates turn FLOPs and bytes into seconds.
     """
-    planned = _Builder(program, linearization, device)
+    flow = Dataflow(program, linearization)
+    planned = _Builder(flow, device)
     found = planned.build()
     if not (found.maxima or planned.crops):
         return found
-    as_it_is = _Builder(program, linearization, device, unchanged=True).build()
+    as_it_is = _Builder(flow, device, unchanged=True).build()
     return dataclasses.replace(found, unchanged=as_it_is)
 
 
@@ -313,18 +312,12 @@ def computes_nothing(program: Program) -> bool:
 
 
 class _Builder:
-    def __init__(
-        self,
-        program: Program,
-        linearization: Linearization,
-        device: Device,
-        *,
-        unchanged: bool = False,
-    ) -> None:
+    def __init__(self, flow: Dataflow, device: Device, *, unchanged: bool = False) -> None:
+        program = flow.program
         self.program = program
-        self.linearization = linearization
+        self.linearization = flow.linearization
         self.device = device
-        self.flow = Dataflow(program, linearization)
+        self.flow = flow
         self.outputs = {self.flow.source[value] for value in program.output_values}
         self.rounded: dict[int, int] = {}
         self.completed: dict[int, int] = {}

@@ -13,7 +13,7 @@ of 2,632, and 904 instead of 1,144 with every layer under a checkpoint; the maxi
 
 The sums of the rows are taken as the scores are read, so plans do not keep them: written while the
 scores are there they may end up above them, and hold apart what is free around them for as long as
-they are kept. Twelve layers take 1,561 MiB with their sums kept under checkpoints and 1,223 without.
+they are kept. Twelve layers take 1,561 MiB with sums kept under checkpoints, 1,223 without.
 """
 
 from __future__ import annotations

@@ -589,11 +589,13 @@ def chains_of(graph: Graph, schedules: Sequence[Schedule]) -> Chains:
 
 def _fits(regions: Sequence[Region], level: int, first: int) -> bool:
     for region in regions:
-        if region.vertices != tuple(range(first, first + len(region.vertices))):
+        # They are ascending.
+        stop = first + len(region.vertices)
+        if (region.vertices[0], region.vertices[-1]) != (first, stop - 1):
             return False
         if region.inside and (level + 1 == LEVELS or not _fits(region.inside, level + 1, first)):
             return False
-        first += len(region.vertices)
+        first = stop
     return True
 
 

@@ -245,6 +245,7 @@ class _Table:
         ]
         self._again = self._fill_again()
         self._rest, self._rest_choice = self._fill_rest()
+        self._nests: dict[tuple[int, int, float], tuple[int, Region]] = {}
 
     def _leave_out_worse(self) -> None:
         """Lets no region have a fate beside which another is as good in everything."""
@@ -389,9 +390,15 @@ class _Table:
         return regions
 
     def _nest(self, first: int, last: int, level: int) -> Region:
-        inside = tuple(merged(self._inside(first, last, level)))
-        outer = self._of.region(_NOTHING, int(self._nested[first]), int(self._nested[last]))
-        return dataclasses.replace(outer, inside=inside if len(inside) > 1 else ())
+        """A nested region; with more slots, but for the same cost, it is the same."""
+        key = first, last, float(self._again[first, last, level])
+        known = self._nests.get(key)
+        if known is None or known[0] > level:
+            inside = tuple(merged(self._inside(first, last, level)))
+            outer = self._of.region(_NOTHING, int(self._nested[first]), int(self._nested[last]))
+            outer = dataclasses.replace(outer, inside=inside if len(inside) > 1 else ())
+            known = self._nests[key] = level, outer
+        return known[1]
 
     def _inside(self, first: int, last: int, level: int) -> list[Region]:
         regions: list[Region] = []

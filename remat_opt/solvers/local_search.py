@@ -69,7 +69,7 @@ from remat_opt.solvers.coarsening import Coarse
 SMALL = 12
 #: Chains to be judged for a small graph; for a large one times its vertices, and at most.
 EVALUATIONS = 40_000
-WORK, MOST = 600_000, 1_200
+WORK, MOST = 600_000, 600
 #: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
 #: rounds follow one another, and of a large one, where as many as possible have their turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1

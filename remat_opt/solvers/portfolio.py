@@ -76,7 +76,7 @@ _FEWEST = 12
 _MOST_SETS = 24
 #: Kept sets for the joint search, how many of its schedules are improved on at most, and the ratio
 #: of bytes between the largest and the smallest kept set.
-_JOINT_SETS, _MOST_JOINT = 12, 400
+_JOINT_SETS, _MOST_JOINT = 12, 300
 _RATIO = 64
 #: Into how many parts the dynamic program for chains divides memory, and the entries of its table
 #: times the choices at each; of long chains it divides memory more coarsely.
