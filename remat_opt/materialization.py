@@ -555,6 +555,7 @@ class _Builder:
             ).split()
         }
         active_values: list[list[int]] = []
+        differentiated = frozenset(program.differentiated)
         summed_beside: set[int] = set()
         named_bytes: dict[int, int] = {}
         multiplies: set[int] = set()
@@ -600,7 +601,7 @@ class _Builder:
                             internal_bytes += self._bytes(value)
                         else:
                             needs.update(holders(value))
-            if self.device.sums_beside and not read_values.isdisjoint(program.differentiated):
+            if self.device.sums_beside and not read_values.isdisjoint(differentiated):
                 summed_beside.add(vertex)
             needs = {needed for needed in needs if needed <= vertex}
             if internal_bytes:
