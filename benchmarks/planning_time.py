@@ -136,13 +136,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=(), choices=[*NETWORKS, *DEEP])
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
-    process = multiprocessing.get_context("spawn")
-    for name in [*NETWORKS, *DEEP]:
-        if options.only and name not in options.only:
-            continue
-        with ProcessPoolExecutor(max_workers=1, mp_context=process) as pool:
-            found = pool.submit(row_of, name, options.device, compiles=options.compile)
-            row = found.result()
+    fresh = multiprocessing.get_context("spawn")
+    for name in (name for name in (*NETWORKS, *DEEP) if name in options.only or not options.only):
+        with ProcessPoolExecutor(max_workers=1, mp_context=fresh) as pool:
+            row = pool.submit(row_of, name, options.device, compiles=options.compile).result()
         if options.json:
             print(json.dumps(row | _made_by(options.device)), flush=True)
         else:

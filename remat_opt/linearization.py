@@ -329,11 +329,12 @@ def _without_zero_derivatives(
     Only equations without residuals can have such outputs alone; their pullbacks are traced,
     and an output whose cotangent reaches no input is not active.
     """
+    surely_pass = _LINEAR | _HANDING_ON
     chosen = [
         index
         for index, derivative in enumerate(derivatives)
         if derivative.active_outputs
-        and items[index][0].operation.primitive not in _LINEAR | _HANDING_ON
+        and items[index][0].operation.primitive not in surely_pass
         and not (derivative.inputs or derivative.outputs or derivative.internal_bytes)
     ]
     if not chosen:

@@ -31,9 +31,8 @@ Complexity: a fixed number of chains is judged, ``EVALUATIONS`` in each search o
 
 Guarantee: for each given schedule there is one given back that is no worse, on large graphs by more
 than it takes to tell two apart (``_SAME_PEAK``, ``_SAME_SECONDS``), as the graph that is searched
-counts. On small ones it is nearly
-always the best of all, see ``benchmarks.optimality_gap``. Deterministic; it ends at a
-counted step.
+counts. On small ones it is nearly always the best of all, see ``benchmarks.optimality_gap``.
+Deterministic; it ends at a counted step.
 
 Left out: what ``chain_figures`` leaves out: such schedules are passed over, and given back.
 
