@@ -81,8 +81,7 @@ class Materialization:
         checkpoint that keeps them by name. Searches do not see it.
       handed_in_bytes: for vertices whose cotangent is no array, as products compute it when they
         read it, what it takes where it has to be handed in to a checkpoint. Searches do not see it.
-      maxima: the vertices that are to be kept under every checkpoint (``softmax``).
-      row_sums: those that none is to keep (``softmax``).
+      row_statistics: the vertices that no checkpoint is to keep (``softmax``).
       copied_products: for each vertex how many products it computes whose arrays a TPU copies to
         its vector memory and back (``tpu_fusion``).
       held: what the compiler holds beside the graph.
@@ -101,8 +100,7 @@ class Materialization:
     named_bytes: dict[int, int]
     widened_bytes: dict[int, int]
     handed_in_bytes: dict[int, int]
-    maxima: tuple[int, ...]
-    row_sums: tuple[int, ...]
+    row_statistics: tuple[int, ...]
     copied_products: tuple[int, ...]
     held: tuple[Held, ...]
     transposed: tuple[tuple[int, int], ...]
@@ -165,10 +163,9 @@ class Materialization:
             if any(not checkpoints[vertex] <= checkpoints[reader] for reader in readers[vertex])
         ]
 
-    def keeping_maxima(self, schedule: Schedule) -> Schedule:
-        """The schedule with the ``maxima`` kept under every checkpoint, and no ``row_sums``."""
-        always, never = frozenset(self.maxima), frozenset(self.row_sums)
-        return Schedule(regions=_keeping(schedule.regions, always, never))
+    def without_row_statistics(self, schedule: Schedule) -> Schedule:
+        """The schedule with no ``row_statistics`` kept by name."""
+        return Schedule(regions=_without(schedule.regions, frozenset(self.row_statistics)))
 
     def sums_bytes(self, schedule: Schedule) -> np.ndarray:
         """What sums of weights' gradients take in each vertex's backward step."""
@@ -255,16 +252,14 @@ def _kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
             yield from _kept_by_name(region.inside)
 
 
-def _keeping(regions: Sequence[Region], always: Set[int], never: Set[int]) -> tuple[Region, ...]:
-    """The regions with some vertices kept wherever there is a checkpoint, and some at none."""
+def _without(regions: Sequence[Region], never: Set[int]) -> tuple[Region, ...]:
+    """The regions with some vertices kept at no checkpoint."""
     return tuple(
         dataclasses.replace(
             region,
-            kept=tuple(sorted({*region.kept, *(always & set(region.vertices))} - never)),
-            inside=_keeping(region.inside, always, never),
+            kept=tuple(vertex for vertex in region.kept if vertex not in never),
+            inside=_without(region.inside, never),
         )
-        if region.checkpointed
-        else region
         for region in regions
     )
 
@@ -295,7 +290,7 @@ def materialize(program: Program, linearization: Linearization, device: Device) 
     flow = Dataflow(program, linearization)
     planned = _Builder(flow, device)
     found = planned.build()
-    if not (found.maxima or planned.crops):
+    if not (planned.softmaxes or planned.crops):
         return found
     as_it_is = _Builder(flow, device, unchanged=True).build()
     return dataclasses.replace(found, unchanged=as_it_is)
@@ -706,8 +701,9 @@ class _Builder:
             estimated_flops_share=estimated / graph.forward_flops if graph.forward_flops else 0.0,
             named_bytes=named_bytes,
             widened_bytes=dict(self._widened(roots, vertex_of)),
-            maxima=_vertices_of(vertex_of, (one.maxima for one in self.softmaxes)),
-            row_sums=_vertices_of(vertex_of, (one.sums for one in self.softmaxes)),
+            row_statistics=_vertices_of(
+                vertex_of, (value for one in self.softmaxes for value in (one.maxima, one.sums))
+            ),
             copied_products=tuple(copied_products),
             handed_in_bytes={vertex: self._operand_bytes(roots[vertex]) for vertex in computed},
             held=tuple(

@@ -201,9 +201,9 @@ def _as_compiled(
             if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
                 spaced.append(one)
         front = spaced
-    if materialization.maxima:
+    if materialization.row_statistics:
         front = [
-            judge(materialization.graph, materialization.keeping_maxima(one.schedule))
+            judge(materialization.graph, materialization.without_row_statistics(one.schedule))
             for one in front
         ]
     if device.heap_has_holes or materialization.depends_on_schedule:

@@ -14,12 +14,14 @@ from remat_opt.schedule import Schedule
 from remat_opt.spans import Spans, spans
 from tests.graphs import scheduled_graphs
 
+MIB = 2**20
 
-def arrays(*lives: tuple[int, int, int]) -> Spans:
-    """Spans from (first step, last step, bytes)."""
+
+def arrays(*lives: tuple[int, int, int], unit: int = 1) -> Spans:
+    """Spans from (first step, last step, bytes in units)."""
     first, last, sizes = np.array(lives, dtype=np.int64).T
     none = np.zeros(0, dtype=np.int64)
-    return Spans(first=first, last=last, bytes=sizes, again=none, from_memory=())
+    return Spans(first=first, last=last, bytes=sizes * unit, again=none, from_memory=())
 
 
 def test_arrays_that_never_meet_share_their_place() -> None:
@@ -39,15 +41,25 @@ def test_an_array_takes_the_tightest_hole() -> None:
 
 def test_an_array_that_outlives_its_neighbours_leaves_a_hole() -> None:
     # They are placed as they come: the 3 above the 4, where it stays, and then nothing of 5 fits.
-    found = arrays((0, 1, 4), (1, 5, 3), (2, 5, 5))
-    assert found.peak_bytes == 8
-    assert heap_bytes(found) == 12
+    # (Less than 17 MiB would be copied from vector memory.)
+    found = arrays((0, 1, 4), (1, 5, 3), (2, 5, 5), unit=17 * MIB)
+    assert found.peak_bytes == 8 * 17 * MIB
+    assert heap_bytes(found) == 12 * 17 * MIB
+
+
+def test_what_is_copied_from_vector_memory_takes_the_place_of_what_was_read_to_make_it() -> None:
+    # The 16 is made of the 512, which nothing reads any more: it is copied to where that was.
+    lives = (0, 9, 32), (1, 3, 512), (3, 9, 16), (4, 9, 520)
+    assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 16 + 520) * MIB
+    # A 17 comes straight from the step that makes it, above the 512, and nothing fits below.
+    lives = (0, 9, 32), (1, 3, 512), (3, 9, 17), (4, 9, 520)
+    assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 512 + 17 + 520) * MIB
 
 
 def test_of_arrays_that_come_together_the_largest_is_placed_first() -> None:
     # Else the 5 would lie above the 2, and the 6 above it.
-    found = arrays((0, 9, 2), (0, 1, 5), (2, 9, 6))
-    assert heap_bytes(found) == 5 + 2 + 6
+    found = arrays((0, 9, 2), (0, 1, 5), (2, 9, 6), unit=17 * MIB)
+    assert heap_bytes(found) == (5 + 2 + 6) * 17 * MIB
 
 
 def test_many_small_arrays_count_by_what_is_alive() -> None:
@@ -59,13 +71,12 @@ def test_many_small_arrays_count_by_what_is_alive() -> None:
 
 
 def test_what_is_small_and_soon_read_stays_in_vector_memory() -> None:
-    mib = 2**20
-    large = 0, 60, 2000 * mib
+    large = 0, 60, 2000 * MIB
     for last, mebibytes, counts in ((5, 48, False), (6, 48, True), (5, 49, True)):
-        found = heap_bytes(arrays(large, (1, last, mebibytes * mib)))
-        assert found == (2000 + mebibytes * counts) * mib
+        found = heap_bytes(arrays(large, (1, last, mebibytes * MIB)))
+        assert found == (2000 + mebibytes * counts) * MIB
     # Not where that would be much of the program.
-    assert heap_bytes(arrays((0, 60, 600 * mib), (1, 5, 48 * mib))) == 648 * mib
+    assert heap_bytes(arrays((0, 60, 600 * MIB), (1, 5, 48 * MIB))) == 648 * MIB
 
 
 @hypothesis.given(

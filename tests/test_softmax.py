@@ -105,8 +105,10 @@ def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None
 def test_a_tpu_stores_the_scores_of_a_plan_and_the_gradient_of_the_weights() -> None:
     found = graph(loss, W, X, device="v5e")
     (scores,) = (found.labels.index(text) for text in squares(found))
-    (maxima,) = found.maxima
-    assert found.labels[maxima].startswith("reduce_max")
+    assert [found.labels[vertex].split()[0] for vertex in found.row_statistics] == [
+        "reduce_max",
+        "reduce_sum",
+    ]
     assert 0 < found.graph.cotangent_bytes[scores] <= found.graph.bytes[scores]
     # The gradients of queries and keys are products that read the scores once more.
     assert scores in found.graph.needs[scores]
@@ -114,40 +116,39 @@ def test_a_tpu_stores_the_scores_of_a_plan_and_the_gradient_of_the_weights() -> 
     assert len(as_it_is) == len(found.graph) + 1
 
 
-def test_maxima_are_kept_under_every_checkpoint_and_sums_under_none() -> None:
+def test_row_statistics_are_kept_under_no_checkpoint() -> None:
     found = graph(loss, W, X, device="v5e")
-    (maxima,), (sums,) = found.maxima, found.row_sums
-    assert found.labels[sums].startswith("reduce_sum")
+    maxima, sums = found.row_statistics
     everything = tuple(range(len(found.graph)))
     inside = (
-        Region(vertices=everything[: maxima + 1]),
+        Region(vertices=everything[: maxima + 1], kept=(maxima - 1, maxima)),
         Region(vertices=everything[maxima + 1 :], kept=(sums,)),
     )
-    nested = Schedule(regions=(Region(vertices=everything, inside=inside),))
-    (outer,) = found.keeping_maxima(nested).regions
-    assert outer.kept == (maxima,)
-    assert [one.kept for one in outer.inside] == [(maxima,), ()]
+    nested = Schedule(regions=(Region(vertices=everything, kept=(maxima,), inside=inside),))
+    (outer,) = found.without_row_statistics(nested).regions
+    assert outer.kept == ()
+    assert [one.kept for one in outer.inside] == [(maxima - 1,), ()]
     uncut = plain(found.graph)
-    assert found.keeping_maxima(uncut) == uncut
+    assert found.without_row_statistics(uncut) == uncut
 
 
-def test_every_plan_for_a_tpu_keeps_the_maxima_and_no_sums() -> None:
+def test_no_plan_for_a_tpu_keeps_row_statistics_by_name() -> None:
     def layers(w, x):
         for _ in range(3):
             x = x + jnp.tanh(attention(w, x))
         return jnp.sum(x.astype(jnp.float32))
 
     of = planning.problem(tracing.trace(layers, W, X), get_device("v5e"))
-    assert len(of.materialization.maxima) == 3
+    statistics = set(of.materialization.row_statistics)
+    assert len(statistics) == 6
     under = [
-        (set(of.materialization.maxima).intersection(region.vertices), set(region.kept))
+        region
         for one in of.candidates
         for region in one.schedule.regions
-        if region.checkpointed
+        if region.checkpointed and not statistics.isdisjoint(region.vertices)
     ]
-    assert any(maxima for maxima, _ in under)
-    assert all(maxima <= kept for maxima, kept in under)
-    assert all(kept.isdisjoint(of.materialization.row_sums) for _, kept in under)
+    assert under
+    assert all(statistics.isdisjoint(region.kept) for region in under)
 
 
 def test_for_nvidia_the_scores_stay_and_the_exponentials_are_no_array() -> None:
