@@ -9,12 +9,17 @@ arrays of compiled programs this gives their heaps, to 0.1 MiB, once the signals
 (``tpu_fusion.copies_bytes``): a GPT as it is 9,800 MiB of 9,065 alive, one of its plans 2,776 of
 2,730, a plan of ViT-B/16 3,956 of 3,854.
 
-What is small and soon read never gets there: it stays in vector memory, of which a v5e has 128 MiB.
-Of the arrays of compiled programs those of up to 48 MiB did, if they lived short; none of 64 did.
-Those of up to 16 MiB that live on are written there too, and copied to the heap by the time the
-next step runs, when what only the step that made them still read is gone. (In a GPT these are the
-scores, of 512 MiB, and what attention makes of them comes to lie in their place. Placed above them,
-it made 11 of 14 plans up to a fifth larger than compiled.)
+What is small and soon read never gets there: it stays in vector memory, 128 MiB on a v5e. Of the
+arrays of compiled programs those of up to 48 MiB did, if they lived short; none of 64 did. In the
+backward pass, where a checkpoint's part has run again and its gradients are about to be taken, that
+memory is full: of the last twelve values of a part of ResNet-152, 24.5 MiB each, seven were on the
+heap. So what is written from there on stays as far as there is room, first that during whose life
+the fewest bytes are written. Of what the forward pass writes last less stays than would fit.
+
+Arrays of up to 16 MiB that do not stay are written there too, and copied to the heap by the time
+the next step runs, when what only the step that made them still read is gone. (In a GPT these are
+the scores, of 512 MiB, and what attention makes of them comes to lie in their place. Placed above
+them, it made 11 of 14 plans up to a fifth larger than compiled.)
 
 Why not a ready-made tool: the answer is to be the compiler's, not the best one.
 
@@ -36,18 +41,23 @@ import numpy as np
 
 from remat_opt.spans import Spans
 
-#: Arrays of at most so many bytes, and of at most this share of all that is alive at once, stay in
-#: vector memory if they live no longer than so many steps.
-_VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 16, 4
+#: Arrays of at most so many bytes, and of at most this share of all that is alive at once, can stay
+#: in vector memory, and do if they live no longer than so many steps.
+_VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 8, 4
 #: Those of at most so many bytes that do not stay are copied from there.
 _COPIED_BYTES = 16 * 2**20
 #: Arrays smaller than this share of what is alive at once are not placed one by one.
 _SMALL_SHARE = 1 / 256
 
 
-def heap_bytes(arrays: Spans) -> int:
-    """The size of the heap that holds those of the arrays that do not stay in vector memory."""
-    arrays = _in_memory(arrays)
+def heap_bytes(arrays: Spans, vector_bytes: int) -> int:
+    """The size of the heap that holds those of the arrays that do not stay in vector memory.
+
+    Args:
+      arrays: their lives.
+      vector_bytes: how much vector memory there is for those of the backward pass.
+    """
+    arrays = _chosen(arrays, ~_staying(arrays, vector_bytes))
     least = arrays.peak_bytes
     arrays = _copied_there(arrays)
     small = arrays.bytes < least * _SMALL_SHARE
@@ -60,11 +70,23 @@ def heap_bytes(arrays: Spans) -> int:
     return max(least, int(filled.max(initial=0)))
 
 
-def _in_memory(arrays: Spans) -> Spans:
-    """The arrays without those that stay in vector memory."""
-    small = arrays.bytes <= min(_VECTOR_BYTES, arrays.peak_bytes * _VECTOR_SHARE)
-    stays = small & (arrays.last - arrays.first <= _VECTOR_STEPS)
-    return _chosen(arrays, ~stays)
+def _staying(arrays: Spans, vector_bytes: int) -> np.ndarray:
+    """Which arrays stay in vector memory."""
+    least = arrays.peak_bytes
+    fits = arrays.bytes <= min(_VECTOR_BYTES, least * _VECTOR_SHARE)
+    stays: np.ndarray = fits & (arrays.last - arrays.first <= _VECTOR_STEPS)
+    matters = arrays.bytes >= least * _SMALL_SHARE
+    late = np.flatnonzero(fits & matters & (arrays.first >= arrays.backward))
+    steps = int(arrays.last.max(initial=-1)) + 1
+    written = np.cumsum(np.bincount(arrays.first, arrays.bytes, steps))
+    between = written[arrays.last[late]] - written[arrays.first[late]]
+    free = np.full(steps, vector_bytes)
+    for number in late[np.argsort(between, kind="stable")]:
+        life = slice(arrays.first[number], arrays.last[number] + 1)
+        if free[life].min() >= arrays.bytes[number]:
+            free[life] -= arrays.bytes[number]
+            stays[number] = True
+    return stays
 
 
 def _copied_there(arrays: Spans) -> Spans:

@@ -224,7 +224,9 @@ def _peak_bytes(materialization: Materialization, device: Device, schedule: Sche
 
 
 def _heap_bytes(device: Device, lives: Spans) -> int:
-    return heap_bytes(lives) if device.heap_has_holes else lives.peak_bytes
+    if not device.heap_has_holes:
+        return lives.peak_bytes
+    return heap_bytes(lives, device.vector_memory_bytes)
 
 
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:

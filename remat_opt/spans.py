@@ -37,6 +37,7 @@ class Spans:
       first: number of the step that writes the array.
       last: number of the last step during which it is there.
       bytes: its size.
+      backward: number of the first step of the backward pass.
       again: the vertices that run again, each as often as it does, in no order.
       from_memory: what the regions at each depth read that they do not run again themselves; see
         ``read_from_memory``.
@@ -45,6 +46,7 @@ class Spans:
     first: np.ndarray
     last: np.ndarray
     bytes: np.ndarray
+    backward: int
     again: np.ndarray
     from_memory: Sequence[np.ndarray]
 
@@ -127,6 +129,7 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         first=np.concatenate(first),
         last=np.concatenate(last),
         bytes=np.concatenate(sizes),
+        backward=count,
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
     )
