@@ -8,9 +8,8 @@ policies round the whole function and round every block, and our plans; then one
 
 A plan *dominates* a default if it needs no more memory, recomputes no more FLOPs, and is better by
 at least 5 % in one of the two. Memory is the compiler's temporary bytes. Recomputed FLOPs are those
-of the gradient beyond the plain one's, and 5 % are of what the default itself recomputes, where
-that saves at least a thousandth of a forward pass; below that, and where a default recomputes
-nothing, a plan has to be better in memory.
+of the gradient beyond the plain one's, and 5 % are of what the default itself recomputes; where it
+recomputes nothing, a plan has to be better in memory.
 
 Our plans are chosen by compiling (``remat_opt.verification``): the least memory for at most one
 forward pass; for each default the least recomputation within the bytes that it compiles to; and
@@ -64,8 +63,6 @@ NETWORKS = (
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 #: How much better a dominating plan is at least, as a share of the default's figure.
 LEAST_GAIN = 0.05
-#: The least saving in recomputation that counts, as a share of a forward pass.
-LEAST_FLOPS_SHARE = 0.001
 #: By how much of a forward pass the limit is below a plan that exceeds it.
 _SHARE_STEP = 1e-6
 
@@ -83,13 +80,12 @@ class Gain:
     flops_share: float
 
 
-def gain(ours: dict[str, Any], default: dict[str, Any], forward_flops: int) -> Gain | None:
+def gain(ours: dict[str, Any], default: dict[str, Any]) -> Gain | None:
     """How one row dominates another, or None if it does not.
 
     Args:
       ours: a row with ``temporary_bytes`` and ``recomputed_flops``.
       default: likewise.
-      forward_flops: FLOPs of a forward pass.
     """
     saved_bytes = default["temporary_bytes"] - ours["temporary_bytes"]
     saved_flops = default["recomputed_flops"] - ours["recomputed_flops"]
@@ -99,8 +95,7 @@ def gain(ours: dict[str, Any], default: dict[str, Any], forward_flops: int) -> G
         memory_share=saved_bytes / max(1, default["temporary_bytes"]),
         flops_share=saved_flops / max(1, default["recomputed_flops"]),
     )
-    in_flops = found.flops_share >= LEAST_GAIN and saved_flops >= LEAST_FLOPS_SHARE * forward_flops
-    return found if found.memory_share >= LEAST_GAIN or in_flops else None
+    return found if max(found.memory_share, found.flops_share) >= LEAST_GAIN else None
 
 
 def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any]:
@@ -121,9 +116,7 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
     """
     compiled = [row for row in rows if "error" not in row]
     ours = [row for row in compiled if row["kind"] == "ours"]
-    defaults = [
-        _beside(default, ours, forward_flops) for default in rows if default["kind"] == "policy"
-    ]
+    defaults = [_beside(default, ours) for default in rows if default["kind"] == "policy"]
     within_a_pass = [row for row in ours if row["recomputed_flops"] <= forward_flops]
     least = min(within_a_pass, key=lambda row: row["temporary_bytes"], default=None)
     errors = {
@@ -147,13 +140,11 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
     }
 
 
-def _beside(
-    default: dict[str, Any], ours: Sequence[dict[str, Any]], forward_flops: int
-) -> dict[str, Any]:
+def _beside(default: dict[str, Any], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A default, the plan that dominates it by most, and the best of ours within its figures."""
     if "error" in default:
         return {"label": default["label"], "error": default["error"]}
-    gains = [(gain(row, default, forward_flops), row["label"]) for row in ours]
+    gains = [(gain(row, default), row["label"]) for row in ours]
     # The first of those that gain as much in memory and recomputation together.
     best, by = max(
         ((one, label) for one, label in gains if one is not None),
