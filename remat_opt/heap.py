@@ -19,7 +19,7 @@ the fewest bytes are written. Of what the forward pass writes last less stays th
 Arrays of up to 16 MiB that do not stay are written there too, and copied to the heap by the time
 the next step runs, when what only the step that made them still read is gone. (In a GPT these are
 the scores, of 512 MiB, and what attention makes of them comes to lie in their place. Placed above
-them, it made 11 of 14 plans up to a fifth larger than compiled.)
+them, it made 9 of 14 plans 2 to 24 % larger than compiled.)
 
 Why not a ready-made tool: the answer is to be the compiler's, not the best one.
 
