@@ -71,9 +71,8 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
     ("device", "rows", "width", "least_share", "lower", "upper"),
     [
         ("cpu", 4096, 64, 0.3, 0.99, 1.01),
-        # XLA for TPU keeps a bfloat16 copy of the stream where only products read it backward,
-        # and arrays as small as these in its vector memory: less is needed.
-        pytest.param("v5e", 65536, 128, 0.25, 0.55, 1.0, marks=TPU),
+        # Little of the least plan is not in a TPU's vector memory, which is not known to the MiB.
+        pytest.param("v5e", 65536, 128, 0.25, 0.99, 1.1, marks=TPU),
     ],
 )
 def test_residual_net(
