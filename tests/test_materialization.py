@@ -185,6 +185,39 @@ def test_coordinates_are_there_from_the_start() -> None:
     assert graph.forward_workspace_bytes[first] == 4 * 4 * IMAGES.size * 5 // 4
 
 
+def test_constants_of_average_poolings_of_products_wait_on_a_cpu() -> None:
+    most = pooling_loss(jax.nn.relu, APART)
+
+    def average(x):
+        sums = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), APART, "VALID")
+        return jnp.sum(jnp.sin(sums / 4))
+
+    def behind(activation):
+        def loss(kernels, x):
+            y = jnp.einsum("bhwc,cd->bhwd", activation(x * kernels[1]), kernels[2])
+            return most(kernels[0], x) + average(y)
+
+        return loss
+
+    def of_no_product(kernels, x):
+        return most(kernels[0], x) + average(jax.nn.relu(x * kernels[1]))
+
+    def before(kernels, x):
+        y = jnp.einsum("bhwc,cd->bhwd", jax.nn.relu(x * kernels[1]), kernels[2])
+        return average(y) + most(kernels[0], x)
+
+    kernels = [KERNEL, jnp.ones((8, 8, 4)), jnp.ones((4, 6))]
+    divisor, zeros = 4 * 2 * 4 * 4 * 6, 4 * IMAGES.size
+    for loss, constants in (
+        (behind(jax.nn.relu), divisor + zeros),
+        (behind(jnp.tanh), divisor),
+        (of_no_product, 0),
+        (before, 0),
+    ):
+        _, graph, (vertex,) = pooled_on_a_cpu(loss, kernels)
+        assert graph.forward_workspace_bytes[vertex] == 4 * 4 * IMAGES.size + constants
+
+
 def test_poolings_of_one_shape_share_their_coordinates() -> None:
     def twice(kernels, x):
         first, second = pooling_loss(jax.nn.relu, APART), pooling_loss(jnp.tanh, APART)
