@@ -85,6 +85,10 @@ class Materialization:
       copied_products: for each vertex how many products it computes whose arrays a TPU copies to
         its vector memory and back (``tpu_fusion``).
       held: what the compiler holds beside the graph.
+      waiting_zeros: pairs of vertices that a CPU holds zeros for, as large as the first value,
+        while ``searching`` ones before them run, if both are in one region. Searches of plans do
+        not see it.
+      searching: the vertices that look for the places of maxima.
       transposed: pairs of a vertex and of one that it reads, of which the compiler makes another
         array, for the backward step of the first, as soon as it is there.
       shared_weights: the weights whose gradients the compiler computes in parts.
@@ -103,6 +107,8 @@ class Materialization:
     row_statistics: tuple[int, ...]
     copied_products: tuple[int, ...]
     held: tuple[Held, ...]
+    waiting_zeros: tuple[tuple[int, int], ...]
+    searching: tuple[int, ...]
     transposed: tuple[tuple[int, int], ...]
     shared_weights: SharedWeights
     assumed: tuple[str, ...]
@@ -136,7 +142,7 @@ class Materialization:
         """The graph with what this schedule's values and sums of gradients take."""
         named = self.named_bytes.keys() & set(_kept_by_name(schedule.regions))
         handed_in = self._handed_in(schedule)
-        if not (named or handed_in or self.shared_weights):
+        if not (named or handed_in or self.shared_weights or self.waiting_zeros):
             return self.graph
         sizes = list(self.graph.bytes)
         for vertex in named:
@@ -149,6 +155,7 @@ class Materialization:
             bytes=tuple(sizes),
             cotangent_bytes=tuple(cotangents),
             workspace_bytes=self._workspaces(self.sums_bytes(schedule)),
+            forward_workspace_bytes=self._forward_workspaces(schedule),
         )
 
     def _handed_in(self, schedule: Schedule) -> list[int]:
@@ -177,10 +184,26 @@ class Materialization:
         workspace_bytes = np.array(self.graph.workspace_bytes, dtype=np.int64)
         return tuple((workspace_bytes - expected + sums_bytes).tolist())
 
+    def _forward_workspaces(self, schedule: Schedule) -> tuple[int, ...]:
+        """The graph's forward workspaces with the zeros that wait beside them."""
+        found = list(self.graph.forward_workspace_bytes)
+        region_of = {
+            vertex: number
+            for number, region in enumerate(schedule.regions)
+            for vertex in region.vertices
+        }
+        for activation, pooled in self.waiting_zeros:
+            if region_of[activation] == region_of[pooled]:
+                for vertex in self.searching:
+                    found[vertex] += self.graph.bytes[activation] if vertex < activation else 0
+        return tuple(found)
+
     @property
     def depends_on_schedule(self) -> bool:
         """Whether ``graph_of`` tells schedules apart."""
-        return bool(self.named_bytes or self.handed_in_bytes or self.shared_weights)
+        return bool(
+            self.named_bytes or self.handed_in_bytes or self.shared_weights or self.waiting_zeros
+        )
 
     def held_bytes(self, schedule: Schedule, cause: Cause | None = None) -> int:
         """Bytes that the compiler holds beside the graph for a plan; of one cause, if given."""
@@ -710,6 +733,14 @@ class _Builder:
                 one
                 for kind in (pooling_gradients, row_gathers, cpu_fusion)
                 for one in kind.held(program, self.linearization.derivatives, self.device)
+            ),
+            waiting_zeros=tuple(
+                (vertex_of[activation], vertex_of[pooled])
+                for activation, pooled in pooling_gradients.waiting_zeros(program)
+                if found_places and activation in vertex_of and pooled in vertex_of
+            ),
+            searching=_vertices_of(
+                vertex_of, (program.equations[index].outputs[0] for index in found_places)
             ),
             transposed=transposed,
             shared_weights=shared_weights,

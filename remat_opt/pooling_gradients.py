@@ -18,14 +18,15 @@ place for each maximum, and no longer the operand. At that time constants are th
 average pooling of a product follows: XLA has it computed with the product by a library, which reads
 what is divided by, and the zeros of a ``relu`` in front, as arrays. They depend on nothing and are
 made early: in a plan of DenseNet-121 at batch 32 95 MiB of them wait while the places of its only
-max pooling are searched.
+max pooling are searched. Where a plan stores what the product hands on to another
+region, there are no zeros.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from remat_opt.device import Device
 from remat_opt.held import Cause, Held
@@ -105,37 +106,41 @@ def search_bytes(program: Program, chosen: Iterable[int]) -> dict[int, int]:
     """What is there while the places of maxima are looked for, on a CPU, by number of equation.
 
     Those are the arrays of coordinates of this and of all later poolings, alike ones shared; and
-    the constants that later average poolings wait with.
+    what later average poolings of products divide by.
     """
     found: dict[int, int] = {}
-    searched = set(chosen)
     coordinates: dict[tuple[int, ...], int] = {}
-    constants = 0
-    maker = program.makers()
-    for index, equation in reversed(list(enumerate(program.equations))):
-        constants += _constants_bytes(program, maker, equation)
-        if index in searched:
-            shape = _padded_shape(program, equation)
-            coordinates[shape] = _COORDINATE_BYTES * len(shape) * math.prod(shape)
-            found[index] = sum(coordinates.values()) + constants
+    averages = [index for index, _ in _averaged_products(program)]
+    for index in sorted(chosen, reverse=True):
+        equation = program.equations[index]
+        shape = _padded_shape(program, equation)
+        coordinates[shape] = _COORDINATE_BYTES * len(shape) * math.prod(shape)
+        later = (program.equations[one].outputs[0] for one in averages if one > index)
+        found[index] = sum(coordinates.values()) + sum(program.types[one].bytes for one in later)
     return found
 
 
-def _constants_bytes(program: Program, maker: Mapping[int, int], pooling: Equation) -> int:
-    """What an average pooling of a product takes for constants, on a CPU."""
-    if pooling.operation.primitive != "reduce_window_sum":
-        return 0
-    summed = maker.get(pooling.value_inputs[0])
-    if summed is None or program.equations[summed].operation.primitive not in PRODUCTS:
-        return 0
-    divisor = program.types[pooling.outputs[0]].bytes
-    multiplied = program.equations[summed].value_inputs
-    activated = (
-        value
-        for value in multiplied
-        if value in maker and _compares_with_scalar(program.equations[maker[value]].operation)
-    )
-    return divisor + sum(program.types[value].bytes for value in activated)
+def waiting_zeros(program: Program) -> Iterator[tuple[int, int]]:
+    """Activations whose zeros wait during such searches, each with the average pooling behind it.
+
+    Both as values. There are none where a barrier is between the two.
+    """
+    maker = program.makers()
+    for index, product in _averaged_products(program):
+        (pooled,) = program.equations[index].outputs
+        for value in program.equations[product].value_inputs:
+            if value in maker and _compares_with_scalar(program.equations[maker[value]].operation):
+                yield value, pooled
+
+
+def _averaged_products(program: Program) -> Iterator[tuple[int, int]]:
+    """Average poolings that read a product, and the product, by number of equation."""
+    maker = program.makers()
+    for index, equation in enumerate(program.equations):
+        if equation.operation.primitive == "reduce_window_sum":
+            product = maker.get(equation.value_inputs[0])
+            if product is not None and program.equations[product].operation.primitive in PRODUCTS:
+                yield index, product
 
 
 def _padded_shape(program: Program, pooling: Equation) -> tuple[int, ...]:

@@ -192,30 +192,54 @@ def test_constants_of_average_poolings_of_products_wait_on_a_cpu() -> None:
         sums = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), APART, "VALID")
         return jnp.sum(jnp.sin(sums / 4))
 
-    def behind(activation):
-        def loss(kernels, x):
-            y = jnp.einsum("bhwc,cd->bhwd", activation(x * kernels[1]), kernels[2])
-            return most(kernels[0], x) + average(y)
+    def product(activation, kernels, x):
+        return jnp.einsum("bhwc,cd->bhwd", activation(x * kernels[1]), kernels[2])
 
-        return loss
+    def behind(kernels, x):
+        return most(kernels[0], x) + average(product(jax.nn.relu, kernels, x))
+
+    def of_no_maximum(kernels, x):
+        return most(kernels[0], x) + average(product(jnp.tanh, kernels, x))
 
     def of_no_product(kernels, x):
         return most(kernels[0], x) + average(jax.nn.relu(x * kernels[1]))
 
     def before(kernels, x):
-        y = jnp.einsum("bhwc,cd->bhwd", jax.nn.relu(x * kernels[1]), kernels[2])
-        return average(y) + most(kernels[0], x)
+        return average(product(jax.nn.relu, kernels, x)) + most(kernels[0], x)
 
     kernels = [KERNEL, jnp.ones((8, 8, 4)), jnp.ones((4, 6))]
-    divisor, zeros = 4 * 2 * 4 * 4 * 6, 4 * IMAGES.size
-    for loss, constants in (
-        (behind(jax.nn.relu), divisor + zeros),
-        (behind(jnp.tanh), divisor),
-        (of_no_product, 0),
-        (before, 0),
+    searched, divisor, zeros = 4 * 4 * IMAGES.size, 4 * 2 * 4 * 4 * 6, 4 * IMAGES.size
+    for loss, static, waiting in (
+        (behind, divisor, zeros),
+        (of_no_maximum, divisor, 0),
+        (of_no_product, 0, 0),
+        (before, 0, 0),
     ):
-        _, graph, (vertex,) = pooled_on_a_cpu(loss, kernels)
-        assert graph.forward_workspace_bytes[vertex] == 4 * 4 * IMAGES.size + constants
+        found, graph, (vertex,) = pooled_on_a_cpu(loss, kernels)
+        assert graph.forward_workspace_bytes[vertex] == searched + static
+        as_one = found.graph_of(plain(graph))
+        assert as_one.forward_workspace_bytes[vertex] == searched + static + waiting
+
+
+def test_no_zeros_wait_where_the_product_is_handed_on() -> None:
+    def loss(kernels, x):
+        most = pooling_loss(jax.nn.relu, APART)(kernels[0], x)
+        y = jnp.einsum("bhwc,cd->bhwd", jax.nn.relu(x * kernels[1]), kernels[2])
+        sums = lax.reduce_window(y, 0.0, lax.add, (1, 2, 2, 1), APART, "VALID")
+        return most + jnp.sum(jnp.sin(sums / 4))
+
+    kernels = [KERNEL, jnp.ones((8, 8, 4)), jnp.ones((4, 6))]
+    found, graph, (vertex,) = pooled_on_a_cpu(loss, kernels)
+    ((activation, pooled),) = found.waiting_zeros
+    assert vertex < activation < pooled
+    everything = tuple(range(len(graph)))
+    cut = Schedule(
+        regions=(
+            Region(vertices=everything[:pooled], checkpointed=False),
+            Region(vertices=everything[pooled:], checkpointed=False),
+        )
+    )
+    assert found.graph_of(cut).forward_workspace_bytes == graph.forward_workspace_bytes
 
 
 def test_poolings_of_one_shape_share_their_coordinates() -> None:
