@@ -25,7 +25,7 @@ from remat_opt.schedule import Stage
 from remat_opt.solvers.base import Overhead
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 3"
+FORMAT = "remat_opt plan 4"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.graph import Graph
+from remat_opt.halves import Rooms, halved, rooms_of
 from remat_opt.heap import heap_bytes
 from remat_opt.held import Cause
 from remat_opt.linearization import linearize
@@ -49,6 +50,8 @@ DEFAULT_SOLVER = Portfolio()
 MOST_PASSES = 1.0
 #: Ratio of the peaks of neighbours on the frontier where a heap is laid out for each.
 _APART = 1.01
+#: By how much storing values in halves has to lower a peak.
+_HALVED_GAIN = 1.01
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
 #: How many of the arrays alive at the peak a plan writes down.
@@ -144,10 +147,11 @@ def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) 
     unchanged_graph = materialization.unchanged_graph
     lives = spans(unchanged_graph, plain(unchanged_graph))
     peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
+    rooms = rooms_of(program, materialization.roots, device)
     return Sweep(
         materialization=materialization,
         candidates=tuple(
-            one for front in fronts for one in _as_compiled(materialization, device, front)
+            one for front in fronts for one in _as_compiled(materialization, device, rooms, front)
         ),
         unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
     )
@@ -182,7 +186,10 @@ def _candidates(
 
 
 def _as_compiled(
-    materialization: Materialization, device: Device, front: Sequence[Candidate]
+    materialization: Materialization,
+    device: Device,
+    rooms: Rooms,
+    front: Sequence[Candidate],
 ) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
 
@@ -193,6 +200,7 @@ def _as_compiled(
     Args:
       materialization: the graph that the candidates are for.
       device: whose compiler it is.
+      rooms: where halves may lie.
       front: candidates by ascending peak, and so by falling overhead.
     """
     if device.heap_has_holes:
@@ -207,10 +215,7 @@ def _as_compiled(
             for one in front
         ]
     if device.heap_has_holes or materialization.depends_on_schedule:
-        front = [
-            dataclasses.replace(one, peak_bytes=_peak_bytes(materialization, device, one.schedule))
-            for one in front
-        ]
+        front = [_laid_out(materialization, device, rooms, one) for one in front]
     return tuple(
         dataclasses.replace(
             one, peak_bytes=one.peak_bytes + materialization.held_bytes(one.schedule)
@@ -219,8 +224,20 @@ def _as_compiled(
     )
 
 
-def _peak_bytes(materialization: Materialization, device: Device, schedule: Schedule) -> int:
-    return _heap_bytes(device, spans(materialization.graph_of(schedule), schedule))
+def _laid_out(
+    materialization: Materialization, device: Device, rooms: Rooms, one: Candidate
+) -> Candidate:
+    """The candidate with what the compiler lays out for it, in halves where that saves enough."""
+    graph = materialization.graph_of(one.schedule)
+    lives = spans(graph, one.schedule)
+    peak_bytes = _heap_bytes(device, lives)
+    vertices = rooms.worth_halving(graph, one.schedule, lives)
+    if vertices:
+        halved_bytes = _heap_bytes(device, rooms.without_placed(graph, lives, vertices))
+        if halved_bytes * _HALVED_GAIN <= peak_bytes:
+            schedule = halved(one.schedule, vertices)
+            return dataclasses.replace(one, schedule=schedule, peak_bytes=halved_bytes)
+    return dataclasses.replace(one, peak_bytes=peak_bytes)
 
 
 def _heap_bytes(device: Device, lives: Spans) -> int:
@@ -339,6 +356,7 @@ def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...
             kept=tuple(roots[vertex] for vertex in region.kept),
             checkpointed=region.checkpointed,
             inside=_stages(roots, region.inside),
+            halved=tuple(roots[vertex] for vertex in region.halved),
         )
         for region in regions
     )

@@ -38,6 +38,10 @@ class Spans:
       last: number of the last step during which it is there.
       bytes: its size.
       backward: number of the first step of the backward pass.
+      turns: for each vertex the number of its backward step.
+      forward_last: for each vertex the last step of the forward pass that reads its value.
+      backward_first: for each vertex the first step of the backward pass that reads its value where
+        it is stored, or a number beyond all steps. (Values come first among the arrays.)
       again: the vertices that run again, each as often as it does, in no order.
       from_memory: what the regions at each depth read that they do not run again themselves; see
         ``read_from_memory``.
@@ -47,6 +51,9 @@ class Spans:
     last: np.ndarray
     bytes: np.ndarray
     backward: int
+    turns: np.ndarray
+    forward_last: np.ndarray
+    backward_first: np.ndarray
     again: np.ndarray
     from_memory: Sequence[np.ndarray]
 
@@ -92,7 +99,10 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     # Forward values: until the last forward reader, or the last backward reader where stored.
     end = forward.copy()
     np.maximum.at(end, arrays.forward.read, forward[arrays.forward.reader])
+    forward_last = end.copy()
     np.maximum.at(end, open_reads.read, step[open_reads.step])
+    backward_first = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(backward_first, open_reads.read, step[open_reads.step])
     add(forward, end, arrays.bytes)
 
     # Backward step of each vertex.
@@ -130,6 +140,9 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         last=np.concatenate(last),
         bytes=np.concatenate(sizes),
         backward=count,
+        turns=turn,
+        forward_last=forward_last,
+        backward_first=backward_first,
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
     )

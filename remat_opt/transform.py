@@ -15,12 +15,15 @@ are checkpoints, the gradients of weights and biases are not put off, see ``_cot
 and slices that outlive their operand are stored (``crops``); products that are added to others do
 not run before their turn (``_with_partner``); the places that a pooling scatters to are not looked
 for too early (``pooling_gradients.searches``); and the gradient of picking from rows is elementwise
-(``row_gathers``). For TPU alone the maxima of a softmax's rows are stored (``softmax``).
+(``row_gathers``). For TPU alone the maxima of a softmax's rows are stored (``softmax``), and some
+values in halves (``halves``): a checkpoint that reads one is given both and puts them together, so
+the backward pass keeps these alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -30,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt import crops, pooling_gradients, products, softmax
+from remat_opt import crops, halves, pooling_gradients, products, softmax
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, TraceError
 from remat_opt.products import PRODUCTS
@@ -84,6 +87,7 @@ class _Rewriting:
       whole: what is to be stored as an array: sums of products, maxima of a softmax's rows, crops.
       partner: for the first of two products that are summed up the second.
       biases: for products the arguments that are added to them.
+      halved: values that are stored in halves.
       ordered: whether no gradient of a product or a bias may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
     """
@@ -96,6 +100,7 @@ class _Rewriting:
     whole: frozenset[int]
     partner: Mapping[int, int]
     biases: Mapping[int, int]
+    halved: frozenset[int]
     ordered: bool
     stored: bool
 
@@ -147,6 +152,12 @@ def rewrite(
         ),
         partner={min(pair): max(pair) for pair in sums.values()},
         biases=products.biases(program) if nvidia else {},
+        halved=frozenset(
+            value
+            for stage in stages
+            for root in stage.halved
+            for value in program.equations[root].outputs
+        ),
         ordered=ordered,
         stored=platform == "cpu",
     )
@@ -154,7 +165,7 @@ def rewrite(
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
         environment.update(zip(program.arguments, arguments, strict=True))
-        _run(rewriting, steps, environment)
+        _run(rewriting, steps, environment, halved=rewriting.halved)
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
@@ -177,7 +188,13 @@ def _active(program: Program) -> frozenset[int]:
     return frozenset(active)
 
 
-def _run(rewriting: _Rewriting, steps: Sequence[_Step], environment: dict[int, Any]) -> None:
+def _run(
+    rewriting: _Rewriting,
+    steps: Sequence[_Step],
+    environment: dict[int, Any],
+    *,
+    halved: frozenset[int] = frozenset(),
+) -> None:
     """Runs steps one after the other and adds what they provide.
 
     Of what a step reads and later ones read too, those that have a cotangent (``summed``) reach
@@ -190,13 +207,15 @@ def _run(rewriting: _Rewriting, steps: Sequence[_Step], environment: dict[int, A
       rewriting: what holds for all steps.
       steps: in an order of execution.
       environment: the values known before.
+      halved: values that the checkpoints among the steps are given in halves.
     """
     program, summed = rewriting.program, rewriting.summed
     arguments = set(program.arguments)
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
-        given = [environment[value] for value in step.inputs]
-        results = _runner(rewriting, step)(*given)
+        cut = halved.intersection(step.inputs) if step.checkpointed else frozenset()
+        given = _in_parts(step.inputs, environment, cut)
+        results = _runner(rewriting, step, cut)(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
         if rewriting.stored and step.checkpointed:
@@ -210,8 +229,38 @@ def _run(rewriting: _Rewriting, steps: Sequence[_Step], environment: dict[int, A
             handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
             together.append([*weights, *handed_on])
         for values in together:
-            behind = jax.lax.optimization_barrier([environment[value] for value in values])
-            environment.update(zip(values, behind, strict=True))
+            behind = jax.lax.optimization_barrier(_in_parts(values, environment, halved))
+            environment.update(_put_together(values, behind, halved))
+
+
+def _in_parts(
+    values: Iterable[int], environment: Mapping[int, Any], halved: frozenset[int]
+) -> list[Any]:
+    """The values one after the other, some of them as two halves."""
+    return [
+        part
+        for value in values
+        for part in (_halves(environment[value]) if value in halved else (environment[value],))
+    ]
+
+
+def _put_together(
+    values: Iterable[int], parts: Iterable[Any], halved: frozenset[int]
+) -> dict[int, Any]:
+    """The inverse of ``_in_parts``."""
+    left = iter(parts)
+    return {
+        value: _whole(next(left), next(left)) if value in halved else next(left) for value in values
+    }
+
+
+def _halves(value: Any) -> tuple[Any, Any]:
+    first, second = jnp.split(value, 2, axis=halves.AXIS)
+    return first, second
+
+
+def _whole(first: Any, second: Any) -> Any:
+    return jax.lax.concatenate([first, second], halves.AXIS)
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
@@ -240,6 +289,16 @@ def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
             raise PlanFileError(
                 f"Region {number} of the plan keeps equation {strange[0]}, which it does not "
                 "compute. Make the plan again."
+            )
+        unfit = [
+            root
+            for root in stage.halved
+            if root not in stage.roots or not halves.can_be_halved(program, root)
+        ]
+        if unfit:
+            raise PlanFileError(
+                f"Region {number} of the plan stores equation {unfit[0]} in halves, which it does "
+                "not compute or cannot be cut. Make the plan again."
             )
         if not stage.inside:
             continue
@@ -270,14 +329,15 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
             )
 
 
-def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
+def _runner(rewriting: _Rewriting, step: _Step, cut: frozenset[int]) -> Callable[..., list[Any]]:
+    """A step as a function of its inputs, those of ``cut`` in halves."""
     program, summed = rewriting.program, rewriting.summed
     before, behind = _multiplied_again(program, summed, step)
     behind = _with_biases(rewriting, step, behind)
     tied = _tied_inputs(rewriting, step)
 
     def region(*given: Any) -> list[Any]:
-        environment = dict(zip(step.inputs, given, strict=True))
+        environment = _put_together(step.inputs, given, cut)
         _run(rewriting, step.inside, environment)
         for index in step.equations:
             equation = program.equations[index]
@@ -322,8 +382,11 @@ def _runner(rewriting: _Rewriting, step: _Step) -> Callable[..., list[Any]]:
 def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named: bool) -> list[Any]:
     """Runs an equation, its outputs named or not."""
     equation = rewriting.program.equations[index]
+    named_as = functools.partial(
+        _all_named, index, halved=not rewriting.halved.isdisjoint(equation.outputs)
+    )
     if named and equation.derivative_reads_kept and index not in rewriting.waiting:
-        return _run_kept(equation, index, inputs)
+        return _run_kept(equation, inputs, named_as)
 
     def run(*given: Any) -> list[Any]:
         return internals.bind(equation.jax_equation, equation.name_stack, given)
@@ -339,7 +402,7 @@ def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named:
         results = run(*inputs)
     if index in rewriting.whole and not named:
         results = list(_stored(*results))
-    return _all_named(index, results) if named else results
+    return named_as(results) if named else results
 
 
 def _with_partner(
@@ -474,11 +537,19 @@ def _multiplied_again(
     return to_inputs, to_outputs
 
 
-def _all_named(index: int, results: Sequence[Any]) -> list[Any]:
-    return [_named(result, name_of(index, position)) for position, result in enumerate(results)]
+def _all_named(index: int, results: Sequence[Any], *, halved: bool) -> list[Any]:
+    names = (name_of(index, position) for position in range(len(results)))
+    if halved:
+        return [
+            _whole(*(_named(part, name) for part in _halves(result)))
+            for result, name in zip(results, names, strict=True)
+        ]
+    return [_named(result, name) for result, name in zip(results, names, strict=True)]
 
 
-def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any]:
+def _run_kept(
+    equation: Equation, inputs: Sequence[Any], named_as: Callable[[Sequence[Any]], list[Any]]
+) -> list[Any]:
     """Runs an equation so that its own derivative, too, reads the named outputs.
 
     The derivative rule of ``tanh`` computes the output and reads that, not the named copy:
@@ -498,7 +569,7 @@ def _run_kept(equation: Equation, index: int, inputs: Sequence[Any]) -> list[Any
     @jax.custom_jvp
     def kept(*given: Any) -> tuple[Any, ...]:
         results = internals.bind(equation.jax_equation, equation.name_stack, fill(*given))
-        return tuple(_all_named(index, results))
+        return tuple(named_as(results))
 
     def tangent_rule(
         primals: tuple[Any, ...], tangents: tuple[Any, ...]
