@@ -4,12 +4,12 @@ XLA for TPU puts temporaries into the buffers of results that are not written ye
 first, each where it fits whole. The gradients of a transformer's weights are such results, and free
 all through the forward pass. What a layer hands to the next is often twice as large as any of them,
 so none of it goes there; in halves it does: a GPT of 12 layers with a checkpoint round each takes
-1,291 MiB on a v5e, with halves 1,108. Besides, halves are copied when the value is there, so a
+1,270 MiB on a v5e, with halves 1,082. Besides, halves are copied when the value is there, so a
 value that was written above larger ones, which end soon, leaves no hole in the heap (``heap``).
 
 Where the gradients are no results, since the same program updates donated parameters with them,
-nothing is won or lost: four of our plans of that GPT took 1,288 to 2,636 MiB with halves, and 0.99
-to 1.01 times that without.
+nothing is won or lost: four of our plans of that GPT took 1,268 to 2,584 MiB with halves, and 0.995
+to 1.006 times that without.
 
 Problem. Which of the stored values to halve: those that no backward step outside of checkpoints
 reads, which would keep the whole; and how much of them the heap is rid of.

@@ -507,6 +507,15 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
             f"{format_bytes(parts_bytes)} of parts of their gradients until all are computed; this "
             f"plan adds each to the others at once, and holds up to {format_bytes(sums_bytes)}."
         )
+    if cut := [vertex for region in schedule.regions for vertex in region.halved]:
+        cut_bytes = sum(materialization.graph.bytes[vertex] for vertex in cut)
+        notes.append(
+            f"{len(cut)} values, {format_bytes(cut_bytes)}, are stored in halves. XLA for TPU puts "
+            "these into the buffers of the gradients, as far as they reach, until the gradients "
+            "are written. A program that does not put out its gradients, such as a step that "
+            "updates donated parameters, has no such buffers, and needs that much more temporary "
+            "memory for as much less of results."
+        )
     if materialization.estimated_flops_share > 0.005:
         notes.append(
             f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "

@@ -213,7 +213,7 @@ def _run(
     arguments = set(program.arguments)
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
-        cut = halved.intersection(step.inputs) if step.checkpointed else frozenset()
+        cut = _cut(step.inputs, environment, halved) if step.checkpointed else frozenset()
         given = _in_parts(step.inputs, environment, cut)
         results = _runner(rewriting, step, cut)(*given)
         _check_types(program, step, results)
@@ -229,28 +229,36 @@ def _run(
             handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
             together.append([*weights, *handed_on])
         for values in together:
-            behind = jax.lax.optimization_barrier(_in_parts(values, environment, halved))
-            environment.update(_put_together(values, behind, halved))
+            cut = _cut(values, environment, halved)
+            behind = jax.lax.optimization_barrier(_in_parts(values, environment, cut))
+            environment.update(_put_together(values, behind, cut))
 
 
-def _in_parts(
+def _cut(
     values: Iterable[int], environment: Mapping[int, Any], halved: frozenset[int]
-) -> list[Any]:
-    """The values one after the other, some of them as two halves."""
+) -> frozenset[int]:
+    """Which of the values to cut: not across devices, which would have to exchange them."""
+    return frozenset(
+        value
+        for value in halved.intersection(values)
+        if not internals.is_sharded(environment[value], halves.AXIS)
+    )
+
+
+def _in_parts(values: Iterable[int], environment: Mapping[int, Any], cut: Set[int]) -> list[Any]:
+    """The values one after the other, those to cut as two halves."""
     return [
         part
         for value in values
-        for part in (_halves(environment[value]) if value in halved else (environment[value],))
+        for part in (_halves(environment[value]) if value in cut else (environment[value],))
     ]
 
 
-def _put_together(
-    values: Iterable[int], parts: Iterable[Any], halved: frozenset[int]
-) -> dict[int, Any]:
+def _put_together(values: Iterable[int], parts: Iterable[Any], cut: Set[int]) -> dict[int, Any]:
     """The inverse of ``_in_parts``."""
     left = iter(parts)
     return {
-        value: _whole(next(left), next(left)) if value in halved else next(left) for value in values
+        value: _whole(next(left), next(left)) if value in cut else next(left) for value in values
     }
 
 
@@ -539,12 +547,12 @@ def _multiplied_again(
 
 def _all_named(index: int, results: Sequence[Any], *, halved: bool) -> list[Any]:
     names = (name_of(index, position) for position in range(len(results)))
-    if halved:
-        return [
-            _whole(*(_named(part, name) for part in _halves(result)))
-            for result, name in zip(results, names, strict=True)
-        ]
-    return [_named(result, name) for result, name in zip(results, names, strict=True)]
+    return [
+        _whole(*(_named(part, name) for part in _halves(result)))
+        if halved and not internals.is_sharded(result, halves.AXIS)
+        else _named(result, name)
+        for result, name in zip(results, names, strict=True)
+    ]
 
 
 def _run_kept(
