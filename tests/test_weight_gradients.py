@@ -16,7 +16,9 @@ from remat_opt.schedule import Region
 from remat_opt.weight_gradients import SharedWeight, SharedWeights
 
 #: Read at vertices 1, 3, 4 and 6 of 8; with 4 the part of another weight is computed.
-WEIGHT = SharedWeight(bytes=10, readers=(1, 3, 4, 6), beside=(10, 10, 40, 10))
+WEIGHT = SharedWeight(
+    bytes=10, readers=(1, 3, 4, 6), beside=(10, 10, 40, 10), read_bytes=3, group=0
+)
 PART = [0, 10, 0, 10, 40, 0, 10, 0]
 
 
@@ -25,7 +27,7 @@ def region(*vertices: int, inside: tuple[Region, ...] = (), checkpointed: bool =
 
 
 def all_of(*weights: SharedWeight) -> SharedWeights:
-    return SharedWeights(weights=weights, spared_bytes=0, parts_wait=True)
+    return SharedWeights(weights=weights, spared_bytes=0, parts_wait=True, put_off=False)
 
 
 def summed(*regions: Region) -> list[int]:
@@ -78,6 +80,29 @@ def test_unchanged_all_parts_wait() -> None:
     assert WEIGHT.parts_bytes == 40
 
 
+def test_unchanged_parts_are_put_off_where_what_they_read_is_smaller() -> None:
+    late = dataclasses.replace(all_of(WEIGHT), put_off=True)
+    # All parts when the first vertex that has one comes, before that what they are computed from.
+    assert late.parts(8).tolist() == [12 + 40, 12 + 40, 9, 9, 6, 3, 3, 0]
+    assert late.parts_bytes == 40
+    large = dataclasses.replace(WEIGHT, read_bytes=10)
+    early = dataclasses.replace(all_of(large), put_off=True)
+    assert early.parts(8).tolist() == all_of(WEIGHT).parts(8).tolist()
+    assert early.parts_bytes == 40
+
+
+def test_unchanged_one_group_at_a_time_has_its_parts() -> None:
+    other = dataclasses.replace(WEIGHT, readers=(2, 5))
+    apart = dataclasses.replace(other, group=1)
+    early = dataclasses.replace(apart, read_bytes=10)
+    for weights, together in (((WEIGHT, other), 60), ((WEIGHT, apart), 40), ((WEIGHT, early), 60)):
+        found = dataclasses.replace(all_of(*weights), put_off=True)
+        assert found.parts_bytes == together
+        waiting = sum(len(one.readers) * min(one.read_bytes, one.bytes) for one in weights)
+        at_a_time = 60 if other in weights else 40
+        assert found.parts(8)[0] == waiting + at_a_time
+
+
 def test_what_vector_memory_takes_is_spared() -> None:
     weight = dataclasses.replace(WEIGHT, beside=(0, 0, 0, 0))
     inside = region(0, 1), region(2, 3), region(4, 5, 6, 7)
@@ -109,3 +134,29 @@ def test_weights_of_a_program(device: str, spared: bool) -> None:
     assert (found.spared_bytes > 0) == spared
     assert found.parts_wait != spared
     assert bool(found)
+    assert found.put_off == (device == "h200")
+    # What a part is computed from: an input of the product, and the cotangent of its output.
+    assert [one.read_bytes for one in found.weights] == [2 * 64 * 256 * 4]
+
+
+def test_weights_with_common_factors_are_one_group() -> None:
+    """Of a stack of cells: the state of one layer is the input of the next."""
+
+    def stack(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        states = [x] * 3
+        for _ in range(4):
+            y = jnp.sin(x)
+            for layer in range(3):
+                own, given = weights[2 * layer : 2 * layer + 2]
+                y = states[layer] = jnp.tanh(states[layer] @ own + y @ given)
+        return y.sum()
+
+    weight = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    program = tracing.trace(stack, [weight] * 6, weight, signature=tracing.Signature())
+    found = materialize(program, linearize(program), get_device("h200")).shared_weights
+    groups = [one.group for one in found.weights]
+    # With what a layer multiplies its state, the next one multiplies its input.
+    assert len(groups) == 6
+    assert groups[0] == groups[3]
+    assert groups[2] == groups[5]
+    assert len(set(groups)) == 4
