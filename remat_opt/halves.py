@@ -106,11 +106,13 @@ class Rooms:
         together again where the backward pass reads it.
         """
         chosen = np.array(self._placed(graph, lives, vertices), dtype=np.int64)
+        first_read = lives.last[: len(graph)].copy()
+        np.minimum.at(first_read, lives.stored_reads, lives.stored_read_steps)
         last = lives.last.copy()
         last[chosen] = lives.forward_last[chosen]
         return dataclasses.replace(
             lives,
-            first=np.concatenate([lives.first, lives.backward_first[chosen]]),
+            first=np.concatenate([lives.first, first_read[chosen]]),
             last=np.concatenate([last, lives.last[chosen]]),
             bytes=np.concatenate([lives.bytes, lives.bytes[chosen]]),
         )

@@ -40,8 +40,8 @@ class Spans:
       backward: number of the first step of the backward pass.
       turns: for each vertex the number of its backward step.
       forward_last: for each vertex the last step of the forward pass that reads its value.
-      backward_first: for each vertex the first step of the backward pass that reads its value where
-        it is stored, or a number beyond all steps. (Values come first among the arrays.)
+      stored_reads: vertices whose stored values are read in the backward pass, once for each read.
+      stored_read_steps: the steps of these reads. (Values come first among the arrays.)
       again: the vertices that run again, each as often as it does, in no order.
       from_memory: what the regions at each depth read that they do not run again themselves; see
         ``read_from_memory``.
@@ -53,7 +53,8 @@ class Spans:
     backward: int
     turns: np.ndarray
     forward_last: np.ndarray
-    backward_first: np.ndarray
+    stored_reads: np.ndarray
+    stored_read_steps: np.ndarray
     again: np.ndarray
     from_memory: Sequence[np.ndarray]
 
@@ -100,9 +101,8 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     end = forward.copy()
     np.maximum.at(end, arrays.forward.read, forward[arrays.forward.reader])
     forward_last = end.copy()
-    np.maximum.at(end, open_reads.read, step[open_reads.step])
-    backward_first = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(backward_first, open_reads.read, step[open_reads.step])
+    stored_read_steps = step[open_reads.step]
+    np.maximum.at(end, open_reads.read, stored_read_steps)
     add(forward, end, arrays.bytes)
 
     # Backward step of each vertex.
@@ -142,7 +142,8 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         backward=count,
         turns=turn,
         forward_last=forward_last,
-        backward_first=backward_first,
+        stored_reads=open_reads.read,
+        stored_read_steps=stored_read_steps,
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
     )

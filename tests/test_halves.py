@@ -72,9 +72,8 @@ EACH = Schedule(
 def test_buffers_hold_halves_until_they_are_written() -> None:
     """The value of 1 is read for the last time in its own backward step."""
     lives = spans(GRAPH, EACH)
-    forward, again, last = (
-        int(one[1]) for one in (lives.forward_last, lives.backward_first, lives.last)
-    )
+    forward, last = int(lives.forward_last[1]), int(lives.last[1])
+    again = int(lives.stored_read_steps[lives.stored_reads == 1].min())
     assert forward + 1 < again < last == lives.turns[1]
 
     def alive(of: Spans) -> list[int]:

@@ -26,6 +26,10 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
         last=last,
         bytes=sizes * unit,
         backward=backward,
+        turns=none,
+        forward_last=none,
+        stored_reads=none,
+        stored_read_steps=none,
         again=none,
         from_memory=(),
     )
