@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -200,6 +204,41 @@ def test_a_plan_that_halves_an_uneven_array_is_refused() -> None:
     stage = Stage(roots=(0, 1), kept=(0,), checkpointed=True, halved=(0,))
     with pytest.raises(PlanFileError, match="cannot be cut"):
         transform.rewrite(program, [stage, Stage(roots=(2,), kept=(), checkpointed=False)], "tpu")
+
+
+SHARED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import remat_opt
+from tests.test_halves import stream
+
+weights = [[jax.random.normal(jax.random.key(6 * n + i), (256, 256)) / 20 for i in range(6)]
+           for n in range(2)]
+x = jax.random.normal(jax.random.key(0), (8, 64, 256))
+plan = remat_opt.make_plan(stream, weights, x, device="v5e")
+assert any(stage.halved for stage in plan.stages)
+ours = remat_opt.apply_plan(plan, stream)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        given = jax.device_put(weights, NamedSharding(mesh, P()))
+        for spec in (P("d"), P(None, "d"), P(None, None, "d")):
+            spread = jax.device_put(x, NamedSharding(mesh, spec))
+            expected, found = (
+                jax.jit(jax.grad(fn))(given, spread) for fn in (stream, ours)
+            )
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-2), expected, found)
+"""
+
+
+def test_whatever_devices_share_results_are_the_same() -> None:
+    devices = "--xla_force_host_platform_device_count=2"
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", SHARED],
+        check=True,
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"},
+    )
 
 
 SHAPES = ([jax.ShapeDtypeStruct((512, 512), "float32")] * 12,) * 2
