@@ -512,9 +512,9 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
         notes.append(
             f"{len(cut)} values, {format_bytes(cut_bytes)}, are stored in halves. XLA for TPU puts "
             "these into the buffers of the gradients, as far as they reach, until the gradients "
-            "are written. A program that does not put out its gradients, such as a step that "
-            "updates donated parameters, has no such buffers, and needs that much more temporary "
-            "memory for as much less of results."
+            "are written. A step that updates donated parameters has no such buffers. Its "
+            "temporaries have the gradients among them, and were never seen to take more than "
+            "those of this plan and the gradients together."
         )
     if materialization.estimated_flops_share > 0.005:
         notes.append(
