@@ -251,11 +251,6 @@ class Device:
         return self.platform == "tpu"
 
     @property
-    def results_hold_temporaries(self) -> bool:
-        """Whether temporaries lie in the buffers of results that are not written yet."""
-        return self.platform == "tpu"
-
-    @property
     def vector_memory_bytes(self) -> int:
         """What XLA keeps of a program's arrays in memory that is not the device's: 0 for most.
 

@@ -1,11 +1,12 @@
 """Stored values in halves, which fit into the memory of gradients that are not there yet.
 
-XLA for TPU puts temporaries into the buffers of results that are not written yet, the largest
-first, each where it fits whole. The gradients of a transformer's weights are such results, and free
-all through the forward pass. What a layer hands to the next is often twice as large as any of them,
-so none of it goes there; in halves it does: a GPT of 12 layers with a checkpoint round each takes
-1,270 MiB on a v5e, with halves 1,082. Besides, halves are copied when the value is there, so a
-value that was written above larger ones, which end soon, leaves no hole in the heap (``heap``).
+Up to JAX 0.11.0, XLA for TPU puts temporaries into the buffers of results that are not written yet,
+the largest first, each where it fits whole. (From 0.11.1 on it does not, and planning leaves halves
+out.) The gradients of a transformer's weights are such results, and free all through the forward
+pass. What a layer hands to the next is often twice as large as any of them, so none of it goes
+there; in halves it does: a GPT of 12 layers with a checkpoint round each takes 1,270 MiB on a v5e,
+with halves 1,082. Besides, halves are copied when the value is there, so a value that was written
+above larger ones, which end soon, leaves no hole in the heap (``heap``).
 
 Where the gradients are no results, since the same program updates donated parameters with them,
 nothing is won or lost: four of our plans of that GPT took 1,268 to 2,584 MiB with halves, and 0.995
@@ -69,8 +70,8 @@ class Rooms:
       divisible: the vertices whose values can be cut.
     """
 
-    buffers: tuple[Room, ...]
-    divisible: frozenset[int]
+    buffers: tuple[Room, ...] = ()
+    divisible: frozenset[int] = frozenset()
 
     def worth_halving(self, graph: Graph, schedule: Schedule, lives: Spans) -> tuple[int, ...]:
         """The vertices to store in halves, ascending; none of them may find room.
@@ -135,15 +136,13 @@ class Rooms:
 
 
 def rooms_of(program: Program, roots: Sequence[int], device: Device) -> Rooms:
-    """The rooms of a program; none where the compiler does not use them.
+    """The rooms of a program, for a compiler that uses them.
 
     Args:
       program: a traced function.
       roots: for each vertex its equation, ascending.
       device: whose compiler it is.
     """
-    if not device.results_hold_temporaries:
-        return Rooms(buffers=(), divisible=frozenset())
     last_reader: dict[int, int] = {}
     for index, equation in enumerate(program.equations):
         last_reader.update(dict.fromkeys(equation.value_inputs, index))

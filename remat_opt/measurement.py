@@ -355,6 +355,15 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     return {_DISABLED_PASSES: ",".join([*passes, _BARRIER_PASS])}
 
 
+def results_hold_temporaries(device: Device) -> bool:
+    """Whether temporaries lie in the buffers of results that are not written yet.
+
+    On a TPU they do up to JAX 0.11.0, which comes with libtpu 0.0.44. libtpu 0.0.45 still does so,
+    0.0.46 no more (JAX 0.11.1).
+    """
+    return device.platform == "tpu" and jax.__version_info__ <= (0, 11, 0)
+
+
 def resolve_device(device: str | Device) -> Device:
     """The device that a user's ``device=`` means.
 

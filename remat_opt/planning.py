@@ -25,6 +25,7 @@ from remat_opt.heap import heap_bytes
 from remat_opt.held import Cause
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
+from remat_opt.measurement import results_hold_temporaries
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import Program
 from remat_opt.schedule import Region, Schedule, Stage, plain
@@ -147,7 +148,8 @@ def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) 
     unchanged_graph = materialization.unchanged_graph
     lives = spans(unchanged_graph, plain(unchanged_graph))
     peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
-    rooms = rooms_of(program, materialization.roots, device)
+    holds = results_hold_temporaries(device)
+    rooms = rooms_of(program, materialization.roots, device) if holds else Rooms()
     return Sweep(
         materialization=materialization,
         candidates=tuple(
