@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,18 +16,12 @@ from typing import Any
 
 import jax
 
-from remat_opt import report, tracing
+from remat_opt import policies, report, tracing
 from remat_opt.errors import RematError
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Plan
 from remat_opt.tracing import Signature
 from remat_opt.units import format_bytes, format_seconds, format_share
-
-#: Two names of one policy: the first is shown.
-_ALIASES = {
-    "checkpoint_dots": "dots_saveable",
-    "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims_saveable",
-}
 
 _FIGURES = (
     "predicted_temporary_bytes",
@@ -272,32 +265,6 @@ def _first_line(error: Exception) -> str:
     return said if isinstance(error, RematError) else f"{type(error).__name__}: {said}"
 
 
-def default_policies() -> tuple[str, ...]:
-    """The names in ``jax.checkpoint_policies`` that are policies as they stand.
-
-    The others there, such as ``save_only_these_names``, are functions that make one. Those
-    take what they need by name or position, where a policy takes an equation's parameters,
-    whatever these are. Of two names for one policy, one is given.
-    """
-    found = []
-    for name in sorted(dir(jax.checkpoint_policies)):
-        if name.startswith("_") or _ALIASES.get(name, name) != name:
-            continue
-        if _is_policy(getattr(jax.checkpoint_policies, name)):
-            found.append(name)
-    return tuple(found)
-
-
-def _is_policy(thing: object) -> bool:
-    if not callable(thing):
-        return False
-    try:
-        parameters = inspect.signature(thing).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def checkpointed(fn: Callable[..., Any], policy: str, signature: Signature) -> Callable[..., Any]:
     """The function under one ``jax.checkpoint`` with a policy.
 
@@ -309,12 +276,13 @@ def checkpointed(fn: Callable[..., Any], policy: str, signature: Signature) -> C
     Raises:
       RematError: there is no policy of that name.
     """
-    chosen = getattr(jax.checkpoint_policies, policy, None)
-    if not _is_policy(chosen):
+    chosen = policies.policy_of(policy)
+    if chosen is None:
+        names = ", ".join(policies.default_policies())
         raise RematError(
             f"{policy!r} is not a policy of jax.checkpoint_policies that can be used as it is: "
-            f"give one of {', '.join(default_policies())}, or, for one of your own, a mapping "
-            "from a label to the function wrapped in it."
+            f"give one of {names}, or, for one of your own, a mapping from a label to the function "
+            "wrapped in it."
         )
 
     @functools.wraps(fn)
@@ -327,27 +295,25 @@ def checkpointed(fn: Callable[..., Any], policy: str, signature: Signature) -> C
 
 def policy_contenders(
     fn: Callable[..., Any],
-    policies: str | Sequence[str] | Mapping[str, str | Callable[..., Any]] | None,
+    chosen: str | Sequence[str] | Mapping[str, str | Callable[..., Any]] | None,
     signature: Signature,
 ) -> list[Contender]:
     """What a user's ``policies=`` means.
 
     Args:
       fn: the loss function.
-      policies: names in ``jax.checkpoint_policies``, or labels with, for each, such a name or
+      chosen: names in ``jax.checkpoint_policies``, or labels with, for each, such a name or
         a function with the results of ``fn``; None for all that JAX has.
       signature: which of its arguments are static.
 
     Raises:
       RematError: a name is unknown, or a value is neither a name nor a function.
     """
-    if policies is None:
-        policies = default_policies()
-    if isinstance(policies, str):
-        policies = (policies,)
-    labelled = (
-        policies if isinstance(policies, Mapping) else {policy: policy for policy in policies}
-    )
+    if chosen is None:
+        chosen = policies.default_policies()
+    if isinstance(chosen, str):
+        chosen = (chosen,)
+    labelled = chosen if isinstance(chosen, Mapping) else {policy: policy for policy in chosen}
     contenders = []
     for label, given in labelled.items():
         if isinstance(given, str):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__
+from remat_opt import __version__, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
@@ -36,6 +36,7 @@ from remat_opt.solvers.base import (
     Refused,
     fastest_within,
     judge,
+    judged,
     least_memory,
     pareto,
     smallest_within,
@@ -141,7 +142,7 @@ def problem(
 def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) -> Sweep:
     materialization = materialize(program, linearize(program), device)
     fronts = [
-        pareto(_candidates(program, graph, measure, solver), measure)
+        pareto(_candidates(program, materialization.roots, graph, measure, solver), measure)
         for graph in materialization.searched_graphs
     ]
     as_it_is = judge(materialization.graph, plain(materialization.graph))
@@ -176,14 +177,20 @@ def _no_collection() -> Iterator[None]:
 
 
 def _candidates(
-    program: Program, graph: Graph, measure: Overhead, solver: Solver
+    program: Program, roots: Sequence[int], graph: Graph, measure: Overhead, solver: Solver
 ) -> list[Candidate]:
+    """What the solver finds; with the default one beside it what ``jax.checkpoint`` does alone.
+
+    The policies are no starts of the search: as such they crowd out better ones.
+    """
     found = solver.candidates(graph, measure)
     if isinstance(found, Refused):
         raise RematError(
             f"The solver {solver.name!r} does not take {program.name!r}: {found.message} The "
             "default, 'portfolio', takes any program."
         )
+    if isinstance(solver, Portfolio):
+        found = found + judged(graph, policies.schedules(program, roots, graph))
     return found
 
 

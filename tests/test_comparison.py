@@ -169,14 +169,6 @@ def test_json_holds_the_record():
     }
 
 
-def test_contract_the_policies_of_jax():
-    # Assumed of JAX: a policy takes any parameters, what makes one does not; and the aliases.
-    assert comparison.default_policies() == DEFAULTS
-    policies = jax.checkpoint_policies
-    for alias, name in comparison._ALIASES.items():
-        assert getattr(policies, alias) is getattr(policies, name)
-
-
 def test_policies_by_name_and_by_function():
     def other(w, x):
         return sines(w, x)

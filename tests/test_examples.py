@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remat_opt import comparison
+from remat_opt import policies
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.py"
 
@@ -58,7 +58,7 @@ def test_is_within_the_budget_as_compiled(printed):
 @pytest.mark.slow
 def test_compares_with_every_policy_of_jax(printed):
     compared = [line.split("  ")[0] for line in printed.splitlines()]
-    for label in ("plain", *comparison.default_policies(), "least memory"):
+    for label in ("plain", *policies.default_policies(), "least memory"):
         assert label in compared
     assert "failed" not in printed.lower()
 

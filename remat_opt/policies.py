@@ -1,0 +1,85 @@
+"""``jax.checkpoint``'s own policies: which there are, and what each comes to as a schedule."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from remat_opt.graph import Graph
+from remat_opt.program import Program
+from remat_opt.schedule import Region, Schedule, merged
+
+#: Two names of one policy: the first is shown.
+ALIASES = {
+    "checkpoint_dots": "dots_saveable",
+    "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims_saveable",
+}
+
+
+def default_policies() -> tuple[str, ...]:
+    """The names in ``jax.checkpoint_policies`` that are policies as they stand.
+
+    The others there, such as ``save_only_these_names``, are functions that make one. Those
+    take what they need by name or position, where a policy takes an equation's parameters,
+    whatever these are. Of two names for one policy, one is given.
+    """
+    found = []
+    for name in sorted(dir(jax.checkpoint_policies)):
+        if name.startswith("_") or ALIASES.get(name, name) != name:
+            continue
+        if policy_of(name) is not None:
+            found.append(name)
+    return tuple(found)
+
+
+def policy_of(name: str) -> Callable[..., Any] | None:
+    """The policy of that name in ``jax.checkpoint_policies``; None if what it names is none."""
+    thing = getattr(jax.checkpoint_policies, name, None)
+    if not callable(thing):
+        return None
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return thing if takes_any else None
+
+
+def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[Schedule]:
+    """One checkpoint round the whole function with each of the default policies.
+
+    A vertex counts as what its own equation is: what is fused into it is computed again with
+    it. A vertex that must run once parts the checkpoint in two.
+
+    Args:
+      program: a traced function.
+      roots: for each vertex its equation.
+      graph: of these vertices.
+    """
+    for name in default_policies():
+        policy = policy_of(name)
+        assert policy is not None
+        kept = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
+        yield Schedule(
+            regions=tuple(
+                merged(
+                    vertices
+                    if pinned
+                    else Region(vertices=vertices, kept=tuple(v for v in vertices if v in kept))
+                    for pinned, run in itertools.groupby(
+                        range(len(graph)), graph.pinned.__getitem__
+                    )
+                    for vertices in (tuple(run),)
+                )
+            )
+        )
+
+
+def _keeps(policy: Callable[..., Any], program: Program, root: int) -> bool:
+    equation = program.equations[root].jax_equation
+    kinds = (atom.aval for atom in equation.invars)
+    return policy(equation.primitive, *kinds, **equation.params) is True
