@@ -1,23 +1,26 @@
-"""Stored values in halves, which fit into the memory of gradients that are not there yet.
+"""Stored values in halves: they leave no holes, and fit where gradients will be.
 
-Up to JAX 0.11.0, XLA for TPU puts temporaries into the buffers of results that are not written yet,
-the largest first, each where it fits whole. (From 0.11.1 on it does not, and planning leaves halves
-out.) The gradients of a transformer's weights are such results, and free all through the forward
-pass. What a layer hands to the next is often twice as large as any of them, so none of it goes
-there; in halves it does: a GPT of 12 layers with a checkpoint round each takes 1,270 MiB on a v5e,
-with halves 1,082. Besides, halves are copied when the value is there, so a value that was written
-above larger ones, which end soon, leaves no hole in the heap (``heap``).
+XLA for TPU writes some values straight to the heap, above what they are made of, and others by way
+of vector memory, from where they are copied once that is gone (``heap``). Which, cannot be known.
+Attention's values lie above scores in one plan of a GPT and not in the next: 1,231 and 1,152 MiB
+are predicted, and 1,616 and 1,157 are what they take. The halves of a value are copied from it when
+it is there. In halves the first of these plans takes 1,234.
 
-Where the gradients are no results, since the same program updates donated parameters with them,
-nothing is won or lost: four of our plans of that GPT took 1,268 to 2,584 MiB with halves, and 0.995
-to 1.006 times that without.
+Up to JAX 0.11.0 it also puts temporaries into the buffers of results that are not written yet, the
+largest first, each where it fits whole. The gradients of a transformer's weights are such results,
+and free all through the forward pass. What a layer hands to the next is often twice as large as any
+of them, so none of it goes there; in halves it does: a GPT of 12 layers with a checkpoint round
+each takes 1,270 MiB on a v5e, with halves 1,082. Where the gradients are no results, since the same
+program updates donated parameters with them, nothing of this is won or lost: four of our plans of
+that GPT took 1,268 to 2,584 MiB with halves, and 0.995 to 1.006 times that without.
 
 Problem. Which of the stored values to halve: those that no backward step outside of checkpoints
 reads, which would keep the whole; and how much of them the heap is rid of.
 
-Method. All that fit some buffer are halved. Of these the one whose last reader comes latest is
-placed first, in the two smallest buffers that fit and are written later still. All stored values
-are there when the forward pass ends, so a buffer takes one half.
+Method. All that fit some buffer are halved, and all that may be copied from vector memory. Of these
+the one whose last reader comes latest is placed first, in the two smallest buffers that fit and are
+written later still. All stored values are there when the forward pass ends, so a buffer takes one
+half.
 
 Why not a ready-made tool: a general matching of values to buffers would do; since what is free for
 one value is free for all that are read for the last time earlier, this order is enough.
@@ -63,25 +66,28 @@ class Room:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rooms:
-    """All that there is to store halves of a program's values in.
+    """What of a program's values can be stored in halves, and where, if not on the heap.
 
     Attributes:
-      buffers: of gradients, by ascending size.
+      buffers: of gradients, by ascending size; none where only the heap holds halves.
       divisible: the vertices whose values can be cut.
     """
 
     buffers: tuple[Room, ...] = ()
     divisible: frozenset[int] = frozenset()
 
-    def worth_halving(self, graph: Graph, schedule: Schedule, lives: Spans) -> tuple[int, ...]:
+    def worth_halving(
+        self, graph: Graph, schedule: Schedule, lives: Spans, copied_bytes: int
+    ) -> tuple[int, ...]:
         """The vertices to store in halves, ascending; none of them may find room.
 
         Args:
           graph: what the schedule is one of.
           schedule: must be executable.
           lives: of the arrays of the schedule.
+          copied_bytes: the most that is copied to the heap from vector memory.
         """
-        if not self.buffers or not self.divisible:
+        if not self.divisible:
             return ()
         whole = {
             read
@@ -90,7 +96,8 @@ class Rooms:
             for vertex in region.vertices
             for read in graph.needs[vertex]
         }
-        least, most = lives.peak_bytes * _SMALL_SHARE, 2 * self.buffers[-1].bytes
+        least = lives.peak_bytes * _SMALL_SHARE
+        most = max([copied_bytes, *(2 * room.bytes for room in self.buffers)])
         stored = np.flatnonzero(lives.last[: len(graph)] > lives.forward_last)
         return tuple(
             vertex
@@ -135,13 +142,14 @@ class Rooms:
         return sorted(found)
 
 
-def rooms_of(program: Program, roots: Sequence[int], device: Device) -> Rooms:
-    """The rooms of a program, for a compiler that uses them.
+def rooms_of(program: Program, roots: Sequence[int], device: Device, *, in_results: bool) -> Rooms:
+    """The rooms of a program.
 
     Args:
       program: a traced function.
       roots: for each vertex its equation, ascending.
       device: whose compiler it is.
+      in_results: whether results hold temporaries before they are written.
     """
     last_reader: dict[int, int] = {}
     for index, equation in enumerate(program.equations):
@@ -152,7 +160,7 @@ def rooms_of(program: Program, roots: Sequence[int], device: Device) -> Rooms:
             vertex=min(bisect.bisect_left(roots, last_reader[value]), len(roots) - 1),
         )
         for value in program.differentiated
-        if value in last_reader
+        if in_results and value in last_reader
     ]
     # What the program puts out is there as a whole in any case.
     put_out = frozenset(program.output_values)

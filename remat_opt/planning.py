@@ -21,7 +21,7 @@ from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.graph import Graph
 from remat_opt.halves import Rooms, halved, rooms_of
-from remat_opt.heap import heap_bytes
+from remat_opt.heap import COPIED_BYTES, heap_bytes
 from remat_opt.held import Cause
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
@@ -52,7 +52,7 @@ DEFAULT_SOLVER = Portfolio()
 MOST_PASSES = 1.0
 #: Ratio of the peaks of neighbours on the frontier where a heap is laid out for each.
 _APART = 1.01
-#: By how much storing values in halves has to lower a peak.
+#: By how much storing values in halves has to lower what a plan may take.
 _HALVED_GAIN = 1.01
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
@@ -149,8 +149,10 @@ def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) 
     unchanged_graph = materialization.unchanged_graph
     lives = spans(unchanged_graph, plain(unchanged_graph))
     peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
-    holds = results_hold_temporaries(device)
-    rooms = rooms_of(program, materialization.roots, device) if holds else Rooms()
+    rooms = Rooms()
+    if device.heap_has_holes:
+        in_results = results_hold_temporaries(device)
+        rooms = rooms_of(program, materialization.roots, device, in_results=in_results)
     return Sweep(
         materialization=materialization,
         candidates=tuple(
@@ -240,19 +242,20 @@ def _laid_out(
     graph = materialization.graph_of(one.schedule)
     lives = spans(graph, one.schedule)
     peak_bytes = _heap_bytes(device, lives)
-    vertices = rooms.worth_halving(graph, one.schedule, lives)
+    vertices = rooms.worth_halving(graph, one.schedule, lives, COPIED_BYTES)
     if vertices:
         halved_bytes = _heap_bytes(device, rooms.without_placed(graph, lives, vertices))
-        if halved_bytes * _HALVED_GAIN <= peak_bytes:
+        whole_bytes = max(peak_bytes, _heap_bytes(device, lives, straight=vertices))
+        if halved_bytes * _HALVED_GAIN <= whole_bytes:
             schedule = halved(one.schedule, vertices)
             return dataclasses.replace(one, schedule=schedule, peak_bytes=halved_bytes)
     return dataclasses.replace(one, peak_bytes=peak_bytes)
 
 
-def _heap_bytes(device: Device, lives: Spans) -> int:
+def _heap_bytes(device: Device, lives: Spans, straight: Sequence[int] = ()) -> int:
     if not device.heap_has_holes:
         return lives.peak_bytes
-    return heap_bytes(lives, device.vector_memory_bytes)
+    return heap_bytes(lives, device.vector_memory_bytes, straight)
 
 
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
@@ -518,13 +521,18 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
         )
     if cut := [vertex for region in schedule.regions for vertex in region.halved]:
         cut_bytes = sum(materialization.graph.bytes[vertex] for vertex in cut)
-        notes.append(
-            f"{len(cut)} values, {format_bytes(cut_bytes)}, are stored in halves. XLA for TPU puts "
-            "these into the buffers of the gradients, as far as they reach, until the gradients "
-            "are written. A step that updates donated parameters has no such buffers. Its "
-            "temporaries have the gradients among them, and were never seen to take more than "
-            "those of this plan and the gradients together."
+        note = (
+            f"{len(cut)} values, {format_bytes(cut_bytes)}, are stored in halves, so that XLA for "
+            "TPU writes them where what they are made of is gone."
         )
+        if results_hold_temporaries(of.device):
+            note += (
+                " It puts halves into the buffers of the gradients, as far as they reach, until "
+                "the gradients are written. A step that updates donated parameters has no such "
+                "buffers. Its temporaries have the gradients among them, and were never seen to "
+                "take more than those of this plan and the gradients together."
+            )
+        notes.append(note)
     if materialization.estimated_flops_share > 0.005:
         notes.append(
             f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "

@@ -56,19 +56,20 @@ def rooms(*buffers: tuple[int, int], divisible: tuple[int, ...] = (0, 1, 2, 3)) 
 
 def test_what_a_step_outside_of_checkpoints_reads_is_not_cut() -> None:
     """The steps of 2 and 3 read 1 and 2, or what they need of them, whole."""
-    found = rooms((8, 0)).worth_halving(GRAPH, SCHEDULE, LIVES)
+    found = rooms((8, 0)).worth_halving(GRAPH, SCHEDULE, LIVES, 0)
     read = {one for vertex in (2, 3) for one in GRAPH.needs[vertex]}
     assert 0 in found
     assert read.isdisjoint(found)
 
 
 def test_only_what_fits_and_matters_is_cut() -> None:
-    assert rooms((8, 0)).worth_halving(GRAPH, SCHEDULE, LIVES)
-    assert not rooms((7, 0)).worth_halving(GRAPH, SCHEDULE, LIVES)
-    assert not rooms((8, 0), divisible=()).worth_halving(GRAPH, SCHEDULE, LIVES)
-    assert not rooms().worth_halving(GRAPH, SCHEDULE, LIVES)
+    assert rooms((8, 0)).worth_halving(GRAPH, SCHEDULE, LIVES, 0)
+    assert not rooms((7, 0)).worth_halving(GRAPH, SCHEDULE, LIVES, 0)
+    assert not rooms((8, 0), divisible=()).worth_halving(GRAPH, SCHEDULE, LIVES, 0)
+    assert not rooms().worth_halving(GRAPH, SCHEDULE, LIVES, SIZE - 1)
+    assert rooms().worth_halving(GRAPH, SCHEDULE, LIVES, SIZE)
     small = dataclasses.replace(GRAPH, bytes=(SIZE // 300, *GRAPH.bytes[1:]))
-    assert 0 not in rooms((8, 0)).worth_halving(small, SCHEDULE, spans(small, SCHEDULE))
+    assert 0 not in rooms((8, 0)).worth_halving(small, SCHEDULE, spans(small, SCHEDULE), 0)
 
 
 #: A checkpoint for each; all but the last value are kept.
@@ -262,7 +263,7 @@ X_SHAPE = jax.ShapeDtypeStruct((8, 128, 512), "float32")
 def test_rooms_are_the_gradients_of_a_program_for_tpu() -> None:
     program = tracing.trace(stream, SHAPES, X_SHAPE)
     roots = planning.problem(program, get_device("v5e")).materialization.roots
-    found = rooms_of(program, roots, get_device("v5e"))
+    found = rooms_of(program, roots, get_device("v5e"), in_results=True)
     assert [room.bytes for room in found.buffers] == [MIB] * 24
     # Each written in its turn, the first weights last.
     assert len({room.vertex for room in found.buffers}) == 24

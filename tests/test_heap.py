@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import hypothesis
 import numpy as np
@@ -35,8 +36,8 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
     )
 
 
-def heap_bytes(lives: Spans) -> int:
-    return heap.heap_bytes(lives, vector_bytes=112 * MIB)
+def heap_bytes(lives: Spans, straight: Sequence[int] = ()) -> int:
+    return heap.heap_bytes(lives, vector_bytes=112 * MIB, straight=straight)
 
 
 def test_arrays_that_never_meet_share_their_place() -> None:
@@ -66,6 +67,7 @@ def test_what_is_copied_from_vector_memory_takes_the_place_of_what_was_read_to_m
     # The 16 is made of the 512, which nothing reads any more: it is copied to where that was.
     lives = (0, 9, 32), (1, 3, 512), (3, 9, 16), (4, 9, 520)
     assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 16 + 520) * MIB
+    assert heap_bytes(arrays(*lives, unit=MIB), straight=[2]) == (32 + 512 + 16 + 520) * MIB
     # A 17 comes straight from the step that makes it, above the 512, and nothing fits below.
     lives = (0, 9, 32), (1, 3, 512), (3, 9, 17), (4, 9, 520)
     assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 512 + 17 + 520) * MIB
