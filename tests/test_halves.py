@@ -27,9 +27,14 @@ from remat_opt.schedule import Region, Schedule, Stage
 from remat_opt.spans import Spans, spans
 from tests.graphs import chain_edges
 
-HAS_ROOMS = measurement.results_hold_temporaries(get_device("v5e"))
-OLD = "XLA for TPU puts temporaries into results before JAX 0.11.1"
-needs_rooms = pytest.mark.skipif(not HAS_ROOMS, reason="JAX 0.11.1 and later halve nothing")
+needs_rooms = pytest.mark.skipif(
+    not measurement.results_hold_temporaries(get_device("v5e")),
+    reason="XLA for TPU puts temporaries into results before JAX 0.11.1",
+)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: pip install 'remat_opt[tpu]'",
+)
 
 MIB = 2**20
 SIZE = 16 * MIB
@@ -212,6 +217,7 @@ def test_a_plan_that_halves_an_uneven_array_is_refused() -> None:
 
 
 SHARED = """
+import dataclasses
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import remat_opt
@@ -221,7 +227,9 @@ weights = [[jax.random.normal(jax.random.key(6 * n + i), (256, 256)) / 20 for i 
            for n in range(2)]
 x = jax.random.normal(jax.random.key(0), (8, 64, 256))
 plan = remat_opt.make_plan(stream, weights, x, device="v5e")
-assert any(stage.halved for stage in plan.stages)
+stages = tuple(dataclasses.replace(stage, halved=stage.kept) for stage in plan.stages)
+assert sum(len(stage.halved) for stage in stages) > 3
+plan = dataclasses.replace(plan, stages=stages)
 ours = remat_opt.apply_plan(plan, stream)
 for kind in (AxisType.Auto, AxisType.Explicit):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
@@ -236,7 +244,6 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 """
 
 
-@needs_rooms
 def test_whatever_devices_share_results_are_the_same() -> None:
     devices = "--xla_force_host_platform_device_count=2"
     subprocess.run(
@@ -278,22 +285,55 @@ def test_a_plan_for_tpu_halves_and_can_be_saved() -> None:
     assert any("are stored in halves" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize(
-    "device", ["h200", "cpu", pytest.param("v5e", marks=pytest.mark.skipif(HAS_ROOMS, reason=OLD))]
-)
-def test_where_results_hold_no_temporaries_nothing_is_halved(device: str) -> None:
-    plan = remat_opt.make_plan(stream, SHAPES, X_SHAPE, device=device)
-    assert not any(stage.halved for stage in plan.stages)
-    assert not any("halves" in note for note in plan.notes)
+def attention(weights: Any, x: jax.Array) -> jax.Array:
+    """Layers whose scores take 32 times what they hand on."""
+    for into, out, up, down in weights:
+        query, key, value = (
+            part.reshape(4, 1024, 16, 32).transpose(0, 2, 1, 3)
+            for part in jnp.split(x @ into, 3, axis=-1)
+        )
+        scores = jnp.einsum("bhqd,bhkd->bhqk", query, key).astype(jnp.float32)
+        mixed = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores).astype(x.dtype), value)
+        x = x + mixed.transpose(0, 2, 1, 3).reshape(x.shape) @ out
+        x = x + jax.nn.gelu(x @ up) @ down
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def bfloat16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+
+LAYER = bfloat16(512, 1536), bfloat16(512, 512), bfloat16(512, 2048), bfloat16(2048, 512)
+ATTENTION = [LAYER] * 6, bfloat16(4, 1024, 512)
+
+
+def test_what_may_lie_above_what_it_is_made_of_is_halved() -> None:
+    """Whatever the compiler does with results; where it copies nothing there is no such risk."""
+    least = remat_opt.make_plan(attention, *ATTENTION, device="v5e").predicted.temporary_bytes
+    plan = remat_opt.make_plan(attention, *ATTENTION, device="v5e", budget=int(1.1 * least))
+    assert any(stage.halved for stage in plan.stages)
+    assert any("what they are made of is gone" in note for note in plan.notes)
+    other = remat_opt.make_plan(attention, *ATTENTION, device="h200")
+    assert not any(stage.halved for stage in other.stages)
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+@needs_libtpu
+def test_what_is_halved_takes_what_is_predicted() -> None:
+    least = remat_opt.make_plan(attention, *ATTENTION, device="v5e").predicted.temporary_bytes
+    plan = remat_opt.make_plan(
+        attention, *ATTENTION, device="v5e", budget=int(1.1 * least), verify=True
+    )
+    assert any(stage.halved for stage in plan.stages)
+    # Seen: 302 MiB of 312 predicted on JAX 0.10, 318 of 324 on 0.12.
+    assert plan.measured.temporary_bytes == pytest.approx(plan.predicted.temporary_bytes, rel=0.06)
 
 
 @needs_rooms
 @pytest.mark.tpu
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install 'remat_opt[tpu]'",
-)
+@needs_libtpu
 def test_halves_lie_where_the_gradients_will() -> None:
     """With 24 layers of 2 x 8 MiB of weights, which hand on 16 MiB."""
     weight = jax.ShapeDtypeStruct((2048, 1024), "float32")
