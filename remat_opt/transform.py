@@ -90,6 +90,8 @@ class _Rewriting:
       halved: values that are stored in halves.
       ordered: whether no gradient of a product or a bias may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
+      in_turn: whether every product waits until the parts of its weight's gradient that come from
+        later ones are added.
     """
 
     program: Program
@@ -103,6 +105,7 @@ class _Rewriting:
     halved: frozenset[int]
     ordered: bool
     stored: bool
+    in_turn: bool
 
 
 def rewrite(
@@ -160,6 +163,7 @@ def rewrite(
         ),
         ordered=ordered,
         stored=platform == "cpu",
+        in_turn=platform == "cpu",
     )
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -339,8 +343,8 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
 
 def _runner(rewriting: _Rewriting, step: _Step, cut: frozenset[int]) -> Callable[..., list[Any]]:
     """A step as a function of its inputs, those of ``cut`` in halves."""
-    program, summed = rewriting.program, rewriting.summed
-    before, behind = _multiplied_again(program, summed, step)
+    program = rewriting.program
+    before, behind = _multiplied_again(rewriting, step)
     behind = _with_biases(rewriting, step, behind)
     tied = _tied_inputs(rewriting, step)
 
@@ -515,7 +519,7 @@ def _cotangents_together(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _multiplied_again(
-    program: Program, summed: frozenset[int], step: _Step
+    rewriting: _Rewriting, step: _Step
 ) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
     """For products of a step the arguments that other products of it read too.
 
@@ -523,23 +527,29 @@ def _multiplied_again(
     add its part to their cotangent before it hands on the other one; XLA would compute the parts of
     all products, such as the steps of a recurrent network, before it adds the first two. What has
     no cotangent, such as the batch, would get one there: then the barrier is one behind the
-    product, which has its cotangent only when the later parts are added.
+    product, which has its cotangent only when the later parts are added. XLA for CPU needs both: it
+    would compute the parts of a layer whose input nothing waits for, and add them later.
 
     Returns:
       What to tie to a product's inputs, where an earlier product reads it, and what to tie to its
       outputs, where a later one does.
     """
+    program, summed = rewriting.program, rewriting.summed
     arguments = summed.intersection(program.arguments)
     order = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]
     to_inputs: dict[int, frozenset[int]] = {}
     to_outputs: dict[int, frozenset[int]] = {}
     # A product is tied by its inputs if all of them have a cotangent, else by its outputs.
-    for indices, all_summed, found in ((order, True, to_inputs), (order[::-1], False, to_outputs)):
+    by_inputs = {i for i in order if summed.issuperset(program.equations[i].value_inputs)}
+    by_outputs = set(order) if rewriting.in_turn else set(order) - by_inputs
+    for indices, tied, found in (
+        (order, by_inputs, to_inputs),
+        (order[::-1], by_outputs, to_outputs),
+    ):
         seen: set[int] = set()
         for index in indices:
-            values = set(program.equations[index].value_inputs)
-            read = arguments.intersection(values)
-            if not seen.isdisjoint(read) and summed.issuperset(values) is all_summed:
+            read = arguments.intersection(program.equations[index].value_inputs)
+            if not seen.isdisjoint(read) and index in tied:
                 found[index] = read & seen
             seen |= read
     return to_inputs, to_outputs

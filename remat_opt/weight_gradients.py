@@ -9,8 +9,9 @@ own, which is added to the one outside when the region has run; and so has each 
 That is XLA for NVIDIA. Of the unchanged function it puts the products for parts off to the end of
 the backward pass, where what they read takes less than what they give. Then those parts wait
 together whose products have a common factor, and so are computed as one: of one weight or several.
-Of XLA for CPU it is only known that a sum and a part, all along, are nearer to what it takes; of
-the unchanged function all parts wait. XLA for TPU adds parts as they come, in any program, and has
+XLA for CPU puts nothing out before the end, and has a sum and a part all along, whatever the
+regions, and one more sum for each region round the innermost; of the unchanged function all parts
+wait. XLA for TPU adds parts as they come, in any program, and has
 sums in its vector memory as far as that reaches: those of flat regions were, of nested ones half
 were not.
 """
@@ -65,14 +66,16 @@ class SharedWeight:
 
     def sums(self, regions: Sequence[Region], count: int) -> np.ndarray:
         """Its part of ``SharedWeights.sums``."""
-        if not self.beside:
-            return self.expected_sums(count)
         reads = np.zeros(count, dtype=np.int64)
         reads[list(self.readers)] = 1
         number = np.zeros(count, dtype=np.int64)
         for region in regions:
             if region.checkpointed:
                 _count_sums(reads, region, 0, number)
+        if not self.beside:
+            found = self.expected_sums(count)
+            found += self.bytes * np.maximum(number - 1, 0)
+            return found
         found = self.bytes * number
         found[list(self.readers)] += self.beside
         return found

@@ -66,11 +66,14 @@ def test_what_is_expected_of_any_schedule() -> None:
     assert all_of(WEIGHT, WEIGHT).expected_sums(8).tolist() == [2 * size for size in expected]
 
 
-def test_where_a_part_is_there_all_along_the_schedule_does_not_matter() -> None:
+def test_where_a_part_is_there_all_along_only_what_is_inside_matters() -> None:
     weight = dataclasses.replace(WEIGHT, beside=())
     twice = [0, 20, 20, 20, 20, 20, 20, 0]
     assert all_of(weight).expected_sums(8).tolist() == twice
     assert all_of(weight).sums([region(*range(8))], 8).tolist() == twice
+    inside = region(0, 1), region(2, 3), region(4, 5, 6, 7)
+    more = [10 + size if vertex in (0, 2) else size for vertex, size in enumerate(twice)]
+    assert all_of(weight).sums([region(*range(8), inside=inside)], 8).tolist() == more
     both = [a + b for a, b in zip(twice, PART, strict=True)]
     assert all_of(weight, WEIGHT).sums([region(*range(8), checkpointed=False)], 8).tolist() == both
 
