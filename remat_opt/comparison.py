@@ -310,7 +310,7 @@ def policy_contenders(
       RematError: a name is unknown, or a value is neither a name nor a function.
     """
     if chosen is None:
-        chosen = policies.default_policies()
+        chosen = tuple(policies.default_policies())
     if isinstance(chosen, str):
         chosen = (chosen,)
     labelled = chosen if isinstance(chosen, Mapping) else {policy: policy for policy in chosen}

@@ -20,20 +20,20 @@ ALIASES = {
 }
 
 
-def default_policies() -> tuple[str, ...]:
-    """The names in ``jax.checkpoint_policies`` that are policies as they stand.
+def default_policies() -> dict[str, Callable[..., Any]]:
+    """The policies in ``jax.checkpoint_policies`` that are policies as they stand, by name.
 
     The others there, such as ``save_only_these_names``, are functions that make one. Those
     take what they need by name or position, where a policy takes an equation's parameters,
     whatever these are. Of two names for one policy, one is given.
     """
-    found = []
+    found = {}
     for name in sorted(dir(jax.checkpoint_policies)):
         if name.startswith("_") or ALIASES.get(name, name) != name:
             continue
-        if policy_of(name) is not None:
-            found.append(name)
-    return tuple(found)
+        if (policy := policy_of(name)) is not None:
+            found[name] = policy
+    return found
 
 
 def policy_of(name: str) -> Callable[..., Any] | None:
@@ -60,9 +60,7 @@ def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[
       roots: for each vertex its equation.
       graph: of these vertices.
     """
-    for name in default_policies():
-        policy = policy_of(name)
-        assert policy is not None
+    for policy in default_policies().values():
         kept = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
         yield Schedule(
             regions=tuple(
@@ -80,6 +78,7 @@ def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[
 
 
 def _keeps(policy: Callable[..., Any], program: Program, root: int) -> bool:
+    """Whether the policy says so; what it says may also be a marker, such as one for offloading."""
     equation = program.equations[root].jax_equation
     kinds = (atom.aval for atom in equation.invars)
     return policy(equation.primitive, *kinds, **equation.params) is True

@@ -11,9 +11,8 @@ the backward pass, where what they read takes less than what they give. Then tho
 together whose products have a common factor, and so are computed as one: of one weight or several.
 XLA for CPU puts nothing out before the end, and has a sum and a part all along, whatever the
 regions, and one more sum for each region round the innermost; of the unchanged function all parts
-wait. XLA for TPU adds parts as they come, in any program, and has
-sums in its vector memory as far as that reaches: those of flat regions were, of nested ones half
-were not.
+wait. XLA for TPU adds parts as they come, in any program, and has sums in its vector memory as far
+as that reaches: those of flat regions were, of nested ones half were not.
 """
 
 from __future__ import annotations

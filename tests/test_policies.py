@@ -30,7 +30,7 @@ X = jax.ShapeDtypeStruct((64, 32, 48), "float32")
 
 def test_contract_the_policies_of_jax() -> None:
     # Assumed of JAX: a policy takes any parameters, what makes one does not; and the aliases.
-    assert policies.default_policies() == NAMES
+    assert tuple(policies.default_policies()) == NAMES
     for alias, name in policies.ALIASES.items():
         assert getattr(jax.checkpoint_policies, alias) is getattr(jax.checkpoint_policies, name)
         assert policies.policy_of(name) is getattr(jax.checkpoint_policies, name)
