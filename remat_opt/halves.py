@@ -111,9 +111,11 @@ class Rooms:
         """The lives of what is left on the heap when these vertices are stored in halves.
 
         Of what finds room elsewhere that is the value in the forward pass, and the value put
-        together again where the backward pass reads it.
+        together again where the backward pass reads it. ``lives`` itself if nothing finds room.
         """
         chosen = np.array(self._placed(graph, lives, vertices), dtype=np.int64)
+        if not len(chosen):
+            return lives
         first_read = lives.last[: len(graph)].copy()
         np.minimum.at(first_read, lives.stored_reads, lives.stored_read_steps)
         last = lives.last.copy()

@@ -141,8 +141,12 @@ def problem(
 
 def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) -> Sweep:
     materialization = materialize(program, linearize(program), device)
+    # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
+    alone: list[Schedule] = []
+    if isinstance(solver, Portfolio):
+        alone += policies.schedules(program, materialization.roots, materialization.graph)
     fronts = [
-        pareto(_candidates(program, materialization.roots, graph, measure, solver), measure)
+        pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
         for graph in materialization.searched_graphs
     ]
     as_it_is = judge(materialization.graph, plain(materialization.graph))
@@ -179,20 +183,14 @@ def _no_collection() -> Iterator[None]:
 
 
 def _candidates(
-    program: Program, roots: Sequence[int], graph: Graph, measure: Overhead, solver: Solver
+    program: Program, graph: Graph, measure: Overhead, solver: Solver
 ) -> list[Candidate]:
-    """What the solver finds; with the default one beside it what ``jax.checkpoint`` does alone.
-
-    The policies are no starts of the search: as such they crowd out better ones.
-    """
     found = solver.candidates(graph, measure)
     if isinstance(found, Refused):
         raise RematError(
             f"The solver {solver.name!r} does not take {program.name!r}: {found.message} The "
             "default, 'portfolio', takes any program."
         )
-    if isinstance(solver, Portfolio):
-        found = found + judged(graph, policies.schedules(program, roots, graph))
     return found
 
 
@@ -244,9 +242,10 @@ def _laid_out(
     peak_bytes = _heap_bytes(device, lives)
     vertices = rooms.worth_halving(graph, one.schedule, lives, COPIED_BYTES)
     if vertices:
-        halved_bytes = _heap_bytes(device, rooms.without_placed(graph, lives, vertices))
-        whole_bytes = max(peak_bytes, _heap_bytes(device, lives, straight=vertices))
-        if halved_bytes * _HALVED_GAIN <= whole_bytes:
+        elsewhere = rooms.without_placed(graph, lives, vertices)
+        halved_bytes = peak_bytes if elsewhere is lives else _heap_bytes(device, elsewhere)
+        least_bytes = halved_bytes * _HALVED_GAIN
+        if least_bytes <= peak_bytes or least_bytes <= _heap_bytes(device, lives, vertices):
             schedule = halved(one.schedule, vertices)
             return dataclasses.replace(one, schedule=schedule, peak_bytes=halved_bytes)
     return dataclasses.replace(one, peak_bytes=peak_bytes)

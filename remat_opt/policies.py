@@ -11,7 +11,7 @@ import jax
 
 from remat_opt.graph import Graph
 from remat_opt.program import Program
-from remat_opt.schedule import Region, Schedule, merged
+from remat_opt.schedule import Region, Schedule
 
 #: Two names of one policy: the first is shown.
 ALIASES = {
@@ -60,19 +60,20 @@ def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[
       roots: for each vertex its equation.
       graph: of these vertices.
     """
+    runs = [
+        (pinned, tuple(run))
+        for pinned, run in itertools.groupby(range(len(graph)), graph.pinned.__getitem__)
+    ]
     for policy in default_policies().values():
         kept = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
         yield Schedule(
             regions=tuple(
-                merged(
-                    vertices
-                    if pinned
-                    else Region(vertices=vertices, kept=tuple(v for v in vertices if v in kept))
-                    for pinned, run in itertools.groupby(
-                        range(len(graph)), graph.pinned.__getitem__
-                    )
-                    for vertices in (tuple(run),)
+                Region(
+                    vertices=vertices,
+                    kept=() if pinned else tuple(v for v in vertices if v in kept),
+                    checkpointed=not pinned,
                 )
+                for pinned, vertices in runs
             )
         )
 

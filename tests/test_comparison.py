@@ -11,14 +11,9 @@ from remat_opt.comparison import Comparison, Contender
 from remat_opt.errors import BudgetError, CompileError, RematError
 from remat_opt.measurement import Measurement
 from remat_opt.tracing import Signature
+from tests.test_policies import NAMES
 
 X = jax.ShapeDtypeStruct((32, 32), "float32")
-DEFAULTS = (
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-)
 
 
 def sines(w, x):
@@ -178,9 +173,7 @@ def test_policies_by_name_and_by_function():
     )
     assert [(c.label, c.kind) for c in found] == [("mine", "policy"), ("dots", "policy")]
     assert found[0].make() == (other, None)
-    assert [c.label for c in comparison.policy_contenders(sines, None, Signature())] == list(
-        DEFAULTS
-    )
+    assert [c.label for c in comparison.policy_contenders(sines, None, Signature())] == list(NAMES)
     assert [c.label for c in comparison.policy_contenders(sines, "dots_saveable", Signature())] == [
         "dots_saveable"
     ]
@@ -193,7 +186,7 @@ def test_policies_by_name_and_by_function():
         (
             ["save_only_these_names"],
             "'save_only_these_names' is not a policy of jax.checkpoint_policies that can be used "
-            f"as it is: give one of {', '.join(DEFAULTS)}, or, for one of your own, a mapping "
+            f"as it is: give one of {', '.join(NAMES)}, or, for one of your own, a mapping "
             "from a label to the function wrapped in it.",
         ),
         (

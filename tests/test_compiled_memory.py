@@ -8,7 +8,6 @@ one that makes them better should tighten the numbers.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +19,8 @@ from jax import lax
 import remat_opt
 from benchmarks import networks
 from remat_opt.plan import Plan
+from tests.test_measurement import needs_libtpu
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install 'remat_opt[tpu]'",
-)
 TPU = [pytest.mark.tpu, pytest.mark.slow, needs_libtpu]
 
 Array = jax.ShapeDtypeStruct

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import subprocess
 import sys
@@ -26,14 +25,11 @@ from remat_opt.plan import Plan
 from remat_opt.schedule import Region, Schedule, Stage
 from remat_opt.spans import Spans, spans
 from tests.graphs import chain_edges
+from tests.test_measurement import needs_libtpu
 
 needs_rooms = pytest.mark.skipif(
     not measurement.results_hold_temporaries(get_device("v5e")),
     reason="XLA for TPU puts temporaries into results before JAX 0.11.1",
-)
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install 'remat_opt[tpu]'",
 )
 
 MIB = 2**20
@@ -307,10 +303,16 @@ LAYER = bfloat16(512, 1536), bfloat16(512, 512), bfloat16(512, 2048), bfloat16(2
 ATTENTION = [LAYER] * 6, bfloat16(4, 1024, 512)
 
 
+def plan_above_least(**options: Any) -> Plan:
+    """For a tenth more than the least memory that attention can do with on a v5e."""
+    least = remat_opt.make_plan(attention, *ATTENTION, device="v5e").predicted.temporary_bytes
+    budget = int(1.1 * least)
+    return remat_opt.make_plan(attention, *ATTENTION, device="v5e", budget=budget, **options)
+
+
 def test_what_may_lie_above_what_it_is_made_of_is_halved() -> None:
     """Whatever the compiler does with results; where it copies nothing there is no such risk."""
-    least = remat_opt.make_plan(attention, *ATTENTION, device="v5e").predicted.temporary_bytes
-    plan = remat_opt.make_plan(attention, *ATTENTION, device="v5e", budget=int(1.1 * least))
+    plan = plan_above_least()
     assert any(stage.halved for stage in plan.stages)
     assert any("what they are made of is gone" in note for note in plan.notes)
     other = remat_opt.make_plan(attention, *ATTENTION, device="h200")
@@ -321,10 +323,7 @@ def test_what_may_lie_above_what_it_is_made_of_is_halved() -> None:
 @pytest.mark.slow
 @needs_libtpu
 def test_what_is_halved_takes_what_is_predicted() -> None:
-    least = remat_opt.make_plan(attention, *ATTENTION, device="v5e").predicted.temporary_bytes
-    plan = remat_opt.make_plan(
-        attention, *ATTENTION, device="v5e", budget=int(1.1 * least), verify=True
-    )
+    plan = plan_above_least(verify=True)
     assert any(stage.halved for stage in plan.stages)
     # Seen: 302 MiB of 312 predicted on JAX 0.10, 318 of 324 on 0.12.
     assert plan.measured.temporary_bytes == pytest.approx(plan.predicted.temporary_bytes, rel=0.06)
