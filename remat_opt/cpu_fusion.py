@@ -2,7 +2,7 @@
 
 A sum there multiplies two arrays as it reads them, and computes no more than that. So what the
 gradient of a broadcast operand multiplies is stored: what a scale was applied to, what a mean was
-taken from. Transcendental functions are never computed twice.
+taken from.
 
 Products are calls of a library for float32, which reads one order of dimensions: bfloat16 weights
 are widened, and for the gradient of a weight the cotangent is transposed.
@@ -11,7 +11,6 @@ are widened, and for the gradient of a weight the cotangent is transposed.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from remat_opt import costs
@@ -21,13 +20,6 @@ from remat_opt.held import Cause, Held
 from remat_opt.operation import ArrayType
 from remat_opt.products import PRODUCTS
 from remat_opt.program import Atom, Program
-
-#: What is never computed twice.
-_DEAR = frozenset(
-    "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
-    "tanh".split()
-)
-
 
 def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
     """What a device's compiler holds for weights that are bfloat16.
@@ -119,20 +111,6 @@ def read_by_sums(flow: Dataflow) -> set[int]:
         if read and any(_repeats(flow, value, size) for value in equation.value_inputs):
             found |= read
     return found & flow.maker.keys()
-
-
-def dear(flow: Dataflow) -> set[int]:
-    """Results of transcendental functions that are read twice, forward or backward."""
-    reads: Counter[int] = Counter()
-    found: set[int] = set()
-    for index, equation in enumerate(flow.program.equations):
-        if flow.is_alias(index):
-            continue
-        reads.update(flow.reads(index))
-        reads.update(flow.derivative_reads(index))
-        if equation.operation.primitive in _DEAR:
-            found.update(equation.outputs)
-    return {value for value in found if reads[value] > 1}
 
 
 def divided(flow: Dataflow) -> set[int]:

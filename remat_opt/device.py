@@ -242,11 +242,10 @@ class Device:
         return self.platform != "cpu"
 
     @property
-    def heap_has_holes(self) -> bool:
-        """Whether the compiler's heap is larger than what is alive at its peak.
+    def places_in_order(self) -> bool:
+        """Whether the compiler places arrays on its heap in the order of the program.
 
-        XLA for TPU packs loosely while memory is plentiful. For NVIDIA and CPU what is alive is the
-        better prediction.
+        XLA for TPU does, while memory is plentiful. For NVIDIA and CPU it places the largest first.
         """
         return self.platform == "tpu"
 

@@ -66,11 +66,39 @@ def heap_bytes(arrays: Spans, vector_bytes: int, straight: Sequence[int] = ()) -
     small = arrays.bytes < least * _SMALL_SHARE
     placed = _chosen(arrays, ~small)
     placed = _chosen(placed, np.lexsort((-placed.bytes, placed.first)))
-    filled = np.zeros(int(arrays.last.max(initial=-1)) + 1)
+    beside = _chosen(arrays, small).live_bytes(int(arrays.last.max(initial=-1)) + 1)
+    return max(least, _filled_bytes(placed, beside))
+
+
+def decreasing_size_heap_bytes(arrays: Spans) -> int:
+    """The size of the heap that XLA for NVIDIA and for CPU lays the arrays out on.
+
+    All are placed before the program runs, each into the tightest hole that is free for as long as
+    it lives, else on top: once the largest first, and once those that live longest. The smaller
+    heap of the two is taken.
+
+    Args:
+      arrays: their lives.
+    """
+    least = arrays.peak_bytes
+    small = arrays.bytes < least * _SMALL_SHARE
+    placed = _chosen(arrays, ~small)
+    steps = int(arrays.last.max(initial=-1)) + 1
+    beside = _chosen(arrays, small).live_bytes(steps)
+    lengths = placed.last - placed.first
+    heaps = (
+        _filled_bytes(_chosen(placed, np.lexsort(keys)), beside)
+        for keys in ((-lengths, -placed.bytes), (-placed.bytes, -lengths))
+    )
+    return max(least, min(heaps))
+
+
+def _filled_bytes(placed: Spans, beside: np.ndarray) -> int:
+    """The most that arrays fill of a heap, placed in this order, with what is alive beside them."""
+    filled = np.zeros(len(beside))
     for first, last, end in zip(placed.first, placed.last, _best_fit(placed), strict=True):
         np.maximum(filled[first : last + 1], end, out=filled[first : last + 1])
-    filled += _chosen(arrays, small).live_bytes(len(filled))
-    return max(least, int(filled.max(initial=0)))
+    return int((filled + beside).max(initial=0))
 
 
 def _staying(arrays: Spans, vector_bytes: int) -> np.ndarray:

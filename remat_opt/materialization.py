@@ -38,10 +38,12 @@ from remat_opt import (
     row_gathers,
     softmax,
     tpu_fusion,
+    transcendental,
     weight_gradients,
 )
 from remat_opt.dataflow import ALIASES, Dataflow
 from remat_opt.device import Device
+from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
 from remat_opt.graph import Graph
 from remat_opt.held import Cause, Held
 from remat_opt.linearization import Linearization
@@ -92,6 +94,7 @@ class Materialization:
       transposed: pairs of a vertex and of one that it reads, of which the compiler makes another
         array, for the backward step of the first, as soon as it is there.
       shared_weights: the weights whose gradients the compiler computes in parts.
+      parameter_gradients: of each parameter; ``in_step`` adds them to the graph's workspaces.
       assumed: names of primitives that JAX could not differentiate.
       unchanged: the same of the function as it is, where plans change what is stored.
     """
@@ -111,8 +114,21 @@ class Materialization:
     searching: tuple[int, ...]
     transposed: tuple[tuple[int, int], ...]
     shared_weights: SharedWeights
+    parameter_gradients: tuple[ParameterGradient, ...]
     assumed: tuple[str, ...]
     unchanged: Materialization | None
+
+    def in_step(self, fate: Gradients) -> Materialization:
+        """The same in a step that does so with the gradients; of one that puts them out."""
+        if fate is Gradients.RESULTS:
+            return self
+        gradients = workspace_bytes(self.parameter_gradients, fate, len(self.graph))
+        workspaces = np.array(self.graph.workspace_bytes, dtype=np.int64) + gradients
+        return dataclasses.replace(
+            self,
+            graph=dataclasses.replace(self.graph, workspace_bytes=tuple(workspaces.tolist())),
+            unchanged=self.unchanged and self.unchanged.in_step(fate),
+        )
 
     @property
     def unchanged_graph(self) -> Graph:
@@ -432,7 +448,8 @@ class _Builder:
             if self.flow.opaque(index) and not self._product(index):
                 forced.update(self.flow.reads(index))
         if not self.device.fuses_into_sums:
-            forced |= cpu_fusion.read_by_sums(self.flow) | cpu_fusion.dear(self.flow)
+            forced |= cpu_fusion.read_by_sums(self.flow)
+        forced |= transcendental.stored(self.flow, self.device)
         for index in (*self.stored_sums, *self.crops):
             forced.update(self.program.equations[index].outputs)
         forced.update(self.weights_of)
@@ -577,6 +594,7 @@ class _Builder:
         summed_beside: set[int] = set()
         named_bytes: dict[int, int] = {}
         multiplies: set[int] = set()
+        parameter_readers: dict[int, list[int]] = {}
         copied_products = [0] * len(roots)
         found_places = {
             self.flow.maker[value]: size
@@ -605,6 +623,9 @@ class _Builder:
                     if value in vertex_of or value not in self.flow.maker:
                         read_values.add(value)
                 derivative = self.linearization.derivatives.get(index)
+                if derivative is not None:
+                    for value in differentiated.intersection(member.value_inputs):
+                        parameter_readers.setdefault(value, []).append(vertex)
                 if index == root and root in found_places:
                     places_bytes = found_places[root]
                 elif derivative is not None:
@@ -744,6 +765,14 @@ class _Builder:
             ),
             transposed=transposed,
             shared_weights=shared_weights,
+            parameter_gradients=tuple(
+                ParameterGradient(
+                    first=min(readers),
+                    last=max(readers),
+                    bytes=self.device.buffer_bytes(program.types[value]),
+                )
+                for value, readers in sorted(parameter_readers.items())
+            ),
             assumed=tuple(
                 sorted(
                     {

@@ -20,12 +20,13 @@ from typing import Any, Literal
 from remat_opt import plan_text
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
+from remat_opt.gradients import Gradients
 from remat_opt.measurement import Measurement
 from remat_opt.schedule import Stage
 from remat_opt.solvers.base import Overhead
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 4"
+FORMAT = "remat_opt plan 5"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Objective:
       reserve_bytes: what ``fit`` leaves free beside them, for optimizer state and the like.
       max_overhead: least peak memory with at most this share of a forward pass recomputed.
       overhead: what recomputation is counted in.
+      gradients: what becomes of the gradients in the step that the plan is for.
     """
 
     budget_bytes: int | None = None
@@ -50,6 +52,7 @@ class Objective:
     reserve_bytes: int = 0
     max_overhead: float | None = None
     overhead: Overhead = Overhead.SECONDS
+    gradients: Gradients = Gradients.CONSUMED
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +262,7 @@ def _plain(thing: Any) -> Any:
         }
     if isinstance(thing, tuple | list):
         return [_plain(item) for item in thing]
-    if isinstance(thing, Overhead):
+    if isinstance(thing, Overhead | Gradients):
         return thing.value
     return thing
 
@@ -298,8 +301,8 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
         if data not in options:
             raise ValueError(f"{where} is {data!r:.40}, not one of {', '.join(options)}")
         return data
-    if kind is Overhead:
-        return Overhead(data)
+    if kind in (Overhead, Gradients):
+        return kind(data)
     if kind is float and type(data) in (int, float):
         return float(data)
     if type(data) is not kind:

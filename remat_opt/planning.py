@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
@@ -19,9 +19,10 @@ from remat_opt import __version__, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
+from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.halves import Rooms, halved, rooms_of
-from remat_opt.heap import COPIED_BYTES, heap_bytes
+from remat_opt.heap import COPIED_BYTES, decreasing_size_heap_bytes, heap_bytes
 from remat_opt.held import Cause
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
@@ -70,11 +71,13 @@ class Sweep:
       materialization: the graph, and the way back to equations.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
         need; of what is alive, no other solution of the solver's needs less for less overhead.
+      defaults: likewise, what the policies of ``jax.checkpoint`` come to.
       unchanged: likewise, of the function as it is.
     """
 
     materialization: Materialization
     candidates: tuple[Candidate, ...]
+    defaults: tuple[Candidate, ...]
     unchanged: Candidate
 
 
@@ -112,7 +115,7 @@ class Problem:
         return self.sweep.unchanged
 
 
-_sweeps: OrderedDict[tuple[str, Device, Overhead, Solver], Sweep] = OrderedDict()
+_sweeps: OrderedDict[tuple[str, Device, Overhead, Solver, Gradients], Sweep] = OrderedDict()
 
 
 def problem(
@@ -121,16 +124,17 @@ def problem(
     *,
     measure: Overhead = Overhead.SECONDS,
     solver: Solver = DEFAULT_SOLVER,
+    gradients: Gradients = Gradients.CONSUMED,
 ) -> Problem:
     """Builds the graph and sweeps all budgets, or takes both from an earlier call.
 
     Raises:
       RematError: the solver does not take this program.
     """
-    key = (program.fingerprint(), device, measure, solver)
+    key = (program.fingerprint(), device, measure, solver, gradients)
     if key not in _sweeps:
         with _no_collection():
-            _sweeps[key] = _sweep(program, device, measure, solver)
+            _sweeps[key] = _sweep(program, device, measure, solver, gradients)
         if len(_sweeps) > _MOST_SWEEPS:
             _sweeps.popitem(last=False)
     _sweeps.move_to_end(key)
@@ -139,14 +143,15 @@ def problem(
     )
 
 
-def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) -> Sweep:
-    materialization = materialize(program, linearize(program), device)
+def _sweep(
+    program: Program, device: Device, measure: Overhead, solver: Solver, gradients: Gradients
+) -> Sweep:
+    materialization = materialize(program, linearize(program), device).in_step(gradients)
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
-    alone: list[Schedule] = []
-    if isinstance(solver, Portfolio):
-        alone += policies.schedules(program, materialization.roots, materialization.graph)
+    alone = tuple(policies.schedules(program, materialization.roots, materialization.graph))
+    among = alone if isinstance(solver, Portfolio) else ()
     fronts = [
-        pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
+        pareto(_candidates(program, graph, measure, solver) + judged(graph, among), measure)
         for graph in materialization.searched_graphs
     ]
     as_it_is = judge(materialization.graph, plain(materialization.graph))
@@ -154,13 +159,16 @@ def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) 
     lives = spans(unchanged_graph, plain(unchanged_graph))
     peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
     rooms = Rooms()
-    if device.heap_has_holes:
+    if device.places_in_order:
         in_results = results_hold_temporaries(device)
         rooms = rooms_of(program, materialization.roots, device, in_results=in_results)
     return Sweep(
         materialization=materialization,
         candidates=tuple(
             one for front in fronts for one in _as_compiled(materialization, device, rooms, front)
+        ),
+        defaults=_laid_out_all(
+            materialization, device, rooms, judged(materialization.graph, alone)
         ),
         unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
     )
@@ -202,9 +210,8 @@ def _as_compiled(
 ) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
 
-    That is what is alive at the peak, or the heap that holds it, where that is
-    larger; and what the compiler holds all along beside it. Heaps take time to lay out, and are
-    predicted less well: there, of candidates that are hardly apart, only the first is taken.
+    Heaps take time to lay out, and are predicted less well: of candidates that are hardly apart,
+    only the first is taken.
 
     Args:
       materialization: the graph that the candidates are for.
@@ -212,24 +219,28 @@ def _as_compiled(
       rooms: where halves may lie.
       front: candidates by ascending peak, and so by falling overhead.
     """
-    if device.heap_has_holes:
-        spaced: list[Candidate] = []
-        for one in front:
-            if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
-                spaced.append(one)
-        front = spaced
+    spaced: list[Candidate] = []
+    for one in front:
+        if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
+            spaced.append(one)
+    return _laid_out_all(materialization, device, rooms, spaced)
+
+
+def _laid_out_all(
+    materialization: Materialization, device: Device, rooms: Rooms, found: Iterable[Candidate]
+) -> tuple[Candidate, ...]:
+    """The candidates with the heap that holds what is alive, and what is held all along beside."""
     if materialization.row_statistics:
-        front = [
+        found = [
             judge(materialization.graph, materialization.without_row_statistics(one.schedule))
-            for one in front
+            for one in found
         ]
-    if device.heap_has_holes or materialization.depends_on_schedule:
-        front = [_laid_out(materialization, device, rooms, one) for one in front]
+    heaps = [_laid_out(materialization, device, rooms, one) for one in found]
     return tuple(
         dataclasses.replace(
             one, peak_bytes=one.peak_bytes + materialization.held_bytes(one.schedule)
         )
-        for one in front
+        for one in heaps
     )
 
 
@@ -252,8 +263,8 @@ def _laid_out(
 
 
 def _heap_bytes(device: Device, lives: Spans, straight: Sequence[int] = ()) -> int:
-    if not device.heap_has_holes:
-        return lives.peak_bytes
+    if not device.places_in_order:
+        return decreasing_size_heap_bytes(lives)
     return heap_bytes(lives, device.vector_memory_bytes, straight)
 
 
@@ -391,7 +402,13 @@ def make(
     check_differentiated(program)
     if computes_nothing(program):
         return _nothing_to_plan(program, device, objective)
-    of = problem(program, device, measure=objective.overhead, solver=solver)
+    of = problem(
+        program,
+        device,
+        measure=objective.overhead,
+        solver=solver,
+        gradients=objective.gradients,
+    )
     return describe(of, program, solve(of, objective), objective)
 
 

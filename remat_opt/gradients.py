@@ -1,0 +1,67 @@
+"""The gradients of parameters: what becomes of them in a step, and what they take meanwhile.
+
+``jit(grad(loss))`` puts its gradients out: they lie in the buffers of results, which are no
+temporaries, and until they are written some compilers put temporaries there. In a training step
+with donated state there are no such buffers. Each gradient is a temporary, from the backward step
+that writes it to the update that consumes it; where they are clipped by their global norm, or used
+together in another way, all of them wait for the last.
+
+Backward steps run in the order of the vertices, last first, whatever is recomputed. So what the
+gradients take while a vertex's backward step runs is the same in every schedule, and is counted as
+workspace of that step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+import numpy as np
+
+
+class Gradients(enum.Enum):
+    """What becomes of gradients when they are there.
+
+    RESULTS: they are the results of the program, as of ``jit(grad(loss))``.
+    CONSUMED: each is consumed as soon as it is there, as by Adam with donated state.
+    TOGETHER: they are needed all at once, as for clipping by their global norm.
+    """
+
+    RESULTS = "results"
+    CONSUMED = "consumed"
+    TOGETHER = "together"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGradient:
+    """The gradient of one parameter.
+
+    Attributes:
+      first: the first vertex that reads the parameter: its backward step completes the gradient.
+      last: the last vertex that does: its backward step begins it.
+      bytes: its size.
+    """
+
+    first: int
+    last: int
+    bytes: int
+
+
+def workspace_bytes(
+    gradients: Iterable[ParameterGradient], fate: Gradients, count: int
+) -> np.ndarray:
+    """What gradients take in the backward step of each of so many vertices, in bytes.
+
+    Args:
+      gradients: of all parameters.
+      fate: what becomes of them.
+      count: of vertices.
+    """
+    change = np.zeros(count + 1, dtype=np.int64)
+    if fate is not Gradients.RESULTS:
+        for one in gradients:
+            start = 0 if fate is Gradients.TOGETHER else one.first
+            change[start] += one.bytes
+            change[one.last + 1] -= one.bytes
+    return np.cumsum(change[:-1])
