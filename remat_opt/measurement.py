@@ -14,7 +14,7 @@ Three things to know about the figures:
     is measured is the program with that turned off, and the record says so in ``notes``.
 
 Whether the program's recomputation survived the compiler is read off the compiled program itself
-(``recomputation``).
+(``recomputation``), and what is alive when off what the compiler writes about it (``buffers``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ import dataclasses
 import importlib.metadata
 import os
 import re
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from remat_opt import device as device_table
 from remat_opt._compile_only import compile_only_device
+from remat_opt.buffers import CompiledMemory, parse_memory
 from remat_opt.device import AttachedTarget, Device
 from remat_opt.errors import CompileError, DeviceError, PlanFileError
 from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation, survival
@@ -73,6 +77,11 @@ _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
     "tpu": (),
 }
 
+#: What XLA writes about memory: the last of the names of three files, the first alike in all.
+_DUMPED = "after_optimizations"
+_ASSIGNMENT, _LIVE_RANGES = "-buffer-assignment.txt", "-live-range.txt"
+_MODULE = re.compile(r"HloModule ([^\s,]+)")
+
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _BARRIER_PASS = "cse_barrier_expander"
 _BARRIER_NOTE = (
@@ -110,6 +119,8 @@ class Measurement:
       jax_version: version of JAX.
       compiler_version: what the compiler calls itself.
       notes: what a reader of the figures has to know.
+      memory: what is alive when, where it was asked for and could be read. Neither part of
+        equality nor of the plain data that the record is written as.
     """
 
     device: str
@@ -124,6 +135,7 @@ class Measurement:
     jax_version: str
     compiler_version: str
     notes: tuple[str, ...] = ()
+    memory: CompiledMemory | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def device_bytes(self) -> int:
@@ -132,7 +144,9 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """This record as plain data, fit for JSON."""
-        return {**dataclasses.asdict(self), "notes": list(self.notes)}
+        plain = dataclasses.asdict(dataclasses.replace(self, memory=None))
+        del plain["memory"]
+        return {**plain, "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
@@ -141,7 +155,7 @@ class Measurement:
         Raises:
           PlanFileError: if a field is missing, unknown or of the wrong type.
         """
-        fields = {field.name for field in dataclasses.fields(cls)}
+        fields = {field.name for field in dataclasses.fields(cls)} - {"memory"}
         if not isinstance(data, Mapping) or set(data) != fields:
             raise PlanFileError(
                 f"A measurement has the fields {sorted(fields)}, not {_keys(data)}."
@@ -166,6 +180,7 @@ def measure(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
+    with_buffers: bool = False,
     **kwargs: Any,
 ) -> Measurement:
     """Compiles ``fn`` as given for a device and reads what the compiler says.
@@ -180,6 +195,8 @@ def measure(
       static_argnums: as in ``jax.jit``.
       static_argnames: as in ``jax.jit``.
       donate_argnums: as in ``jax.jit``.
+      with_buffers: whether to read what is alive when, too (``memory``). Where it cannot be read,
+        a note says why.
       **kwargs: its keyword arguments, likewise.
 
     Raises:
@@ -196,9 +213,44 @@ def measure(
         donate_argnums=donate_argnums,
     )
     lowered = _lower(jitted, args, kwargs, target)
-    compiled, notes = _compile(lowered, target)
-    found = _read(lowered, compiled, target, compile_seconds=time.perf_counter() - start)
-    return dataclasses.replace(found, notes=(*found.notes, *notes))
+    memory: CompiledMemory | None = None
+    with _dump_folder() if with_buffers else contextlib.nullcontext() as folder:
+        compiled, notes = _compile(lowered, target, folder)
+        seconds = time.perf_counter() - start
+        if folder is not None:
+            try:
+                memory = _read_memory(compiled, folder, target)
+            except CompileError as error:
+                notes = (*notes, str(error))
+    found = _read(lowered, compiled, target, compile_seconds=seconds)
+    return dataclasses.replace(found, notes=(*found.notes, *notes), memory=memory)
+
+
+def compiled_memory(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | Device = "attached",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> CompiledMemory:
+    """Compiles ``fn`` for a device and reads what is alive when; see :func:`measure`.
+
+    Raises:
+      CompileError: also if what the compiler wrote about memory is missing or cannot be read.
+    """
+    target = resolve_device(device)
+    jitted = jax.jit(
+        fn,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+    )
+    lowered = _lower(jitted, args, kwargs, target)
+    with _dump_folder() as folder:
+        compiled, _ = _compile(lowered, target, folder)
+        return _read_memory(compiled, folder, target)
 
 
 def compile_for(
@@ -238,11 +290,65 @@ def _lower(
         return jitted.lower(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def _dump_folder() -> Iterator[Path]:
+    """A folder for XLA to write to, which is removed at the end.
+
+    What JAX has compiled before it takes from its cache, and nothing is written: options about
+    dumps are no part of the cache's key. So the cache is off meanwhile. JAX looks only once
+    whether it is on, hence the resets; where none is configured, nothing is touched.
+    """
+    cached = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+    with tempfile.TemporaryDirectory(prefix="remat_opt_") as folder:
+        if not cached:
+            yield Path(folder)
+            return
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        try:
+            yield Path(folder)
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+            compilation_cache.reset_cache()
+
+
+def _read_memory(compiled: jax.stages.Compiled, folder: Path, device: Device) -> CompiledMemory:
+    """What XLA wrote to ``folder`` about the program; it may have compiled others for it."""
+    program = _MODULE.match(compiled.as_text() or "")
+    found = []
+    for path in sorted(folder.rglob(f"*{_DUMPED}{_ASSIGNMENT}")):
+        stem = path.name.removesuffix(_ASSIGNMENT)
+        text = path.with_name(f"{stem}.txt")
+        live_ranges = path.with_name(stem + _LIVE_RANGES)
+        if text.exists() and live_ranges.exists():
+            module = _MODULE.match(content := text.read_text())
+            if module is not None and program is not None and module[1] == program[1]:
+                found.append((content, live_ranges.read_text(), path.read_text()))
+    if len(found) != 1:
+        raise CompileError(
+            f"The compiler for {device} was to write what it decided about memory, and wrote it "
+            f"for {len(found)} programs of this name rather than one.",
+            device=device.name,
+        )
+    content, lives, assignment = found[0]
+    return parse_memory(
+        program=content, live_ranges=lives, assignment=assignment, device=device.name
+    )
+
+
 def _compile(
-    lowered: jax.stages.Lowered, target: Device
+    lowered: jax.stages.Lowered, target: Device, folder: Path | None = None
 ) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
-    """The compiled program, and notes on what it took to compile it."""
+    """The compiled program, and notes on what it took to compile it.
+
+    Args:
+      lowered: the program.
+      target: the device.
+      folder: where XLA is to write what it decides about memory, if anywhere.
+    """
     options = compiler_options(target)
+    if folder is not None:
+        options |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     with jax.default_device(_jax_device(target)):
         try:
             try:
@@ -250,6 +356,10 @@ def _compile(
             except jax.errors.JaxRuntimeError as error:
                 if target.platform != "cuda" or target.attached or _NO_TILES not in str(error):
                     raise
+            for path in folder.iterdir() if folder is not None else ():
+                # What was written of the program that did not compile.
+                if path.is_file():
+                    path.unlink()
             return lowered.compile(compiler_options=options | _LIBRARY_PRODUCTS), (_TILES_NOTE,)
         except jax.errors.JaxRuntimeError as error:
             raise _compile_error(error, target) from error

@@ -31,24 +31,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: In the name of everything that ``jax.checkpoint`` computes again.
-_AGAIN = "rematted_computation"
-#: In the name of everything of a backward pass.
-_BACKWARD = "transpose("
+from remat_opt.hlo_text import Instruction, Module, read_program
+from remat_opt.scopes import AGAIN, BACKWARD, is_scope
+
 #: In the names of the copies that XLA's own rematerialisation makes.
 _OWN = ".remat"
-
-_PRODUCTS = frozenset({"dot", "convolution", "ragged-dot"})
-#: Libraries that compilers hand products to.
-_PRODUCT_CALLS = ("__cublas$", "__cudnn$", "__onednn$")
 
 #: What makes no value, but hands one on.
 _HANDING_ON = frozenset(
     "bitcast copy copy-done copy-start get-tuple-element opt-barrier tuple".split()
 )
-
-#: What runs computations of their own.
-_CALLERS = frozenset("async-start call conditional custom-call fusion while".split())
 
 #: The fields of a record that name places, and how many places each names.
 _PLACES, _MOST_PLACES = ("merged", "not_kept"), 5
@@ -67,14 +59,6 @@ _BATCHED = re.compile(r"batching_dims = \[([\d, ]*)\] x \[([\d, ]*)\]")
 _OPERANDS = re.compile(r": \(tensor<([^>]*)>, tensor<([^>]*)>\)")
 _PLACE = re.compile(r"loc\((#loc\d*)\)$")
 _LOCATION = re.compile(r'^(#loc\d*) = loc\("([^"]*)"', re.MULTILINE)
-
-# HLO.
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = .*? (?P<opcode>[a-z][\w\-]*)\(")
-_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
-_NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,26 +139,6 @@ def is_recomputation(data: object) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Instruction:
-    """One line of a compiled program, or of the program asked for."""
-
-    name: str
-    opcode: str
-    op_name: str
-    operands: tuple[str, ...]
-    called: tuple[str, ...]
-    is_product: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Module:
-    """Instructions by the computation that they are in; of the program asked for, not all."""
-
-    computations: Mapping[str, Sequence[_Instruction]]
-    entry: str
-
-
 def survival(asked: str, compiled: str) -> Recomputation | None:
     """Compares a program as asked for with what the compiler made of it.
 
@@ -185,9 +149,9 @@ def survival(asked: str, compiled: str) -> Recomputation | None:
     Returns:
       What became of the recomputation; None where there is none, be it the compiler's own.
     """
-    if _AGAIN not in asked and _OWN not in compiled:
+    if AGAIN not in asked and _OWN not in compiled:
         return None
-    before, after = _asked(asked), _compiled(compiled)
+    before, after = _asked(asked), read_program(compiled)
     asked_names, compiled_names = _product_names(before), _product_names(after)
     wanted, found = Counter(map(_kind, asked_names)), Counter(map(_kind, compiled_names))
     missing = wanted["again"] - found["again"]
@@ -212,24 +176,26 @@ def _recomputed_places(names: Sequence[str]) -> Counter[str]:
 
 def _place(name: str) -> str:
     """A name without the transformations in it: that of a layer and of its primitive."""
-    place = "/".join(name.split()).rpartition(_AGAIN)[2]
+    place = "/".join(name.split()).rpartition(AGAIN)[2]
     while (bare := _TRANSFORMED.sub(r"\1", place)) != place:
         place = bare
-    return "/".join(part for part in place.split("/") if part and part not in _CALLS)
+    return "/".join(
+        part for part in place.split("/") if part and part not in _CALLS and not is_scope(part)
+    )
 
 
-def _asked(text: str) -> _Module:
+def _asked(text: str) -> Module:
     """Products and calls of a StableHLO text; all that is asked of it is their number."""
     locations = dict(_LOCATION.findall(text))
-    functions: dict[str, list[_Instruction]] = {}
-    body: list[_Instruction] = []
+    functions: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
     for line in text.splitlines():
         if (opened := _FUNCTION.match(line)) is not None:
             body = functions.setdefault(opened["name"], [])
         elif (match := _ASKED.search(line)) is not None:
             place = _PLACE.search(line)
             body.append(
-                _Instruction(
+                Instruction(
                     name="",
                     opcode="",
                     op_name=locations.get(place[1], "") if place else "",
@@ -238,7 +204,7 @@ def _asked(text: str) -> _Module:
                     is_product=not match["called"] and not _has_vector(line),
                 )
             )
-    return _Module(computations=functions, entry="main")
+    return Module(computations=functions, entry="main")
 
 
 def _has_vector(line: str) -> bool:
@@ -257,40 +223,9 @@ def _has_vector(line: str) -> bool:
     return False
 
 
-def _compiled(text: str) -> _Module:
-    computations: dict[str, list[_Instruction]] = {}
-    entry = ""
-    body: list[_Instruction] = []
-    for line in text.splitlines():
-        if (match := _INSTRUCTION.match(line)) is not None:
-            body.append(_instruction(match, line))
-        elif (opened := _COMPUTATION.match(line)) is not None:
-            body = computations.setdefault(opened["name"], [])
-            entry = opened["name"] if opened["entry"] else entry
-    return _Module(computations=computations, entry=entry)
-
-
-def _instruction(match: re.Match[str], line: str) -> _Instruction:
-    # The compiler's configuration, at the end, is long and says nothing of this.
-    attributes, _, rest = line[match.end() :].partition(", metadata={")
-    op_name = _OP_NAME.search(rest)
-    opcode = match["opcode"]
-    target = _CALL_TARGET.search(attributes) if opcode == "custom-call" else None
-    called = _CALLED.findall(attributes) if opcode in _CALLERS else ()
-    return _Instruction(
-        name=match["name"],
-        opcode=opcode,
-        op_name=op_name[1] if op_name else "",
-        operands=tuple(_NAME.findall(attributes)),
-        called=tuple(name for names in called for name in _NAME.findall(names)),
-        is_product=opcode in _PRODUCTS
-        or (target is not None and target[1].startswith(_PRODUCT_CALLS)),
-    )
-
-
 def _walk(
-    module: _Module, instruction: _Instruction, callers: str = ""
-) -> Iterator[tuple[_Instruction, str]]:
+    module: Module, instruction: Instruction, callers: str = ""
+) -> Iterator[tuple[Instruction, str]]:
     """An instruction and all that it calls, each with its own name and those of its callers."""
     name = f"{callers} {instruction.op_name}"
     yield instruction, name
@@ -302,10 +237,10 @@ def _walk(
 def _kind(name: str) -> str:
     if not name.strip():
         return "unnamed"
-    return "again" if _AGAIN in name else "other"
+    return "again" if AGAIN in name else "other"
 
 
-def _product_names(module: _Module) -> list[str]:
+def _product_names(module: Module) -> list[str]:
     """The names of all products that run, with those of their callers."""
     return [
         name
@@ -315,7 +250,7 @@ def _product_names(module: _Module) -> list[str]:
     ]
 
 
-def _early(module: _Module) -> int:
+def _early(module: Module) -> int:
     """Recomputed values that wait while products of the forward pass run."""
     steps = module.computations.get(module.entry, ())
     last_read: dict[str, int] = {}
@@ -329,7 +264,7 @@ def _early(module: _Module) -> int:
         time
         for time, step in enumerate(steps)
         if any(
-            inner.is_product and _kind(name) == "other" and _BACKWARD not in name
+            inner.is_product and _kind(name) == "other" and BACKWARD not in name
             for inner, name in _walk(module, step)
         )
     ]
@@ -339,13 +274,13 @@ def _early(module: _Module) -> int:
     for time, step in enumerate(steps):
         if step.opcode == "parameter" or not varying.isdisjoint(step.operands):
             varying.add(step.name)
-        if _AGAIN in step.op_name and step.opcode not in _HANDING_ON and step.name in varying:
+        if AGAIN in step.op_name and step.opcode not in _HANDING_ON and step.name in varying:
             following = bisect.bisect_right(forward, time)
             early += following < len(forward) and forward[following] < last_read.get(step.name, 0)
     return early
 
 
-def _compilers_own(module: _Module) -> list[str]:
+def _compilers_own(module: Module) -> list[str]:
     """Where the copies stand that the compiler made to save memory; in a fusion is no array."""
     fused = {
         name

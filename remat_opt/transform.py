@@ -40,6 +40,7 @@ from remat_opt.products import PRODUCTS
 from remat_opt.program import Equation, Program
 from remat_opt.row_gathers import is_row_gather
 from remat_opt.schedule import Stage
+from remat_opt.scopes import equation_scope, region_scope
 from remat_opt.tracing import array_type, is_inexact
 
 #: Equations whose derivative is zero.
@@ -198,6 +199,7 @@ def _run(
     environment: dict[int, Any],
     *,
     halved: frozenset[int] = frozenset(),
+    around: tuple[int, ...] = (),
 ) -> None:
     """Runs steps one after the other and adds what they provide.
 
@@ -212,6 +214,7 @@ def _run(
       steps: in an order of execution.
       environment: the values known before.
       halved: values that the checkpoints among the steps are given in halves.
+      around: the number of the region that the steps are inside of.
     """
     program, summed = rewriting.program, rewriting.summed
     arguments = set(program.arguments)
@@ -219,7 +222,9 @@ def _run(
     for number, step in enumerate(steps):
         cut = _cut(step.inputs, environment, halved) if step.checkpointed else frozenset()
         given = _in_parts(step.inputs, environment, cut)
-        results = _runner(rewriting, step, cut)(*given)
+        # What is added up where regions meet has the name of the region alone.
+        with jax.named_scope(region_scope((*around, number))):
+            results = _runner(rewriting, step, cut, (*around, number))(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
         if rewriting.stored and step.checkpointed:
@@ -341,43 +346,48 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
             )
 
 
-def _runner(rewriting: _Rewriting, step: _Step, cut: frozenset[int]) -> Callable[..., list[Any]]:
+def _runner(
+    rewriting: _Rewriting, step: _Step, cut: frozenset[int], region_number: tuple[int, ...]
+) -> Callable[..., list[Any]]:
     """A step as a function of its inputs, those of ``cut`` in halves."""
     program = rewriting.program
     before, behind = _multiplied_again(rewriting, step)
     behind = _with_biases(rewriting, step, behind)
     tied = _tied_inputs(rewriting, step)
 
+    def run_equation(index: int, environment: dict[int, Any]) -> None:
+        equation = program.equations[index]
+        inputs = [
+            environment[atom] if isinstance(atom, int) else atom.value for atom in equation.inputs
+        ]
+        if index in before:
+            inputs = jax.lax.optimization_barrier(inputs)
+            environment.update(
+                (atom, value)
+                for atom, value in zip(equation.inputs, inputs, strict=True)
+                if atom in before[index]
+            )
+        elif index in tied:
+            places = tied[index]
+            same = _cotangents_together(inputs[place] for place in places)
+            for place, value in zip(places, same, strict=True):
+                inputs[place] = value
+        if index in rewriting.partner and not step.checkpointed:
+            partner = rewriting.partner[index]
+            inputs = list(_with_partner(program, partner, inputs, environment))
+        results = _run_one(rewriting, index, inputs, named=index in step.named)
+        environment.update(zip(equation.outputs, results, strict=True))
+        if index in behind:
+            read = (*equation.outputs, *behind[index])
+            same = _cotangents_together(environment[value] for value in read)
+            environment.update(zip(read, same, strict=True))
+
     def region(*given: Any) -> list[Any]:
         environment = _put_together(step.inputs, given, cut)
-        _run(rewriting, step.inside, environment)
+        _run(rewriting, step.inside, environment, around=region_number)
         for index in step.equations:
-            equation = program.equations[index]
-            inputs = [
-                environment[atom] if isinstance(atom, int) else atom.value
-                for atom in equation.inputs
-            ]
-            if index in before:
-                inputs = jax.lax.optimization_barrier(inputs)
-                environment.update(
-                    (atom, value)
-                    for atom, value in zip(equation.inputs, inputs, strict=True)
-                    if atom in before[index]
-                )
-            elif index in tied:
-                places = tied[index]
-                same = _cotangents_together(inputs[place] for place in places)
-                for place, value in zip(places, same, strict=True):
-                    inputs[place] = value
-            if index in rewriting.partner and not step.checkpointed:
-                partner = rewriting.partner[index]
-                inputs = list(_with_partner(program, partner, inputs, environment))
-            results = _run_one(rewriting, index, inputs, named=index in step.named)
-            environment.update(zip(equation.outputs, results, strict=True))
-            if index in behind:
-                read = (*equation.outputs, *behind[index])
-                same = _cotangents_together(environment[value] for value in read)
-                environment.update(zip(read, same, strict=True))
+            with jax.named_scope(equation_scope(index)):
+                run_equation(index, environment)
         return [environment[value] for value in step.outputs]
 
     if not step.checkpointed:

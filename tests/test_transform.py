@@ -224,8 +224,10 @@ def test_names_scopes_and_lines_survive() -> None:
 
     stages = (Stage(roots=(0, 1, 2), kept=(), checkpointed=True),)
     program, _, closed = rewritten(stages, loss, W[0], X)
-    for equation, original in zip(body(*checkpoints(closed)), program.equations, strict=True):
-        assert str(internals.name_stack_of(equation)) == "layer" == original.module
+    inside = zip(body(*checkpoints(closed)), program.equations, strict=True)
+    for number, (equation, original) in enumerate(inside):
+        assert original.module == "layer"
+        assert str(internals.name_stack_of(equation)) == f"remat_eq{number}/layer"
         assert internals.source_line(equation).startswith("test_transform.py:")
 
 
