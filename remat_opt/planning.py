@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -28,6 +28,7 @@ from remat_opt.materialization import Materialization, computes_nothing, materia
 from remat_opt.measurement import results_hold_temporaries
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import Program
+from remat_opt.recent import Recent
 from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.simulator import Simulation, simulate
 from remat_opt.solvers.base import (
@@ -112,7 +113,7 @@ class Problem:
         return self.sweep.unchanged
 
 
-_sweeps: OrderedDict[tuple[str, Device, Overhead, Solver], Sweep] = OrderedDict()
+_sweeps: Recent[tuple[str, Device, Overhead, Solver], Sweep] = Recent(_MOST_SWEEPS)
 
 
 def problem(
@@ -128,15 +129,11 @@ def problem(
       RematError: the solver does not take this program.
     """
     key = (program.fingerprint(), device, measure, solver)
-    if key not in _sweeps:
+    found = _sweeps.get(key)
+    if found is None:
         with _no_collection():
-            _sweeps[key] = _sweep(program, device, measure, solver)
-        if len(_sweeps) > _MOST_SWEEPS:
-            _sweeps.popitem(last=False)
-    _sweeps.move_to_end(key)
-    return Problem(
-        program=program, fingerprint=key[0], device=device, solver=solver, sweep=_sweeps[key]
-    )
+            found = _sweeps.put(key, _sweep(program, device, measure, solver))
+    return Problem(program=program, fingerprint=key[0], device=device, solver=solver, sweep=found)
 
 
 def _sweep(program: Program, device: Device, measure: Overhead, solver: Solver) -> Sweep:

@@ -15,10 +15,10 @@ Complexity: O(n log n + e) for n vertices and e edges.
 
 Guarantee: a schedule of the smaller graph whose regions are stretches of the order of execution,
 spread out, is one of the whole graph, and recomputes what it says. So is one whose regions come in
-another order, if it is one of ``Coarse.in_order``. (What a small value alone reads is no
-predecessor in the smaller graph: small values are kept, and do not have it run again.) Its peak is larger by the small values at most, apart from these: what the
-computation of a small value alone reads in the forward pass counts as free by then, and backward
-steps that are merged count as one.
+another order, if it is one of ``Coarse.in_order``. (What small values alone read is no predecessor
+in the smaller graph: they are kept, and do not have it run again.) Its peak is larger by the small
+values at most, apart from these: what the computation of a small value alone reads in the forward
+pass counts as free by then, and backward steps that are merged count as one.
 
 Reference: the scheme is that of multilevel methods (Karypis & Kumar, *A fast and high quality
 multilevel scheme for partitioning irregular graphs*, 1998): coarsen, solve, spread out.
