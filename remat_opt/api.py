@@ -32,6 +32,7 @@ from remat_opt.errors import PlanFileError, RematError
 from remat_opt.materialization import computes_nothing
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
+from remat_opt.plan_text import printable
 from remat_opt.program import Program
 from remat_opt.recent import Recent
 from remat_opt.solvers import Solver
@@ -317,8 +318,8 @@ def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
     if plan.fingerprint != fingerprint:
         raise PlanFileError(
             f"The plan was made for another program: for {plan.function!r} with the fingerprint "
-            f"{plan.fingerprint[:12]}, traced by JAX {plan.jax_version}; this is {function!r} with "
-            f"{fingerprint[:12]}, traced by JAX {jax.__version__}. The function, the shapes of its "
+            f"{printable(plan.fingerprint[:12])}, traced by JAX {printable(plan.jax_version)}; "
+            f"this is {function!r} with {fingerprint[:12]}, traced by JAX {jax.__version__}. The function, the shapes of its "
             "arguments, argnums or the version of JAX have changed since. Make the plan again."
         )
 

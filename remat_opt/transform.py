@@ -302,10 +302,11 @@ def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
                 f"Region {number} of the plan keeps equation {strange[0]}, which it does not "
                 "compute. Make the plan again."
             )
+        own = set(stage.roots)
         unfit = [
             root
             for root in stage.halved
-            if root not in stage.roots or not halves.can_be_halved(program, root)
+            if root not in own or not halves.can_be_halved(program, root)
         ]
         if unfit:
             raise PlanFileError(
