@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jax_core
-from jax.interpreters import partial_eval
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 Literal = jax_core.Literal
 Primitive = jax_core.Primitive
@@ -139,14 +140,97 @@ def bind_apart(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[An
     def apart(*given: Any) -> tuple[Any, ...]:
         return tuple(_run_apart(equation.params["call_jaxpr"], name_stack, given))
 
-    @apart.defjvp
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         def as_it_is(*given: Any) -> tuple[Any, ...]:
             return tuple(bind(equation, name_stack, given))
 
-        return apart(*primals), jax.jvp(as_it_is, primals, tangents)[1]
+        return apart(*primals), jvp_of_varying(as_it_is, primals, tangents)
 
+    apart.defjvp(rule, symbolic_zeros=True)
     return list(apart(*inputs))
+
+
+def jvp_of_varying(
+    fn: Callable[..., Sequence[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The tangents of ``fn``'s outputs, taken along those inputs alone that have a tangent.
+
+    Args:
+      fn: takes the primals and gives several outputs.
+      primals: where to take the derivative.
+      tangents: as a rule with symbolic zeros is given them.
+    """
+    varying = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+
+    def of_varying(*moved: Any) -> Sequence[Any]:
+        given = list(primals)
+        for number, value in zip(varying, moved, strict=True):
+            given[number] = value
+        return fn(*given)
+
+    directions = [tangents[number] for number in varying]
+    return tuple(jax.jvp(of_varying, [primals[number] for number in varying], directions)[1])
+
+
+#: The identity, in the place of a barrier on tangents. What it is the transpose of is a barrier on
+#: the cotangents. JAX's own barrier cannot be transposed where one of several tangents is no
+#: linear function of what varies, as the zeros of a custom derivative rule are none.
+_tie_p = Primitive("remat_opt_tie")
+_tie_p.multiple_results = True
+
+
+def _tie_abstract(*kinds: Any) -> Sequence[Any]:
+    return kinds
+
+
+def _tie_run(*values: Any) -> list[Any]:
+    return list(jax.lax.optimization_barrier(values))
+
+
+def _tie_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _tie_p.bind(*primals), _of_those(
+        tangents, [not isinstance(one, ad.Zero) for one in tangents], _tie_p.bind
+    )
+
+
+def _tie_transpose(cotangents: Sequence[Any], *primals: Any) -> list[Any]:
+    linear = [ad.is_undefined_primal(one) for one in primals]
+    there = [
+        own and not isinstance(one, ad.Zero) for own, one in zip(linear, cotangents, strict=True)
+    ]
+    found = _of_those(cotangents, there, _tie_run)
+    return [one if own else None for own, one in zip(linear, found, strict=True)]
+
+
+def _tie_batched(values: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
+    return _tie_p.bind(*values), axes
+
+
+def _of_those(
+    values: Sequence[Any], chosen: Sequence[bool], run: Callable[..., Sequence[Any]]
+) -> list[Any]:
+    """The values, with what ``run`` makes of the chosen in their places."""
+    given = [value for value, wanted in zip(values, chosen, strict=True) if wanted]
+    made = iter(run(*given) if given else ())
+    return [next(made) if wanted else value for value, wanted in zip(values, chosen, strict=True)]
+
+
+_tie_p.def_impl(_tie_run)
+_tie_p.def_abstract_eval(_tie_abstract)
+ad.primitive_jvps[_tie_p] = _tie_jvp
+ad.primitive_transposes[_tie_p] = _tie_transpose
+batching.primitive_batchers[_tie_p] = _tie_batched
+mlir.register_lowering(_tie_p, mlir.lower_fun(_tie_run, multiple_results=True))
+
+
+def tie_cotangents(tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """Tangents as they are; of their cotangents none goes on before all are computed.
+
+    Args:
+      tangents: as a rule with symbolic zeros is given them: these stay what they are.
+    """
+    there = [not isinstance(one, SymbolicZero) for one in tangents]
+    return tuple(_of_those(tangents, there, _tie_p.bind))
 
 
 def _run_apart(closed: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -222,6 +306,25 @@ def run_with_known(
     return list(map(read, results))
 
 
+def depends_on(closed: Any, first: int) -> list[bool]:
+    """For each output of a jaxpr whether it depends on one of its inputs from ``first`` on."""
+    _, _, variables, equations, results = parts(closed)
+    reached = set(variables[first:])
+
+    def is_reached(atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in reached
+
+    for step in equations:
+        if any(map(is_reached, step.invars)):
+            reached.update(step.outvars)
+    return list(map(is_reached, results))
+
+
+def zero_tangent(value: Any) -> SymbolicZero:
+    """The tangent of a value that does not vary, for rules with symbolic zeros."""
+    return SymbolicZero(type_of(value).to_tangent_aval())
+
+
 def source_line(equation: Any) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 
@@ -276,13 +379,13 @@ def cotangent_type(aval: Any) -> Any:
     return aval.to_ct_aval()
 
 
-def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+def make_jaxpr(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Traces ``fn`` and returns (closed jaxpr, tree of output shapes).
 
     In place of an argument may stand its abstract value, which says more than a
     ``jax.ShapeDtypeStruct``: how it is sharded, and over which axes of ``shard_map`` it varies.
     """
-    return jax.make_jaxpr(fn, return_shape=True)(*args)
+    return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
 
 
 def scan_length(params: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ import jax
 
 from remat_opt import (
     comparison,
+    failure,
     flop_count,
     measurement,
     planning,
@@ -31,12 +32,18 @@ from remat_opt.errors import PlanFileError, RematError
 from remat_opt.materialization import computes_nothing
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
+from remat_opt.plan_text import printable
 from remat_opt.program import Program
+from remat_opt.recent import Recent
 from remat_opt.solvers import Solver
 from remat_opt.solvers.base import Overhead
 from remat_opt.tracing import Signature
 from remat_opt.trade_off import Frontier
 from remat_opt.units import format_bytes, format_share, parse_bytes
+
+#: Plans that a decorated function holds, one for each program that it was traced to: a few hundred
+#: kilobytes each for a deep network.
+_MOST_PLANS = 64
 
 
 def objective_of(
@@ -161,6 +168,7 @@ class Rematerialized:
         solver: Solver,
         plan: Plan | None,
         verify: bool | str,
+        errors: str,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -170,12 +178,35 @@ class Rematerialized:
         self._solver = solver
         self._given = plan
         self._verify = verify
-        self._plans: dict[str, Plan] = {}
+        self._errors = errors
+        self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
+        # Programs that have no plan, and were warned of.
+        self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as planned; the results are those of the function itself."""
         call = self._bind(args, kwargs)
-        program = self._trace(call)
+        if self._errors == "raise":
+            return self._run(self._trace(call), call)
+        try:
+            program = self._trace(call)
+        except Exception as error:
+            if not (failure.is_own_fault(error) and _can_be_traced(call)):
+                raise
+            return self._run_as_it_is(call, error)
+        fingerprint = program.fingerprint()
+        if self._unplanned.get(fingerprint):
+            return call.fn(*call.args, **call.kwargs)
+        try:
+            return self._run(program, call)
+        except Exception as error:
+            if not failure.is_own_fault(error):
+                raise
+            found = self._run_as_it_is(call, error)
+            self._unplanned.put(fingerprint, True)
+            return found
+
+    def _run(self, program: Program, call: tracing.Call) -> Any:
         if program.differentiated or self._given is not None:
             plan = self._plan_of(program, call)
             run = transform.rewrite(program, plan.stages, plan.platform)
@@ -184,6 +215,18 @@ class Rematerialized:
             run = transform.rewrite(program, (), "cpu")
         outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
         return jax.tree.unflatten(program.output_tree, outputs)
+
+    def _run_as_it_is(self, call: tracing.Call, error: Exception) -> Any:
+        """Calls the function itself, and warns where it does not fail by itself."""
+        result = call.fn(*call.args, **call.kwargs)
+        facts = {
+            "device": self._device,
+            "objective": self._objective,
+            "solver": self._solver,
+            "signature": self._signature,
+        }
+        failure.warn(error, call.name, facts, call.fn, call.args, call.kwargs, stack_level=3)
+        return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         # So that a decorated method is bound like any other. Numbers count as for
@@ -198,8 +241,9 @@ class Rematerialized:
             self._solver,
             self._given,
             self._verify,
+            self._errors,
         )
-        bound._plans = self._plans
+        bound._plans, bound._unplanned = self._plans, self._unplanned
         return bound
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -244,9 +288,8 @@ class Rematerialized:
         if self._given is not None:
             check_belongs(self._given, fingerprint, program.name)
             return self._given
-        if fingerprint not in self._plans:
-            self._plans[fingerprint] = self._make(program, call)
-        return self._plans[fingerprint]
+        found = self._plans.get(fingerprint)
+        return found or self._plans.put(fingerprint, self._make(program, call))
 
     def _make(self, program: Program, call: tracing.Call) -> Plan:
         device = measurement.resolve_device(self._device)
@@ -261,13 +304,22 @@ class Rematerialized:
         return dataclasses.replace(plan, measured=compiled(plan)) if self._verify else plan
 
 
+def _can_be_traced(call: tracing.Call) -> bool:
+    """Whether JAX traces a function that ``tracing`` failed on: else the error is its own."""
+    try:
+        jax.make_jaxpr(call.fn)(*call.args, **call.kwargs)
+    except Exception:
+        return False
+    return True
+
+
 def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
     """Raises PlanFileError unless the plan was made for the program with this fingerprint."""
     if plan.fingerprint != fingerprint:
         raise PlanFileError(
             f"The plan was made for another program: for {plan.function!r} with the fingerprint "
-            f"{plan.fingerprint[:12]}, traced by JAX {plan.jax_version}; this is {function!r} with "
-            f"{fingerprint[:12]}, traced by JAX {jax.__version__}. The function, the shapes of its "
+            f"{printable(plan.fingerprint[:12])}, traced by JAX {printable(plan.jax_version)}; "
+            f"this is {function!r} with {fingerprint[:12]}, traced by JAX {jax.__version__}. The function, the shapes of its "
             "arguments, argnums or the version of JAX have changed since. Make the plan again."
         )
 
@@ -287,6 +339,7 @@ def optimal_remat(
     solver: str | Solver = "portfolio",
     plan: Plan | str | os.PathLike[str] | None = None,
     verify: bool | str = False,
+    errors: str = "warn",
 ) -> Any:
     """Makes a loss function's gradient fit in less memory for the least extra compute.
 
@@ -317,6 +370,10 @@ def optimal_remat(
         within a budget it truly is, or there is an error. Also in the middle of a trace, as
         under ``jax.jit``: only shapes matter. Closed-over arrays that are being traced count as
         arguments of the program.
+      errors: what to do where planning fails through a fault of remat_opt. ``"warn"`` runs the
+        function as it is, with a ``PlanningWarning`` that names a report to file; ``"raise"``
+        raises, as the method ``plan`` always does. A budget that cannot be reached and the like
+        are raised either way.
 
     Returns:
       A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
@@ -355,6 +412,7 @@ def optimal_remat(
             solver=solver,
             plan=plan,
             verify=verify,
+            errors=errors,
         )
     if not callable(fn):
         raise RematError(f"optimal_remat decorates a function, not a {type(fn).__name__}.")
@@ -373,6 +431,8 @@ def optimal_remat(
             f"plan= is given together with verify={verify!r}, which is about making one. Leave it "
             "out, or make the plan again with make_plan(verify=...)."
         )
+    if errors not in ("warn", "raise"):
+        raise RematError(f"errors={errors!r}: give 'warn' or 'raise'.")
     return Rematerialized(
         fn,
         signature_of(argnums, has_aux, static_argnums, static_argnames),
@@ -381,6 +441,7 @@ def optimal_remat(
         solver_of(solver),
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
         verify,
+        errors,
     )
 
 
@@ -535,6 +596,7 @@ def apply_plan(
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         plan=plan,
+        errors="raise",
     )
 
 

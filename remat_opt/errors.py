@@ -50,6 +50,14 @@ class TraceError(RematError):
     """The function could not be traced, or holds something that cannot be planned."""
 
 
+class RewriteError(TraceError):
+    """A rewritten program is not what was planned: a fault of this package."""
+
+
+class PlanningWarning(UserWarning):
+    """A function could not be planned, through a fault of this package, and runs unchanged."""
+
+
 class GraphError(RematError, ValueError):
     """A graph that breaks its own rules: a cycle, a missing vertex, negative bytes."""
 

@@ -39,6 +39,7 @@ def text(plan: Mapping[str, Any]) -> str:
     Args:
       plan: what ``Plan.to_dict`` gives.
     """
+    plan = _printable(plan)
     parts = [_title(plan), report.facts_text(_facts(plan))]
     if plan["predicted"]["timeline"]:
         parts.append(_profile(plan).text())
@@ -52,11 +53,34 @@ def html(plan: Mapping[str, Any]) -> str:
     Args:
       plan: what ``Plan.to_dict`` gives.
     """
+    plan = _printable(plan)
     parts = [report.facts_html(_facts(plan))]
     if plan["predicted"]["timeline"]:
         parts.append(_profile(plan).svg())
     parts += [table.html() for table in _tables(plan, shorten=False)]
     return report.section(_title(plan), *parts)
+
+
+def printable(text: str) -> str:
+    r"""The text with escapes in the place of what a terminal would take for commands.
+
+    >>> print(printable("a\x1b[31mb"))
+    a\x1b[31mb
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+def _printable(thing: Any) -> Any:
+    """The plan with printable texts: names come from users' code or from files."""
+    if isinstance(thing, str):
+        return printable(thing)
+    if isinstance(thing, Mapping):
+        return {key: _printable(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return [_printable(item) for item in thing]
+    return thing
 
 
 def _title(plan: Mapping[str, Any]) -> str:
@@ -208,9 +232,9 @@ def _with_fate(plan: Mapping[str, Any], fate: str) -> list[Mapping[str, Any]]:
 
 def _folded(values: Iterable[Mapping[str, Any]]) -> list[_Row]:
     """Values that differ in the numbers of their modules alone, added up; in order of first."""
-    groups: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], str], list[Mapping[str, Any]]] = {}
     for value in values:
-        pattern = _NUMBER.sub("#", value["module"])
+        pattern = tuple(_NUMBER.split(value["module"]))
         key = (value["label"], value["source"], pattern, value.get("role", ""))
         groups.setdefault(key, []).append(value)
     return [

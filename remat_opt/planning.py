@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
@@ -29,6 +29,7 @@ from remat_opt.materialization import Materialization, computes_nothing, materia
 from remat_opt.measurement import results_hold_temporaries
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import Program
+from remat_opt.recent import Recent
 from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.simulator import Simulation, simulate
 from remat_opt.solvers.base import (
@@ -115,7 +116,7 @@ class Problem:
         return self.sweep.unchanged
 
 
-_sweeps: OrderedDict[tuple[str, Device, Overhead, Solver, Gradients], Sweep] = OrderedDict()
+_sweeps: Recent[tuple[str, Device, Overhead, Solver, Gradients], Sweep] = Recent(_MOST_SWEEPS)
 
 
 def problem(
@@ -132,15 +133,11 @@ def problem(
       RematError: the solver does not take this program.
     """
     key = (program.fingerprint(), device, measure, solver, gradients)
-    if key not in _sweeps:
+    found = _sweeps.get(key)
+    if found is None:
         with _no_collection():
-            _sweeps[key] = _sweep(program, device, measure, solver, gradients)
-        if len(_sweeps) > _MOST_SWEEPS:
-            _sweeps.popitem(last=False)
-    _sweeps.move_to_end(key)
-    return Problem(
-        program=program, fingerprint=key[0], device=device, solver=solver, sweep=_sweeps[key]
-    )
+            found = _sweeps.put(key, _sweep(program, device, measure, solver, gradients))
+    return Problem(program=program, fingerprint=key[0], device=device, solver=solver, sweep=found)
 
 
 def _sweep(

@@ -76,11 +76,16 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
 
     Args:
       graph: what it is a schedule of.
-      schedule: must be executable.
+      schedule: regions and fates.
+
+    Raises:
+      GraphError: the schedule leaves a vertex out, or reads what a later region computes.
     """
     arrays = arrays_of(graph)
     levels, leaves = _levels(graph, schedule)
     order = np.concatenate(leaves)
+    if len(order) != len(graph) or _reads_ahead(arrays, levels):
+        schedule.check(graph)
 
     demanded = _demand(graph, arrays, levels)
     open_reads = demanded[0]
@@ -147,6 +152,23 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
     )
+
+
+def _reads_ahead(arrays: GraphArrays, levels: Sequence[_Level]) -> bool:
+    """Whether a vertex reads one that a later region computes, or is in no region.
+
+    Regions that lie equally deep are numbered in their order, so that of two in different nests the
+    later one has the larger number.
+    """
+    read, reader = arrays.forward.read, arrays.forward.reader
+    if (levels[0].number < 0).any():
+        return True
+    for level in levels:
+        # A vertex that no region so deep holds has -1: only what is held may read too late.
+        numbers = level.number[reader]
+        if ((level.number[read] > numbers) & (numbers >= 0)).any():
+            return True
+    return False
 
 
 def read_from_memory(graph: Graph, schedule: Schedule) -> list[np.ndarray]:

@@ -35,7 +35,7 @@ from jax.custom_derivatives import SymbolicZero
 from remat_opt import _jax_internals as internals
 from remat_opt import crops, halves, pooling_gradients, products, softmax
 from remat_opt.device import Platform
-from remat_opt.errors import PlanFileError, TraceError
+from remat_opt.errors import PlanFileError, RewriteError
 from remat_opt.products import PRODUCTS
 from remat_opt.program import Equation, Program
 from remat_opt.row_gathers import is_row_gather
@@ -230,7 +230,7 @@ def _run(
         if rewriting.stored and step.checkpointed:
             for value in step.outputs:
                 if last_reader.get(value, 0) > number:
-                    (environment[value],) = jax.lax.optimization_barrier([environment[value]])
+                    (environment[value],) = _behind_barrier(environment[value])
         shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
         weights = [v for v in shared if v in arguments]
         together = [[v] for v in shared if v not in arguments]
@@ -239,7 +239,7 @@ def _run(
             together.append([*weights, *handed_on])
         for values in together:
             cut = _cut(values, environment, halved)
-            behind = jax.lax.optimization_barrier(_in_parts(values, environment, cut))
+            behind = _behind_barrier(*_in_parts(values, environment, cut))
             environment.update(_put_together(values, behind, cut))
 
 
@@ -307,10 +307,11 @@ def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
                 f"Region {number} of the plan keeps equation {strange[0]}, which it does not "
                 "compute. Make the plan again."
             )
+        own = set(stage.roots)
         unfit = [
             root
             for root in stage.halved
-            if root not in stage.roots or not halves.can_be_halved(program, root)
+            if root not in own or not halves.can_be_halved(program, root)
         ]
         if unfit:
             raise PlanFileError(
@@ -339,7 +340,7 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
         expected = program.types[value]
         found = array_type(internals.type_of(result))
         if found != expected:
-            raise TraceError(
+            raise RewriteError(
                 f"Rewriting {program.name!r} turned a {expected.dtype}{list(expected.shape)} into "
                 f"a {found.dtype}{list(found.shape)}. This is a fault of remat_opt: please report "
                 "it with the function."
@@ -361,7 +362,7 @@ def _runner(
             environment[atom] if isinstance(atom, int) else atom.value for atom in equation.inputs
         ]
         if index in before:
-            inputs = jax.lax.optimization_barrier(inputs)
+            inputs = list(_behind_barrier(*inputs))
             environment.update(
                 (atom, value)
                 for atom, value in zip(equation.inputs, inputs, strict=True)
@@ -447,9 +448,28 @@ def _stored(*given: Any) -> tuple[Any, ...]:
     return tuple(jax.lax.optimization_barrier(given))
 
 
-@_stored.defjvp
 def _stored_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     return _stored(*primals), tangents
+
+
+_stored.defjvp(_stored_rule, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _behind_barrier(*given: Any) -> tuple[Any, ...]:
+    """The values, none before all are computed; and their cotangents likewise.
+
+    What has no tangent gets none here, unlike from JAX's own barrier: frozen arguments are known
+    only when a derivative is taken, and what has no derivative may read what is behind.
+    """
+    return tuple(jax.lax.optimization_barrier(given))
+
+
+def _behind_barrier_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    return _behind_barrier(*primals), internals.tie_cotangents(tangents)
+
+
+_behind_barrier.defjvp(_behind_barrier_rule, symbolic_zeros=True)
 
 
 def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -460,10 +480,11 @@ def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
         (result,) = internals.bind(equation.jax_equation, equation.name_stack, (operand, indices))
         return result
 
-    @pick.defjvp
     def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
         operand, indices = primals
         result = pick(operand, indices)
+        if isinstance(tangents[0], SymbolicZero):
+            return result, internals.zero_tangent(result)
         axis = operand.ndim - 1
         chosen = indices.reshape(*operand.shape[:-1], 1)
         if equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
@@ -472,6 +493,7 @@ def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
         picked = jnp.sum(jnp.where(here, tangents[0], 0), axis=axis)
         return result, picked.reshape(result.shape).astype(result.dtype)
 
+    pick.defjvp(rule, symbolic_zeros=True)
     return [pick(*inputs)]
 
 
@@ -515,17 +537,20 @@ def _cotangents_together(values: Iterable[Any]) -> tuple[Any, ...]:
     and what the operand is made of, to the end of the backward pass. Forward nothing changes: a
     barrier there would keep elementwise operations out of the product.
     """
-
-    @jax.custom_jvp
-    def same(*given: Any) -> tuple[Any, ...]:
-        return given
-
-    @same.defjvp
-    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        return primals, tuple(jax.lax.optimization_barrier(tangents))
-
-    results: tuple[Any, ...] = same(*values)
+    results: tuple[Any, ...] = _same(*values)
     return results
+
+
+@jax.custom_jvp
+def _same(*given: Any) -> tuple[Any, ...]:
+    return given
+
+
+def _same_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    return primals, internals.tie_cotangents(tangents)
+
+
+_same.defjvp(_same_rule, symbolic_zeros=True)
 
 
 def _multiplied_again(
@@ -621,7 +646,14 @@ def _run_kept(
         results = internals.run_with_known(
             closed, [*primals, *directions], equation.jax_equation, literals, outputs
         )
-        return outputs, tuple(results[len(outputs) :])
+        moved = internals.depends_on(closed, len(primals))
+        # What depends on no direction is zero, and what has no derivative may read that output.
+        return outputs, tuple(
+            tangent if moves else internals.zero_tangent(output)
+            for output, tangent, moves in zip(
+                outputs, results[len(outputs) :], moved[len(outputs) :], strict=True
+            )
+        )
 
     kept.defjvp(tangent_rule, symbolic_zeros=True)
     return list(kept(*(inputs[place] for place in places)))

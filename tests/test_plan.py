@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,98 @@ def test_well_sealed_nonsense(plan: Plan, change: Any, reason: str) -> None:
     assert message.endswith(". Make the plan again.")
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 2000, "it is not JSON, or is cut short (Expecting value: line 1 column 2001"),
+        ("[" * 200_000, "it nests too deep"),
+        ("[" * 500 + "]" * 500, "it nests too deep"),
+        ("1" * 5000, "Exceeds the limit"),
+        ("NaN", "it holds a number that is none, or is out of range"),
+        ("[1e999]", "it holds a number that is none, or is out of range"),
+        (f"[{10**400}]", "it holds a number that is none, or is out of range"),
+    ],
+)
+def test_json_that_is_no_data_of_ours(text: str, reason: str) -> None:
+    # How deep Python's own reader goes differs from version to version.
+    reasons = (reason, "it nests too deep") if text.startswith("[[") else (reason,)
+    assert refused(text).startswith(tuple(f"'p.json' is not a plan: {one}" for one in reasons))
+
+
+@pytest.mark.parametrize("number", [10**400, 1e31, float("inf"), float("nan")])
+@pytest.mark.parametrize("field", ["temporary_bytes", "overhead_seconds", "forward_flops"])
+def test_well_sealed_numbers_out_of_range(plan: Plan, field: str, number: Any) -> None:
+    text = resealed(plan, lambda body: body["predicted"].update({field: number}))
+    assert "out of range" in refused(text)
+
+
+def test_large_numbers_are_shown(plan: Plan) -> None:
+    def change(body: Any) -> None:
+        for name, value in body["predicted"].items():
+            if type(value) in (int, float):
+                body["predicted"][name] = type(value)(1e29)
+
+    shown = Plan.from_json(resealed(plan, change))
+    assert repr(shown)
+    assert shown._repr_html_()
+
+
+def nested(stage: Any, depth: int) -> Any:
+    for _ in range(depth):
+        stage = {**stage, "inside": [stage]}
+    return stage
+
+
+def test_regions_that_nest(plan: Plan) -> None:
+    def change(depth: int) -> Any:
+        def nest(body: Any) -> None:
+            checkpointed = {**body["stages"][0], "checkpointed": True}
+            body["stages"] = [nested(checkpointed, depth), *body["stages"][1:]]
+
+        return nest
+
+    assert "it nests too deep" in refused(resealed(plan, change(300)))
+    deep = Plan.from_json(resealed(plan, change(60)))
+    assert deep == Plan.from_json(deep.to_json())
+    assert repr(deep)
+    assert deep._repr_html_()
+
+
+def test_regions_that_compute_nothing(plan: Plan) -> None:
+    empty = {"roots": [], "kept": [], "checkpointed": True, "inside": [], "halved": []}
+    start = time.perf_counter()
+    text = resealed(plan, lambda body: body.update(stages=[empty] * 200_000))
+    assert "plan.stages[0] is a region that computes nothing" in refused(text)
+    many = [{**empty, "roots": [root]} for root in range(100_000)]
+    Plan.from_json(resealed(plan, lambda body: body.update(stages=many)))
+    assert time.perf_counter() - start < 15
+
+
+def test_what_a_terminal_would_obey_is_escaped(plan: Plan) -> None:
+    def change(body: Any) -> None:
+        body["function"] = "f\x1b[31m\x07\u202e\ud800\n"
+        body["notes"] = ["\x9b2J"]
+        body["jax_version"] = body["fingerprint"] = "\x1b]0;title\x07"
+        for one in body["decisions"]:
+            one.update(module="\x1b[2J", source="\r", label="\x00")
+
+    forged = Plan.from_json(resealed(plan, change))
+    for shown in (repr(forged), forged._repr_html_()):
+        assert all(line.isprintable() for line in shown.splitlines())
+        assert r"f\x1b[31m\x07\u202e\ud800\n" in shown
+    with pytest.raises(PlanFileError) as caught:
+        remat_opt.apply_plan(forged, layers)(*ARGS)
+    assert str(caught.value).isprintable()
+
+
+def test_names_that_hold_the_sign_for_numbers(plan: Plan) -> None:
+    def change(body: Any) -> None:
+        for number, one in enumerate(body["decisions"]):
+            one["module"] = "block_1" if number % 2 else "block_#"
+
+    assert repr(Plan.from_json(resealed(plan, change)))
+
+
 def test_well_sealed_stages_that_do_not_fit_the_program(plan: Plan) -> None:
     forged = Plan.from_json(
         resealed(plan, lambda body: body["stages"][0].update(roots=[10_000], kept=[]))
@@ -187,6 +280,11 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError) as caught:
         Plan.load(path)
     assert str(caught.value) == f"There is no plan file {str(path)!r}."
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(tmp_path)
+    assert str(caught.value) == f"The plan file {str(tmp_path)!r} cannot be read: Is a directory."
+    with pytest.raises(PlanFileError, match="cannot be read: embedded null"):
+        Plan.load("a\0b")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError) as caught:
         Plan.load(path)

@@ -14,6 +14,7 @@ from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import Demand, demand, simulate
+from remat_opt.solvers.base import judge, judged
 from remat_opt.spans import read_from_memory, spans
 from tests.graphs import INSTANCES, chain_edges, graphs, nested_graphs, scheduled_graphs
 
@@ -122,3 +123,23 @@ def test_by_hand() -> None:
         (5, 6, 5),
     ]
     assert sorted(found.again.tolist()) == [0, 1]
+
+
+def test_what_cannot_be_executed_is_refused() -> None:
+    graph = Graph.from_edges([1, 1, 1], chain_edges(3))
+    ahead = (Region(vertices=(0, 2)), Region(vertices=(1,)))
+    for regions in (
+        ahead,
+        (Region(vertices=(0, 1, 2), inside=ahead),),
+        (Region(vertices=(0, 1)),),
+        (Region(vertices=(0, 1)), Region(vertices=(1, 2))),
+        (Region(vertices=(0, 1)), Region(vertices=(0,))),
+    ):
+        schedule = Schedule(regions=regions)
+        with pytest.raises(GraphError):
+            schedule.check(graph)
+        with pytest.raises(GraphError):
+            spans(graph, schedule)
+        with pytest.raises(GraphError):
+            judge(graph, schedule)
+        assert judged(graph, [schedule, plain(graph)]) == [judge(graph, plain(graph))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import remat_opt
 from remat_opt import planning
 from remat_opt.errors import RematError
 from remat_opt.materialization import Materialization
+from remat_opt.recent import Recent
 
 SHAPES = (
     [jax.ShapeDtypeStruct((64, 64), "float32")] * 12,
@@ -53,7 +53,7 @@ def test_plans_for_a_cpu_are_searched_with_bfloat16_as_it_is_kept(
     narrow = weights, jax.ShapeDtypeStruct((1024, 64), "bfloat16")
     both = remat_opt.frontier(layers, *narrow, device="cpu").rows
     monkeypatch.setattr(Materialization, "searched_graphs", property(lambda self: (self.graph,)))
-    monkeypatch.setattr(planning, "_sweeps", OrderedDict())
+    monkeypatch.setattr(planning, "_sweeps", Recent(16))
     widened = remat_opt.frontier(layers, *narrow, device="cpu").rows
 
     def least(rows: Any, budget_bytes: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
 from remat_opt.simulator import Figures, figures_of
@@ -76,6 +78,9 @@ def judge(graph: Graph, schedule: Schedule) -> Candidate:
     """Asks the referee for the figures of a schedule.
 
     Names of values that are never read are left out of it: they take nothing.
+
+    Raises:
+      GraphError: the schedule cannot be executed.
     """
     lives = spans(graph, schedule)
     figures = figures_of(graph, lives.peak_bytes, lives.again.tolist())
@@ -101,8 +106,15 @@ def candidate(schedule: Schedule, figures: Figures, from_memory: Sequence[np.nda
 
 
 def judged(graph: Graph, schedules: Iterable[Schedule]) -> list[Candidate]:
-    """The schedules with the referee's figures, in order, those that come to the same once."""
-    return list(dict.fromkeys(judge(graph, one) for one in dict.fromkeys(schedules)))
+    """The schedules with the referee's figures, in order, those that come to the same once.
+
+    What cannot be executed is left out: no figures make up for that.
+    """
+    found: dict[Candidate, None] = {}
+    for one in dict.fromkeys(schedules):
+        with contextlib.suppress(GraphError):
+            found[judge(graph, one)] = None
+    return list(found)
 
 
 def _read_again(

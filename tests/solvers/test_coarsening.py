@@ -111,6 +111,44 @@ def test_a_schedule_spread_out_recomputes_what_it_says(seen: Coarse, data: st.Da
     assert found.overhead_seconds == pytest.approx(told.overhead_seconds)
 
 
+@hypothesis.given(coarsened(), st.data())
+@hypothesis.settings(max_examples=200)
+def test_regions_that_are_no_stretches_are_spread_out_too(
+    seen: Coarse, data: st.DataObject
+) -> None:
+    graph = seen.in_order()
+    for place, predecessors in enumerate(seen.graph.predecessors):
+        assert set(predecessors) <= set(graph.predecessors[place])
+    number: list[int] = []
+    for predecessors in graph.predecessors:
+        first = max((number[one] for one in predecessors), default=0)
+        number.append(data.draw(st.integers(first, first + 2)))
+    regions = (
+        tuple(v for v in range(len(graph)) if number[v] == one) for one in sorted(set(number))
+    )
+    plain_regions = tuple(Region(vertices=one, checkpointed=False) for one in regions)
+    seen.spread(Schedule(regions=plain_regions)).check(seen.whole)
+
+
+@hypothesis.given(graphs(max_vertices=14))
+@hypothesis.settings(max_examples=40)
+def test_what_the_papers_solvers_find_can_be_executed(graph: Graph) -> None:
+    sizes = np.maximum(graph.bytes, graph.cotangent_bytes)
+    seen = without_small(graph, int(np.sort(sizes)[: len(graph) // 2].sum()))
+    for schedule in portfolio._papers(seen.in_order()):
+        seen.spread(schedule).check(graph)
+
+
+def test_what_merged_values_read_comes_before_them() -> None:
+    """A large side result whose mean the next large value reads, and the loss through that."""
+    graph = Graph.from_edges([1000, 1000, 1, 1000], [(0, 1), (1, 2), (2, 3), (0, 3)])
+    seen = without_small(graph, 5)
+    assert seen.groups == ((0,), (1,), (3, 2))
+    assert seen.graph.predecessors == ((), (0,), (0,))
+    assert seen.in_order().predecessors == ((), (0,), (0, 1))
+    assert as_it_is(graph).in_order() is graph
+
+
 @hypothesis.given(coarsened(), st.integers(0, 2**32 - 1))
 @hypothesis.settings(max_examples=100)
 def test_chains_are_spread_out_as_schedules_are(seen: Coarse, seed: int) -> None:

@@ -1,0 +1,116 @@
+"""What is told where planning failed: a warning, and a report to file.
+
+A decorated function must run wherever the function itself does. Where a plan cannot be made or
+followed, through a fault of this package, the function runs as it is; nothing is lost but memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat_opt import __version__
+from remat_opt import _jax_internals as internals
+from remat_opt.errors import GraphError, PlanningWarning, RematError, RewriteError
+
+#: Characters of a program's text in a report: the equations of a few thousand layers.
+_MOST_TEXT = 4_000_000
+
+
+def is_own_fault(error: Exception) -> bool:
+    """Whether an error speaks of this package's insides, not of what its user asked for."""
+    if isinstance(error, GraphError | RewriteError):
+        return True
+    # The compiler's and the machine's own failures: the function would have had them, too.
+    return not isinstance(error, RematError | jax.errors.JaxRuntimeError | FloatingPointError)
+
+
+def warn(
+    error: Exception,
+    name: str,
+    facts: Mapping[str, object],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    stack_level: int,
+) -> None:
+    """Says that a function runs without a plan, and where the report lies.
+
+    Args:
+      error: what went wrong.
+      name: of the function.
+      facts: what was asked for, for the report.
+      fn: the function.
+      args: its arguments.
+      kwargs: likewise.
+      stack_level: how far up the stack the line is that the warning points at.
+    """
+    where = _written(report(error, name, facts, fn, args, kwargs))
+    warnings.warn(
+        f"remat_opt failed to plan {name!r}: {_first_line(error)}. The function runs unchanged: "
+        "its results are the same, and it takes the memory that it would take without remat_opt. "
+        "This is a fault of remat_opt: please file an issue"
+        + (
+            f" and attach {where}, which holds the function's program and no arrays"
+            if where
+            else ""
+        )
+        + '. With errors="raise" it is raised.',
+        PlanningWarning,
+        stacklevel=stack_level + 1,
+    )
+
+
+def report(
+    error: Exception,
+    name: str,
+    facts: Mapping[str, object],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> str:
+    """All that it takes to look into a failure; the arguments are those of ``warn``."""
+    told = {
+        "function": name,
+        "remat_opt": __version__,
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "backend": jax.default_backend(),
+        **facts,
+    }
+    lines = [f"{key}: {value}" for key, value in told.items()]
+    lines += ["", "".join(traceback.format_exception(error)), ""]
+    try:
+        lines.append(str(internals.make_jaxpr(fn, *args, **kwargs)[0])[:_MOST_TEXT])
+    except Exception as other:
+        lines.append(f"The program has no text: {type(other).__name__}: {other}")
+    return "\n".join(lines) + "\n"
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _written(text: str) -> str:
+    """The file that the report is in; "" where none can be written."""
+    with (
+        contextlib.suppress(OSError),
+        tempfile.NamedTemporaryFile(
+            "w", prefix="remat_opt_", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file,
+    ):
+        file.write(text)
+        return file.name
+    return ""

@@ -1,0 +1,55 @@
+"""What is held, and what goes when there is more."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+
+import remat_opt
+from remat_opt.recent import Recent
+
+
+def test_what_was_asked_for_the_longest_ago_goes() -> None:
+    known: Recent[str, int] = Recent(2)
+    known.put("a", 1)
+    known.put("b", 2)
+    assert known.get("a") == 1
+    known.put("c", 3)
+    assert (known.get("a"), known.get("b"), known.get("c"), len(known)) == (1, None, 3, 2)
+
+
+def test_the_first_one_stays() -> None:
+    known: Recent[str, list[int]] = Recent(2)
+    first = known.put("a", [1])
+    assert known.put("a", [1]) is first
+
+
+def test_threads() -> None:
+    known: Recent[int, int] = Recent(4)
+    wrong = []
+
+    def work(start: int) -> None:
+        for number in range(3000):
+            key = (start + number) % 9
+            found = known.get(key)
+            if (found if found is not None else known.put(key, key * key)) != key * key:
+                wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(known) == 4
+
+
+def test_a_decorated_function_holds_so_many_plans() -> None:
+    fn = remat_opt.optimal_remat(lambda w: jnp.sum(jnp.sin(w)), device="cpu", errors="raise")
+    for size in range(1, 80):
+        fn.plan(jax.ShapeDtypeStruct((size,), "float32"))
+    assert len(fn._plans) == 64
+    last = fn.plan(jax.ShapeDtypeStruct((79,), "float32"))
+    assert fn.plan(jax.ShapeDtypeStruct((79,), "float32")) is last
