@@ -275,6 +275,7 @@ class Rematerialized:
             measurement.resolve_device(self._device),
             measure=self._objective.overhead,
             solver=self._solver,
+            gradients=self._objective.gradients,
         )
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tracing.Call:

@@ -43,6 +43,8 @@ from remat_opt.schedule import Stage
 from remat_opt.scopes import equation_scope, region_scope
 from remat_opt.tracing import array_type, is_inexact
 
+#: Equations that give their operand another type or shape.
+_FORMS = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
 #: Equations whose derivative is zero.
 _CONSTANT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
 
@@ -88,6 +90,7 @@ class _Rewriting:
       whole: what is to be stored as an array: sums of products, maxima of a softmax's rows, crops.
       partner: for the first of two products that are summed up the second.
       biases: for products the arguments that are added to them.
+      weight_place: for products the place of the input that is an argument, of some form.
       halved: values that are stored in halves.
       ordered: whether no gradient of a product or a bias may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
@@ -103,6 +106,7 @@ class _Rewriting:
     whole: frozenset[int]
     partner: Mapping[int, int]
     biases: Mapping[int, int]
+    weight_place: Mapping[int, int]
     halved: frozenset[int]
     ordered: bool
     stored: bool
@@ -156,6 +160,7 @@ def rewrite(
         ),
         partner={min(pair): max(pair) for pair in sums.values()},
         biases=products.biases(program) if nvidia else {},
+        weight_place=_weight_places(program) if ordered else {},
         halved=frozenset(
             value
             for stage in stages
@@ -368,7 +373,7 @@ def _runner(
                 for atom, value in zip(equation.inputs, inputs, strict=True)
                 if atom in before[index]
             )
-        elif index in tied:
+        elif index in tied and index not in rewriting.weight_place:
             places = tied[index]
             same = _cotangents_together(inputs[place] for place in places)
             for place, value in zip(places, same, strict=True):
@@ -376,7 +381,8 @@ def _runner(
         if index in rewriting.partner and not step.checkpointed:
             partner = rewriting.partner[index]
             inputs = list(_with_partner(program, partner, inputs, environment))
-        results = _run_one(rewriting, index, inputs, named=index in step.named)
+        weight = rewriting.weight_place.get(index) if index in tied else None
+        results = _run_one(rewriting, index, inputs, named=index in step.named, weight=weight)
         environment.update(zip(equation.outputs, results, strict=True))
         if index in behind:
             read = (*equation.outputs, *behind[index])
@@ -402,8 +408,23 @@ def _runner(
     return jax.checkpoint(region, policy=policy)
 
 
-def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named: bool) -> list[Any]:
-    """Runs an equation, its outputs named or not."""
+def _run_one(
+    rewriting: _Rewriting,
+    index: int,
+    inputs: Sequence[Any],
+    *,
+    named: bool,
+    weight: int | None = None,
+) -> list[Any]:
+    """Runs an equation, its outputs named or not.
+
+    Args:
+      rewriting: what holds for all steps.
+      index: of the equation.
+      inputs: its inputs.
+      named: whether a policy asks for its outputs.
+      weight: for a product the place of the input whose gradient comes first, if any.
+    """
     equation = rewriting.program.equations[index]
     named_as = functools.partial(
         _all_named, index, halved=not rewriting.halved.isdisjoint(equation.outputs)
@@ -421,6 +442,8 @@ def _run_one(rewriting: _Rewriting, index: int, inputs: Sequence[Any], *, named:
     elif index in rewriting.waiting:
         # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
         results = jax.checkpoint(run)(*inputs)
+    elif weight is not None:
+        results = _run_weight_first(run, inputs, weight)
     else:
         results = run(*inputs)
     if index in rewriting.whole and not named:
@@ -495,6 +518,58 @@ def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
 
     pick.defjvp(rule, symbolic_zeros=True)
     return [pick(*inputs)]
+
+
+def _weight_places(program: Program) -> dict[int, int]:
+    """For products the place of the input that is an argument, as it is or in another form.
+
+    Only of those of which one of two inputs is.
+    """
+    forms = set(program.arguments)
+    found = {}
+    for index, equation in enumerate(program.equations):
+        read = [place for place, atom in enumerate(equation.inputs) if atom in forms]
+        if equation.operation.primitive in _FORMS and read:
+            forms.update(equation.outputs)
+        elif equation.operation.primitive in PRODUCTS and len(equation.inputs) == 2:
+            if len(read) == 1:
+                found[index] = read[0]
+    return found
+
+
+def _run_weight_first(
+    run: Callable[..., list[Any]], inputs: Sequence[Any], weight: int
+) -> list[Any]:
+    """Runs a product so that backward, its weight's gradient is computed before the other one.
+
+    What the gradient of the weight reads may have been recomputed for it alone, as the result of an
+    activation is. It is free then before the cotangent of the other operand, which is as large,
+    takes its room; XLA for NVIDIA would hold what it is made of to the end of the backward pass.
+    """
+    (other,) = [p for p in range(len(inputs)) if p != weight]
+
+    @jax.custom_jvp
+    def product(of_weight: Any, of_other: Any) -> Any:
+        given = [of_weight, of_other] if weight < other else [of_other, of_weight]
+        (result,) = run(*given)
+        return result
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        result = product(*primals)
+        to_weight, to_other = tangents
+        if isinstance(to_weight, SymbolicZero):
+            if isinstance(to_other, SymbolicZero):
+                return result, internals.zero_tangent(result)
+            return result, product.fun(primals[0], to_other)
+        if isinstance(to_other, SymbolicZero):
+            return result, product.fun(to_weight, primals[1])
+        moved, to_weight = internals.tie_cotangents(
+            (product.fun(primals[0], to_other), to_weight)
+        )
+        return result, moved + product.fun(to_weight, primals[1])
+
+    product.defjvp(rule, symbolic_zeros=True)
+    return [product(inputs[weight], inputs[other])]
 
 
 def _tied_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, ...]]:

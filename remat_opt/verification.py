@@ -26,6 +26,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt import measurement, planning, transform
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, CompileError, RematError
+from remat_opt.gradients import Gradients
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
@@ -50,7 +51,10 @@ MOST_FOR_LEAST = 3
 def measure_plan(
     plan: Plan, program: Program, arguments: Sequence[Any], device: Device
 ) -> Measurement:
-    """Compiles the gradient of a program under a plan.
+    """Compiles a program under a plan in the step that it is for.
+
+    What becomes of the gradients is what the plan's objective says: they are put out, or Adam
+    consumes them, with parameters and state donated, as they are or scaled by their norm.
 
     Args:
       plan: made for the program.
@@ -72,8 +76,11 @@ def measure_plan(
     run = transform.rewrite(program, plan.stages, plan.platform)
     traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
     places = [program.arguments.index(value) for value in program.differentiated]
+    others = [p for p in range(len(program.arguments)) if p not in places]
+    fate = plan.objective.gradients
 
-    def gradient(given: Sequence[Any], cotangents: Sequence[Any], flat: Sequence[Any]) -> Any:
+    def step(given: Sequence[Any], cotangents: Sequence[Any], flat: Sequence[Any], own: Any) -> Any:
+        parameters, state = own
         left = iter(given)
         constants = [
             next(left) if is_traced else value
@@ -81,15 +88,20 @@ def measure_plan(
         ]
 
         def loss(*differentiated: Any) -> tuple[list[Any], list[Any]]:
-            inputs = list(flat)
-            for place, value in zip(places, differentiated, strict=True):
-                inputs[place] = value
-            outputs = run(constants, inputs)
+            placed = dict(zip((*others, *places), (*flat, *differentiated), strict=True))
+            outputs = run(constants, [placed[place] for place in range(len(placed))])
             return outputs[: program.loss_outputs], outputs[program.loss_outputs :]
 
-        outputs, pullback, auxiliary = jax.vjp(loss, *(flat[p] for p in places), has_aux=True)
-        others = iter(cotangents)
-        return outputs, auxiliary, pullback([_cotangent(output, others) for output in outputs])
+        outputs, pullback, auxiliary = jax.vjp(loss, *parameters, has_aux=True)
+        arriving = iter(cotangents)
+        gradients = pullback([_cotangent(output, arriving) for output in outputs])
+        if fate is Gradients.RESULTS:
+            return outputs, auxiliary, gradients
+        if fate is Gradients.TOGETHER:
+            squares = sum(jnp.sum(jnp.square(jnp.abs(one))) for one in gradients)
+            scale = jnp.minimum(1, jax.lax.rsqrt(squares))
+            gradients = [one * scale.astype(one.dtype) for one in gradients]
+        return outputs, auxiliary, _updated(parameters, gradients, state)
 
     # Those of arrays come from outside, as for jax.vjp.
     cotangents = [
@@ -98,9 +110,37 @@ def measure_plan(
         if isinstance(atom, int) and program.types[atom].shape and is_inexact(program.types[atom])
     ]
     closed_over = [_shape(v) for v, t in zip(program.constant_values, traced, strict=True) if t]
+    shapes = list(map(_shape, arguments))
+    parameters = [shapes[place] for place in places]
+    state = [] if fate is Gradients.RESULTS else [_moments(one) for one in parameters]
     return measurement.measure(
-        gradient, closed_over, cotangents, list(map(_shape, arguments)), device=device
+        step,
+        closed_over,
+        cotangents,
+        [shapes[place] for place in others],
+        (parameters, state),
+        device=device,
+        donate_argnums=() if fate is Gradients.RESULTS else 3,
     )
+
+
+def _moments(parameter: Any) -> tuple[Any, Any]:
+    """Adam's state for a parameter."""
+    kind = jax.ShapeDtypeStruct(jnp.shape(parameter), jnp.result_type(parameter))
+    return kind, jax.ShapeDtypeStruct(kind.shape, jnp.finfo(kind.dtype).dtype)
+
+
+def _updated(
+    parameters: Sequence[Any], gradients: Sequence[Any], state: Sequence[tuple[Any, Any]]
+) -> list[tuple[Any, Any, Any]]:
+    """Parameters and state after a step of Adam."""
+    found = []
+    for parameter, gradient, (first, second) in zip(parameters, gradients, state, strict=True):
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * jnp.square(jnp.abs(gradient))
+        moved = parameter - 1e-3 * first / (jnp.sqrt(second) + 1e-8)
+        found.append((moved.astype(jnp.result_type(parameter)), first, second))
+    return found
 
 
 def _cotangent(output: Any, others: Iterator[Any]) -> Any:

@@ -1,0 +1,253 @@
+"""What is predicted for a training step beside what it compiles to, on both sets of networks.
+
+    python -m benchmarks.truth --device h200 --json --rows benchmarks/results/truth_h200.jsonl
+
+plans every network for five budgets, from the least memory to most of what the function takes as it
+is, without a compile, and compiles each plan in the step: ``adam``, parameters and state donated, or
+``gradient``, the gradient alone. With ``--loop`` each budget is also planned by compiling
+(``verify="compile"``). Of each set a summary is printed: the median of the errors, the ninth decile
+and the worst. Networks of the set ``tuned`` are those that rules were found on; only ``judged``
+counts as evidence.
+
+Each row is appended to ``--rows`` when it is there, and what is there with the same version of JAX
+is not done again: a run that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import remat_opt
+from benchmarks import networks
+from remat_opt import measurement, planning, tracing, verification
+from remat_opt.device import get_device
+from remat_opt.gradients import Gradients
+from remat_opt.measurement import Measurement
+from remat_opt.plan import Objective, Plan
+from remat_opt.tracing import Signature
+from remat_opt.units import format_bytes
+
+STEPS = {"gradient": Gradients.RESULTS, "adam": Gradients.CONSUMED}
+#: Budgets between the least memory, 0, and what the function takes as it is, 1, evenly in the
+#: logarithm.
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)
+
+
+class Rows:
+    """Rows on file, each written as soon as it is there.
+
+    Args:
+      path: one JSON object a line; None to keep none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # cut off in the middle
+            self._known[self._key(row)] = row
+
+    @staticmethod
+    def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("network", "device", "jax", "step", "loop", "share"))
+
+    def find(self, heading: dict[str, Any]) -> dict[str, Any] | None:
+        """The row with this heading, if it is there."""
+        return self._known.get(self._key(heading))
+
+    def put(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Writes a row."""
+        self._known[self._key(row)] = row
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        return row
+
+
+class Subject:
+    """One network in one step on one device.
+
+    Args:
+      name: of the network.
+      device: name of the device.
+      step: one of ``STEPS``.
+    """
+
+    def __init__(self, name: str, device: str, step: str) -> None:
+        network = networks.build(name, networks.default_batch(name))
+        self._device = get_device(device)
+        self._fate = STEPS[step]
+        self._arguments = jax.tree.leaves(network.arguments)
+        program = tracing.trace(
+            network.loss_fn, *network.arguments, signature=Signature(has_aux=network.has_aux)
+        )
+        self.problem = planning.problem(program, self._device, gradients=self._fate)
+        self._objective = Objective(gradients=self._fate)
+        self.least_bytes = planning.solve(self.problem, self._objective).peak_bytes
+
+    def objective(self, share: float) -> Objective:
+        """What is asked for at a share of the way from the least memory to the unchanged one."""
+        if not share:
+            return self._objective
+        most = self.problem.unchanged.peak_bytes
+        budget_bytes = round(self.least_bytes ** (1 - share) * most**share)
+        return Objective(budget_bytes=budget_bytes, gradients=self._fate)
+
+    def compiled(self, plan: Plan) -> Measurement:
+        """What a plan compiles to in the step."""
+        return verification.measure_plan(
+            plan, self.problem.program, self._arguments, self._device
+        )
+
+    def as_it_is(self) -> Plan:
+        """The plan that changes nothing."""
+        return planning.describe(
+            self.problem, self.problem.program, self.problem.unchanged, self._objective
+        )
+
+    def row(self, share: float | None, *, loop: bool) -> dict[str, Any]:
+        """What is predicted, and what is compiled; of the function as it is if there is no share."""
+        if share is None:
+            plan = self.as_it_is()
+            found = self.compiled(plan)
+            return self._figures(plan, found)
+        objective = self.objective(share)
+        if not loop:
+            chosen = planning.solve(self.problem, objective)
+            plan = planning.describe(self.problem, self.problem.program, chosen, objective)
+            return self._figures(plan, self.compiled(plan))
+        compiles = 0
+
+        def compiled(plan: Plan) -> Measurement:
+            nonlocal compiles
+            compiles += 1
+            return self.compiled(plan)
+
+        try:
+            plan = verification.choose(self.problem, objective, compiled)
+        except remat_opt.BudgetError as error:
+            return {"refused": str(error), "compiles": compiles}
+        assert plan.measured is not None, "it was chosen by compiling"
+        return {**self._figures(plan, plan.measured), "compiles": compiles}
+
+    def _figures(self, plan: Plan, found: Measurement) -> dict[str, Any]:
+        said = plan.predicted
+        return {
+            "budget_bytes": plan.budget_bytes,
+            "predicted_bytes": said.temporary_bytes,
+            "compiled_bytes": found.temporary_bytes,
+            "recomputed_flops_share": round(said.recomputed_share, 4),
+            "overhead_share": round(said.overhead_share, 4),
+            "compile_seconds": round(found.compile_seconds, 1),
+        }
+
+
+def rows(
+    names: Sequence[str], device: str, steps: Sequence[str], on_file: Rows, *, loop: bool
+) -> Iterator[dict[str, Any]]:
+    """All rows of some networks."""
+    for name in names:
+        for step in steps:
+            subject: Subject | None = None
+            for share in (None, *SHARES):
+                heading = {
+                    "set": "judged" if name in networks.JUDGED else "tuned",
+                    "network": name,
+                    "device": device,
+                    "jax": jax.__version__,
+                    "step": step,
+                    "loop": loop and share is not None,
+                    "share": share,
+                }
+                found = on_file.find(heading)
+                if found is None:
+                    subject = subject or Subject(name, device, step)
+                    try:
+                        figures = subject.row(share, loop=loop)
+                    except remat_opt.CompileError as error:
+                        figures = {"error": str(error)}
+                    found = on_file.put({**heading, **figures})
+                yield found
+
+
+def error(row: dict[str, Any]) -> float:
+    """By which share of what is compiled the prediction is off; negative if it is too small."""
+    return float(row["predicted_bytes"] / row["compiled_bytes"] - 1)
+
+
+def summaries(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Errors of plans by set and step, without the functions as they are."""
+    for name in ("tuned", "judged"):
+        for step in STEPS:
+            errors = sorted(
+                abs(error(row))
+                for row in found
+                if row["set"] == name
+                and row["step"] == step
+                and row["share"] is not None
+                and not row["loop"]
+                and "compiled_bytes" in row
+            )
+            if errors:
+                yield {
+                    "kind": "summary",
+                    "set": name,
+                    "step": step,
+                    "plans": len(errors),
+                    "median": round(statistics.median(errors), 4),
+                    "ninth_decile": round(errors[int(0.9 * (len(errors) - 1) + 0.5)], 4),
+                    "worst": round(errors[-1], 4),
+                }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints rows and summaries."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.truth", description=__doc__)
+    parser.add_argument("--device", default="h200", help="to plan and compile for")
+    parser.add_argument("--network", action="append", help="one of them; all if left out")
+    parser.add_argument("--step", action="append", choices=sorted(STEPS), help="both if left out")
+    parser.add_argument("--loop", action="store_true", help="choose by compiling")
+    parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    given = parser.parse_args(arguments)
+    measurement.resolve_device(given.device)
+    found = []
+    names = given.network or [*networks.TUNED, *networks.JUDGED]
+    for row in rows(names, given.device, given.step or list(STEPS), Rows(given.rows), loop=given.loop):
+        found.append(row)
+        print(json.dumps(row) if given.json else _line(row), flush=True)
+    for summary in summaries(found):
+        print(json.dumps(summary) if given.json else _summary_line(summary), flush=True)
+
+
+def _line(row: dict[str, Any]) -> str:
+    where = "as it is" if row["share"] is None else f"{row['share']:.1f}"
+    start = f"{row['network']:<20} {row['step']:<9} {where:<9}"
+    if "compiled_bytes" not in row:
+        return f"{start} {row.get('error', row.get('refused', ''))[:60]}"
+    return (
+        f"{start} {format_bytes(row['predicted_bytes']):>11} {format_bytes(row['compiled_bytes']):>11}"
+        f" {error(row):+7.1%} {row['recomputed_flops_share']:7.3f}"
+    )
+
+
+def _summary_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['set']}, {row['step']}: {row['plans']} plans, median {row['median']:.1%}, "
+        f"ninth decile {row['ninth_decile']:.1%}, worst {row['worst']:.1%}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
