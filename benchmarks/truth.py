@@ -2,9 +2,9 @@
 
     python -m benchmarks.truth --device h200 --json --rows benchmarks/results/truth_h200.jsonl
 
-plans every network for five budgets, from the least memory to most of what the function takes as it
-is, without a compile, and compiles each plan in the step: ``adam``, parameters and state donated, or
-``gradient``, the gradient alone. With ``--loop`` each budget is also planned by compiling
+plans every network for five budgets, from the least memory to most of what the function takes as
+it is, without a compile, and compiles each plan in the step: ``adam``, parameters and state donated,
+or ``gradient``, the gradient alone. With ``--loop`` each budget is also planned by compiling
 (``verify="compile"``). Of each set a summary is printed: the median of the errors, the ninth decile
 and the worst. Networks of the set ``tuned`` are those that rules were found on; only ``judged``
 counts as evidence.
@@ -106,9 +106,7 @@ class Subject:
 
     def compiled(self, plan: Plan) -> Measurement:
         """What a plan compiles to in the step."""
-        return verification.measure_plan(
-            plan, self.problem.program, self._arguments, self._device
-        )
+        return verification.measure_plan(plan, self.problem.program, self._arguments, self._device)
 
     def as_it_is(self) -> Plan:
         """The plan that changes nothing."""
@@ -117,7 +115,7 @@ class Subject:
         )
 
     def row(self, share: float | None, *, loop: bool) -> dict[str, Any]:
-        """What is predicted, and what is compiled; of the function as it is if there is no share."""
+        """What is predicted and what is compiled; of the function as it is without a share."""
         if share is None:
             plan = self.as_it_is()
             found = self.compiled(plan)
@@ -224,7 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measurement.resolve_device(given.device)
     found = []
     names = given.network or [*networks.TUNED, *networks.JUDGED]
-    for row in rows(names, given.device, given.step or list(STEPS), Rows(given.rows), loop=given.loop):
+    for row in rows(
+        names, given.device, given.step or list(STEPS), Rows(given.rows), loop=given.loop
+    ):
         found.append(row)
         print(json.dumps(row) if given.json else _line(row), flush=True)
     for summary in summaries(found):

@@ -362,15 +362,6 @@ def type_of(value: Any) -> Any:
     return jax.typeof(value)
 
 
-def is_sharded(value: Any, axis: int) -> bool:
-    """Whether the type of an array says that several devices share one of its axes.
-
-    It says so on meshes with explicit axes alone.
-    """
-    spec = jax.typeof(value).sharding.spec
-    return axis < len(spec) and spec[axis] is not None
-
-
 def cotangent_type(aval: Any) -> Any:
     """The type that the cotangent of a value of type ``aval`` has.
 

@@ -21,6 +21,7 @@ from remat_opt.operation import ArrayType
 from remat_opt.products import PRODUCTS
 from remat_opt.program import Atom, Program
 
+
 def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
     """What a device's compiler holds for weights that are bfloat16.
 

@@ -20,7 +20,7 @@ Arrays of up to 16 MiB that do not stay are written there too, and copied to the
 the next step runs, when what only the step that made them still read is gone. (In a GPT these are
 the scores, of 512 MiB, and what attention makes of them comes to lie in their place. Placed above
 them, it made 9 of 14 plans 2 to 24 % larger than compiled. In others it is above them all the same:
-``halves`` sees to it that it is not.)
+only compiling tells.)
 
 Why not a ready-made tool: the answer is to be the compiler's, not the best one.
 
@@ -37,7 +37,6 @@ memory is left, the compiler packs tighter than this.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,22 +46,21 @@ from remat_opt.spans import Spans
 #: in vector memory, and do if they live no longer than so many steps.
 _VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 8, 4
 #: Those of at most so many bytes that do not stay are copied from there.
-COPIED_BYTES = 16 * 2**20
+_COPIED_BYTES = 16 * 2**20
 #: Arrays smaller than this share of what is alive at once are not placed one by one.
 _SMALL_SHARE = 1 / 256
 
 
-def heap_bytes(arrays: Spans, vector_bytes: int, straight: Sequence[int] = ()) -> int:
+def heap_bytes(arrays: Spans, vector_bytes: int) -> int:
     """The size of the heap that holds those of the arrays that do not stay in vector memory.
 
     Args:
       arrays: their lives.
       vector_bytes: how much vector memory there is for those of the backward pass.
-      straight: numbers of arrays that are written straight to the heap, whatever they take.
     """
     on_heap = ~_staying(arrays, vector_bytes)
     least = _chosen(arrays, on_heap).peak_bytes
-    arrays = _chosen(_copied_there(arrays, straight), on_heap)
+    arrays = _chosen(_copied_there(arrays), on_heap)
     small = arrays.bytes < least * _SMALL_SHARE
     placed = _chosen(arrays, ~small)
     placed = _chosen(placed, np.lexsort((-placed.bytes, placed.first)))
@@ -120,10 +118,9 @@ def _staying(arrays: Spans, vector_bytes: int) -> np.ndarray:
     return stays
 
 
-def _copied_there(arrays: Spans, straight: Sequence[int]) -> Spans:
+def _copied_there(arrays: Spans) -> Spans:
     """The arrays, with those that come from vector memory there a step later."""
-    copied = (arrays.bytes <= COPIED_BYTES) & (arrays.last > arrays.first)
-    copied[list(straight)] = False
+    copied = (arrays.bytes <= _COPIED_BYTES) & (arrays.last > arrays.first)
     return dataclasses.replace(arrays, first=arrays.first + copied)
 
 

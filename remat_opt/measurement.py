@@ -298,7 +298,10 @@ def _dump_folder() -> Iterator[Path]:
     dumps are no part of the cache's key. So the cache is off meanwhile. JAX looks only once
     whether it is on, hence the resets; where none is configured, nothing is touched.
     """
-    cached = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+    settings = jax.config.values
+    cached = bool(
+        settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]
+    )
     with tempfile.TemporaryDirectory(prefix="remat_opt_") as folder:
         if not cached:
             yield Path(folder)
@@ -463,15 +466,6 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
     passes = [name for name in ",".join(flags).split(",") if name and name != _BARRIER_PASS]
     return {_DISABLED_PASSES: ",".join([*passes, _BARRIER_PASS])}
-
-
-def results_hold_temporaries(device: Device) -> bool:
-    """Whether temporaries lie in the buffers of results that are not written yet.
-
-    On a TPU they do up to JAX 0.11.0, which comes with libtpu 0.0.44. libtpu 0.0.45 still does so,
-    0.0.46 no more (JAX 0.11.1).
-    """
-    return device.platform == "tpu" and jax.__version_info__ <= (0, 11, 0)
 
 
 def resolve_device(device: str | Device) -> Device:

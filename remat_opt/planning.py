@@ -21,12 +21,10 @@ from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
-from remat_opt.halves import Rooms, halved, rooms_of
-from remat_opt.heap import COPIED_BYTES, decreasing_size_heap_bytes, heap_bytes
+from remat_opt.heap import decreasing_size_heap_bytes, heap_bytes
 from remat_opt.held import Cause
 from remat_opt.linearization import linearize
 from remat_opt.materialization import Materialization, computes_nothing, materialize
-from remat_opt.measurement import results_hold_temporaries
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import Program
 from remat_opt.recent import Recent
@@ -54,8 +52,6 @@ DEFAULT_SOLVER = Portfolio()
 MOST_PASSES = 1.0
 #: Ratio of the peaks of neighbours on the frontier where a heap is laid out for each.
 _APART = 1.01
-#: By how much storing values in halves has to lower what a plan may take.
-_HALVED_GAIN = 1.01
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
 #: How many of the arrays alive at the peak a plan writes down.
@@ -155,18 +151,12 @@ def _sweep(
     unchanged_graph = materialization.unchanged_graph
     lives = spans(unchanged_graph, plain(unchanged_graph))
     peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
-    rooms = Rooms()
-    if device.places_in_order:
-        in_results = results_hold_temporaries(device)
-        rooms = rooms_of(program, materialization.roots, device, in_results=in_results)
     return Sweep(
         materialization=materialization,
         candidates=tuple(
-            one for front in fronts for one in _as_compiled(materialization, device, rooms, front)
+            one for front in fronts for one in _as_compiled(materialization, device, front)
         ),
-        defaults=_laid_out_all(
-            materialization, device, rooms, judged(materialization.graph, alone)
-        ),
+        defaults=_laid_out_all(materialization, device, judged(materialization.graph, alone)),
         unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
     )
 
@@ -202,7 +192,6 @@ def _candidates(
 def _as_compiled(
     materialization: Materialization,
     device: Device,
-    rooms: Rooms,
     front: Sequence[Candidate],
 ) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
@@ -213,18 +202,17 @@ def _as_compiled(
     Args:
       materialization: the graph that the candidates are for.
       device: whose compiler it is.
-      rooms: where halves may lie.
       front: candidates by ascending peak, and so by falling overhead.
     """
     spaced: list[Candidate] = []
     for one in front:
         if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
             spaced.append(one)
-    return _laid_out_all(materialization, device, rooms, spaced)
+    return _laid_out_all(materialization, device, spaced)
 
 
 def _laid_out_all(
-    materialization: Materialization, device: Device, rooms: Rooms, found: Iterable[Candidate]
+    materialization: Materialization, device: Device, found: Iterable[Candidate]
 ) -> tuple[Candidate, ...]:
     """The candidates with the heap that holds what is alive, and what is held all along beside."""
     if materialization.row_statistics:
@@ -232,7 +220,7 @@ def _laid_out_all(
             judge(materialization.graph, materialization.without_row_statistics(one.schedule))
             for one in found
         ]
-    heaps = [_laid_out(materialization, device, rooms, one) for one in found]
+    heaps = [_laid_out(materialization, device, one) for one in found]
     return tuple(
         dataclasses.replace(
             one, peak_bytes=one.peak_bytes + materialization.held_bytes(one.schedule)
@@ -241,28 +229,16 @@ def _laid_out_all(
     )
 
 
-def _laid_out(
-    materialization: Materialization, device: Device, rooms: Rooms, one: Candidate
-) -> Candidate:
-    """The candidate with what the compiler lays out for it, in halves where that saves enough."""
-    graph = materialization.graph_of(one.schedule)
-    lives = spans(graph, one.schedule)
-    peak_bytes = _heap_bytes(device, lives)
-    vertices = rooms.worth_halving(graph, one.schedule, lives, COPIED_BYTES)
-    if vertices:
-        elsewhere = rooms.without_placed(graph, lives, vertices)
-        halved_bytes = peak_bytes if elsewhere is lives else _heap_bytes(device, elsewhere)
-        least_bytes = halved_bytes * _HALVED_GAIN
-        if least_bytes <= peak_bytes or least_bytes <= _heap_bytes(device, lives, vertices):
-            schedule = halved(one.schedule, vertices)
-            return dataclasses.replace(one, schedule=schedule, peak_bytes=halved_bytes)
-    return dataclasses.replace(one, peak_bytes=peak_bytes)
+def _laid_out(materialization: Materialization, device: Device, one: Candidate) -> Candidate:
+    """The candidate with what the compiler lays out for it."""
+    lives = spans(materialization.graph_of(one.schedule), one.schedule)
+    return dataclasses.replace(one, peak_bytes=_heap_bytes(device, lives))
 
 
-def _heap_bytes(device: Device, lives: Spans, straight: Sequence[int] = ()) -> int:
+def _heap_bytes(device: Device, lives: Spans) -> int:
     if not device.places_in_order:
         return decreasing_size_heap_bytes(lives)
-    return heap_bytes(lives, device.vector_memory_bytes, straight)
+    return heap_bytes(lives, device.vector_memory_bytes)
 
 
 def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
@@ -375,7 +351,6 @@ def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...
             kept=tuple(roots[vertex] for vertex in region.kept),
             checkpointed=region.checkpointed,
             inside=_stages(roots, region.inside),
-            halved=tuple(roots[vertex] for vertex in region.halved),
         )
         for region in regions
     )
@@ -532,20 +507,6 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
             f"{format_bytes(parts_bytes)} of parts of their gradients until all are computed; this "
             f"plan adds each to the others at once, and holds up to {format_bytes(sums_bytes)}."
         )
-    if cut := [vertex for region in schedule.regions for vertex in region.halved]:
-        cut_bytes = sum(materialization.graph.bytes[vertex] for vertex in cut)
-        note = (
-            f"{len(cut)} values, {format_bytes(cut_bytes)}, are stored in halves, so that XLA for "
-            "TPU writes them where what they are made of is gone."
-        )
-        if results_hold_temporaries(of.device):
-            note += (
-                " It puts halves into the buffers of the gradients, as far as they reach, until "
-                "the gradients are written. A step that updates donated parameters has no such "
-                "buffers. Its temporaries have the gradients among them, and were never seen to "
-                "take more than those of this plan and the gradients together."
-            )
-        notes.append(note)
     if materialization.estimated_flops_share > 0.005:
         notes.append(
             f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "

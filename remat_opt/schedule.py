@@ -22,14 +22,12 @@ class Region:
       inside: a chain of regions that together hold ``vertices``. When the region's turn comes
         in the backward pass, its vertices do not run again all at once, but as this chain:
         each region of it keeps what is its own, and is recomputed once more in its turn.
-      halved: those of ``vertices`` that are stored in halves (``halves``), ascending.
     """
 
     vertices: tuple[int, ...]
     kept: tuple[int, ...] = ()
     checkpointed: bool = True
     inside: tuple[Region, ...] = ()
-    halved: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,14 +158,12 @@ class Stage:
       checkpointed: whether the region runs under ``jax.checkpoint``.
       inside: a chain of regions that together have ``roots``, to run in its place when it is
         recomputed.
-      halved: those of ``roots`` whose results are stored in halves.
     """
 
     roots: tuple[int, ...]
     kept: tuple[int, ...]
     checkpointed: bool
     inside: tuple[Stage, ...] = ()
-    halved: tuple[int, ...] = ()
 
 
 def plain(graph: Graph) -> Schedule:

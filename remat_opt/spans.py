@@ -38,10 +38,6 @@ class Spans:
       last: number of the last step during which it is there.
       bytes: its size.
       backward: number of the first step of the backward pass.
-      turns: for each vertex the number of its backward step.
-      forward_last: for each vertex the last step of the forward pass that reads its value.
-      stored_reads: vertices whose stored values are read in the backward pass, once for each read.
-      stored_read_steps: the steps of these reads. (Values come first among the arrays.)
       again: the vertices that run again, each as often as it does, in no order.
       from_memory: what the regions at each depth read that they do not run again themselves; see
         ``read_from_memory``.
@@ -51,10 +47,6 @@ class Spans:
     last: np.ndarray
     bytes: np.ndarray
     backward: int
-    turns: np.ndarray
-    forward_last: np.ndarray
-    stored_reads: np.ndarray
-    stored_read_steps: np.ndarray
     again: np.ndarray
     from_memory: Sequence[np.ndarray]
 
@@ -105,9 +97,7 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     # Forward values: until the last forward reader, or the last backward reader where stored.
     end = forward.copy()
     np.maximum.at(end, arrays.forward.read, forward[arrays.forward.reader])
-    forward_last = end.copy()
-    stored_read_steps = step[open_reads.step]
-    np.maximum.at(end, open_reads.read, stored_read_steps)
+    np.maximum.at(end, open_reads.read, step[open_reads.step])
     add(forward, end, arrays.bytes)
 
     # Backward step of each vertex.
@@ -145,10 +135,6 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         last=np.concatenate(last),
         bytes=np.concatenate(sizes),
         backward=count,
-        turns=turn,
-        forward_last=forward_last,
-        stored_reads=open_reads.read,
-        stored_read_steps=stored_read_steps,
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
     )

@@ -15,9 +15,7 @@ are checkpoints, the gradients of weights and biases are not put off, see ``_cot
 and slices that outlive their operand are stored (``crops``); products that are added to others do
 not run before their turn (``_with_partner``); the places that a pooling scatters to are not looked
 for too early (``pooling_gradients.searches``); and the gradient of picking from rows is elementwise
-(``row_gathers``). For TPU alone the maxima of a softmax's rows are stored (``softmax``), and some
-values in halves (``halves``): a checkpoint that reads one is given both and puts them together, so
-the backward pass keeps these alone.
+(``row_gathers``). For TPU alone the maxima of a softmax's rows are stored (``softmax``).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt import crops, halves, pooling_gradients, products, softmax
+from remat_opt import crops, pooling_gradients, products, softmax
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, RewriteError
 from remat_opt.products import PRODUCTS
@@ -91,7 +89,6 @@ class _Rewriting:
       partner: for the first of two products that are summed up the second.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
-      halved: values that are stored in halves.
       ordered: whether no gradient of a product or a bias may be put off.
       stored: whether what a checkpointed region hands on is to be stored.
       in_turn: whether every product waits until the parts of its weight's gradient that come from
@@ -107,7 +104,6 @@ class _Rewriting:
     partner: Mapping[int, int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
-    halved: frozenset[int]
     ordered: bool
     stored: bool
     in_turn: bool
@@ -161,12 +157,6 @@ def rewrite(
         partner={min(pair): max(pair) for pair in sums.values()},
         biases=products.biases(program) if nvidia else {},
         weight_place=_weight_places(program) if ordered else {},
-        halved=frozenset(
-            value
-            for stage in stages
-            for root in stage.halved
-            for value in program.equations[root].outputs
-        ),
         ordered=ordered,
         stored=platform == "cpu",
         in_turn=platform == "cpu",
@@ -175,7 +165,7 @@ def rewrite(
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
         environment.update(zip(program.arguments, arguments, strict=True))
-        _run(rewriting, steps, environment, halved=rewriting.halved)
+        _run(rewriting, steps, environment)
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
@@ -203,7 +193,6 @@ def _run(
     steps: Sequence[_Step],
     environment: dict[int, Any],
     *,
-    halved: frozenset[int] = frozenset(),
     around: tuple[int, ...] = (),
 ) -> None:
     """Runs steps one after the other and adds what they provide.
@@ -218,18 +207,16 @@ def _run(
       rewriting: what holds for all steps.
       steps: in an order of execution.
       environment: the values known before.
-      halved: values that the checkpoints among the steps are given in halves.
       around: the number of the region that the steps are inside of.
     """
     program, summed = rewriting.program, rewriting.summed
     arguments = set(program.arguments)
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
-        cut = _cut(step.inputs, environment, halved) if step.checkpointed else frozenset()
-        given = _in_parts(step.inputs, environment, cut)
+        given = [environment[value] for value in step.inputs]
         # What is added up where regions meet has the name of the region alone.
         with jax.named_scope(region_scope((*around, number))):
-            results = _runner(rewriting, step, cut, (*around, number))(*given)
+            results = _runner(rewriting, step, (*around, number))(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
         if rewriting.stored and step.checkpointed:
@@ -243,46 +230,8 @@ def _run(
             handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
             together.append([*weights, *handed_on])
         for values in together:
-            cut = _cut(values, environment, halved)
-            behind = _behind_barrier(*_in_parts(values, environment, cut))
-            environment.update(_put_together(values, behind, cut))
-
-
-def _cut(
-    values: Iterable[int], environment: Mapping[int, Any], halved: frozenset[int]
-) -> frozenset[int]:
-    """Which of the values to cut: not across devices, which would have to exchange them."""
-    return frozenset(
-        value
-        for value in halved.intersection(values)
-        if not internals.is_sharded(environment[value], halves.AXIS)
-    )
-
-
-def _in_parts(values: Iterable[int], environment: Mapping[int, Any], cut: Set[int]) -> list[Any]:
-    """The values one after the other, those to cut as two halves."""
-    return [
-        part
-        for value in values
-        for part in (_halves(environment[value]) if value in cut else (environment[value],))
-    ]
-
-
-def _put_together(values: Iterable[int], parts: Iterable[Any], cut: Set[int]) -> dict[int, Any]:
-    """The inverse of ``_in_parts``."""
-    left = iter(parts)
-    return {
-        value: _whole(next(left), next(left)) if value in cut else next(left) for value in values
-    }
-
-
-def _halves(value: Any) -> tuple[Any, Any]:
-    first, second = jnp.split(value, 2, axis=halves.AXIS)
-    return first, second
-
-
-def _whole(first: Any, second: Any) -> Any:
-    return jax.lax.concatenate([first, second], halves.AXIS)
+            behind = _behind_barrier(*(environment[value] for value in values))
+            environment.update(zip(values, behind, strict=True))
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
@@ -311,17 +260,6 @@ def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
             raise PlanFileError(
                 f"Region {number} of the plan keeps equation {strange[0]}, which it does not "
                 "compute. Make the plan again."
-            )
-        own = set(stage.roots)
-        unfit = [
-            root
-            for root in stage.halved
-            if root not in own or not halves.can_be_halved(program, root)
-        ]
-        if unfit:
-            raise PlanFileError(
-                f"Region {number} of the plan stores equation {unfit[0]} in halves, which it does "
-                "not compute or cannot be cut. Make the plan again."
             )
         if not stage.inside:
             continue
@@ -353,9 +291,9 @@ def _check_types(program: Program, step: _Step, results: Sequence[Any]) -> None:
 
 
 def _runner(
-    rewriting: _Rewriting, step: _Step, cut: frozenset[int], region_number: tuple[int, ...]
+    rewriting: _Rewriting, step: _Step, region_number: tuple[int, ...]
 ) -> Callable[..., list[Any]]:
-    """A step as a function of its inputs, those of ``cut`` in halves."""
+    """A step as a function of its inputs."""
     program = rewriting.program
     before, behind = _multiplied_again(rewriting, step)
     behind = _with_biases(rewriting, step, behind)
@@ -390,7 +328,7 @@ def _runner(
             environment.update(zip(read, same, strict=True))
 
     def region(*given: Any) -> list[Any]:
-        environment = _put_together(step.inputs, given, cut)
+        environment = dict(zip(step.inputs, given, strict=True))
         _run(rewriting, step.inside, environment, around=region_number)
         for index in step.equations:
             with jax.named_scope(equation_scope(index)):
@@ -426,9 +364,7 @@ def _run_one(
       weight: for a product the place of the input whose gradient comes first, if any.
     """
     equation = rewriting.program.equations[index]
-    named_as = functools.partial(
-        _all_named, index, halved=not rewriting.halved.isdisjoint(equation.outputs)
-    )
+    named_as = functools.partial(_all_named, index)
     if named and equation.derivative_reads_kept and index not in rewriting.waiting:
         return _run_kept(equation, inputs, named_as)
 
@@ -531,9 +467,12 @@ def _weight_places(program: Program) -> dict[int, int]:
         read = [place for place, atom in enumerate(equation.inputs) if atom in forms]
         if equation.operation.primitive in _FORMS and read:
             forms.update(equation.outputs)
-        elif equation.operation.primitive in PRODUCTS and len(equation.inputs) == 2:
-            if len(read) == 1:
-                found[index] = read[0]
+        elif (
+            equation.operation.primitive in PRODUCTS
+            and len(equation.inputs) == 2
+            and len(read) == 1
+        ):
+            found[index] = read[0]
     return found
 
 
@@ -563,9 +502,7 @@ def _run_weight_first(
             return result, product.fun(primals[0], to_other)
         if isinstance(to_other, SymbolicZero):
             return result, product.fun(to_weight, primals[1])
-        moved, to_weight = internals.tie_cotangents(
-            (product.fun(primals[0], to_other), to_weight)
-        )
+        moved, to_weight = internals.tie_cotangents((product.fun(primals[0], to_other), to_weight))
         return result, moved + product.fun(to_weight, primals[1])
 
     product.defjvp(rule, symbolic_zeros=True)
@@ -665,14 +602,8 @@ def _multiplied_again(
     return to_inputs, to_outputs
 
 
-def _all_named(index: int, results: Sequence[Any], *, halved: bool) -> list[Any]:
-    names = (name_of(index, position) for position in range(len(results)))
-    return [
-        _whole(*(_named(part, name) for part in _halves(result)))
-        if halved and not internals.is_sharded(result, halves.AXIS)
-        else _named(result, name)
-        for result, name in zip(results, names, strict=True)
-    ]
+def _all_named(index: int, results: Sequence[Any]) -> list[Any]:
+    return [_named(result, name_of(index, position)) for position, result in enumerate(results)]
 
 
 def _run_kept(

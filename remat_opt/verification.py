@@ -127,7 +127,7 @@ def measure_plan(
 def _moments(parameter: Any) -> tuple[Any, Any]:
     """Adam's state for a parameter."""
     kind = jax.ShapeDtypeStruct(jnp.shape(parameter), jnp.result_type(parameter))
-    return kind, jax.ShapeDtypeStruct(kind.shape, jnp.finfo(kind.dtype).dtype)
+    return kind, jax.eval_shape(jnp.abs, kind)
 
 
 def _updated(

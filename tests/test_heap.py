@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import hypothesis
 import numpy as np
@@ -27,17 +26,13 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
         last=last,
         bytes=sizes * unit,
         backward=backward,
-        turns=none,
-        forward_last=none,
-        stored_reads=none,
-        stored_read_steps=none,
         again=none,
         from_memory=(),
     )
 
 
-def heap_bytes(lives: Spans, straight: Sequence[int] = ()) -> int:
-    return heap.heap_bytes(lives, vector_bytes=112 * MIB, straight=straight)
+def heap_bytes(lives: Spans) -> int:
+    return heap.heap_bytes(lives, vector_bytes=112 * MIB)
 
 
 def test_arrays_that_never_meet_share_their_place() -> None:
@@ -67,7 +62,6 @@ def test_what_is_copied_from_vector_memory_takes_the_place_of_what_was_read_to_m
     # The 16 is made of the 512, which nothing reads any more: it is copied to where that was.
     lives = (0, 9, 32), (1, 3, 512), (3, 9, 16), (4, 9, 520)
     assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 16 + 520) * MIB
-    assert heap_bytes(arrays(*lives, unit=MIB), straight=[2]) == (32 + 512 + 16 + 520) * MIB
     # A 17 comes straight from the step that makes it, above the 512, and nothing fits below.
     lives = (0, 9, 32), (1, 3, 512), (3, 9, 17), (4, 9, 520)
     assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 512 + 17 + 520) * MIB
@@ -126,3 +120,27 @@ def test_heaps_of_schedules(drawn: tuple[Graph, Schedule]) -> None:
     chosen = {name: getattr(found, name)[large] for name in ("first", "last", "bytes")}
     least = dataclasses.replace(found, **chosen).peak_bytes
     assert least <= heap_bytes(found) <= int(found.bytes.sum())
+
+
+def test_the_largest_is_placed_first_whenever_it_comes() -> None:
+    # The 4s lie at 0 and 4 though they come last, so the 2s that meet one of them lie above both.
+    found = arrays((0, 5, 2), (1, 5, 2), (2, 3, 4), (3, 4, 4), (6, 7, 4))
+    assert found.peak_bytes == 12
+    assert heap.decreasing_size_heap_bytes(found) == 12
+    # While the 2s live two 4s are never there with the third: nothing of the third's place is free.
+    found = arrays((0, 9, 2), (0, 9, 2), (0, 1, 4), (1, 2, 4), (1, 1, 4), (8, 9, 3), (7, 8, 3))
+    assert found.peak_bytes == 16
+    assert heap.decreasing_size_heap_bytes(found) == 16
+
+
+def test_what_lives_longest_may_be_placed_first_instead() -> None:
+    # Largest first: 5 at 0, 3 above it, 2 above both though the 5 has gone when it comes.
+    found = arrays((0, 1, 5), (1, 4, 3), (2, 9, 2), (5, 9, 5))
+    assert found.peak_bytes == 8
+    assert heap.decreasing_size_heap_bytes(found) == 8
+
+
+@hypothesis.given(scheduled_graphs())
+def test_a_heap_holds_what_is_alive(case: tuple[Graph, Schedule]) -> None:
+    lives = spans(*case)
+    assert lives.peak_bytes <= heap.decreasing_size_heap_bytes(lives) <= int(lives.bytes.sum())

@@ -414,23 +414,6 @@ def test_axes_round_equations() -> None:
     assert internals.surrounding_axes(()) == ()
 
 
-def test_types_say_which_axes_are_sharded_on_explicit_meshes() -> None:
-    explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
-    for kind, expected in ((explicit, [False, True, False]), (auto, [False] * 3)):
-        mesh = jax.sharding.AbstractMesh((2,), ("i",), axis_types=(kind,))
-        seen: list[bool] = []
-
-        def look(x: jax.Array, seen: list[bool] = seen) -> jax.Array:
-            seen.extend(internals.is_sharded(x, axis) for axis in range(x.ndim))
-            return x
-
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "i"))
-        with jax.sharding.use_abstract_mesh(mesh):
-            jax.eval_shape(look, jax.ShapeDtypeStruct((2, 4, 6), "float32", sharding=sharding))
-        assert seen == expected
-    assert not internals.is_sharded(jnp.ones((2, 4)), 1)
-
-
 def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:
     class Thing:
         def __call__(self) -> None: ...

@@ -233,7 +233,7 @@ def test_regions_that_nest(plan: Plan) -> None:
 
 
 def test_regions_that_compute_nothing(plan: Plan) -> None:
-    empty = {"roots": [], "kept": [], "checkpointed": True, "inside": [], "halved": []}
+    empty = {"roots": [], "kept": [], "checkpointed": True, "inside": []}
     start = time.perf_counter()
     text = resealed(plan, lambda body: body.update(stages=[empty] * 200_000))
     assert "plan.stages[0] is a region that computes nothing" in refused(text)

@@ -1,0 +1,72 @@
+"""What gradients take while they wait."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+from remat_opt import planning, tracing
+from remat_opt.device import get_device
+from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
+
+TWO = (
+    ParameterGradient(first=3, last=3, bytes=5),
+    ParameterGradient(first=1, last=2, bytes=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("fate", "expected"),
+    [
+        (Gradients.RESULTS, [0, 0, 0, 0]),
+        (Gradients.CONSUMED, [0, 2, 2, 5]),
+        (Gradients.TOGETHER, [7, 7, 7, 5]),
+    ],
+)
+def test_from_the_step_that_begins_a_gradient(fate: Gradients, expected: list[int]) -> None:
+    assert workspace_bytes(TWO, fate, 4).tolist() == expected
+
+
+def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.sin(x @ w)
+    return jnp.sum(x)
+
+
+WEIGHTS = [jax.ShapeDtypeStruct((256, 256), "float32")] * 6
+X = jax.ShapeDtypeStruct((256, 256), "float32")
+SIZE = 256 * 256 * 4
+
+
+def test_more_is_there_where_more_waits() -> None:
+    program = tracing.trace(layers, WEIGHTS, X)
+    least = {
+        fate: min(
+            one.peak_bytes
+            for one in planning.problem(program, get_device("h200"), gradients=fate).candidates
+        )
+        for fate in Gradients
+    }
+    assert least[Gradients.RESULTS] < least[Gradients.CONSUMED] < least[Gradients.TOGETHER]
+    assert least[Gradients.TOGETHER] >= 6 * SIZE
+
+
+def test_a_plan_is_verified_in_the_step_that_it_is_for() -> None:
+    measured = {
+        fate: remat_opt.make_plan(
+            layers, WEIGHTS, X, device="cpu", gradients=fate.value, budget=1.0, verify=True
+        ).measured
+        for fate in Gradients
+    }
+    results = measured[Gradients.RESULTS]
+    consumed = measured[Gradients.CONSUMED]
+    together = measured[Gradients.TOGETHER]
+    assert results is not None
+    assert consumed is not None
+    assert together is not None
+    assert results.alias_bytes == 0
+    # Parameters and two moments of each are donated.
+    assert consumed.alias_bytes == together.alias_bytes == 3 * 6 * SIZE
+    assert consumed.temporary_bytes < together.temporary_bytes
