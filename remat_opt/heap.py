@@ -37,6 +37,7 @@ memory is left, the compiler packs tighter than this.
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 
@@ -49,6 +50,10 @@ _VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 8, 4
 _COPIED_BYTES = 16 * 2**20
 #: Arrays smaller than this share of what is alive at once are not placed one by one.
 _SMALL_SHARE = 1 / 256
+#: Likewise, where all are placed at once.
+_SMALL_SHARE_AT_ONCE = 1 / 64
+#: A heap at most so many times what is alive at once is taken as the smaller of two.
+_TIGHT = 1.02
 
 
 def heap_bytes(arrays: Spans, vector_bytes: int) -> int:
@@ -79,16 +84,16 @@ def decreasing_size_heap_bytes(arrays: Spans) -> int:
       arrays: their lives.
     """
     least = arrays.peak_bytes
-    small = arrays.bytes < least * _SMALL_SHARE
+    small = arrays.bytes < least * _SMALL_SHARE_AT_ONCE
     placed = _chosen(arrays, ~small)
-    steps = int(arrays.last.max(initial=-1)) + 1
-    beside = _chosen(arrays, small).live_bytes(steps)
+    beside = _chosen(arrays, small).live_bytes(int(arrays.last.max(initial=-1)) + 1)
     lengths = placed.last - placed.first
-    heaps = (
-        _filled_bytes(_chosen(placed, np.lexsort(keys)), beside)
-        for keys in ((-lengths, -placed.bytes), (-placed.bytes, -lengths))
-    )
-    return max(least, min(heaps))
+    found = sys.maxsize
+    for keys in ((-lengths, -placed.bytes), (-placed.bytes, -lengths)):
+        # The second heap takes as long to lay out, and can hardly be smaller than this.
+        if found > least * _TIGHT:
+            found = min(found, _filled_bytes(_chosen(placed, np.lexsort(keys)), beside))
+    return max(least, found)
 
 
 def _filled_bytes(placed: Spans, beside: np.ndarray) -> int:
@@ -133,18 +138,27 @@ def _chosen(arrays: Spans, which: np.ndarray) -> Spans:
 def _best_fit(arrays: Spans) -> np.ndarray:
     """Where each array ends once all are placed in the order given."""
     count = len(arrays.bytes)
-    starts, ends = np.zeros((2, count), dtype=np.int64)
-    for number, size in enumerate(arrays.bytes):
-        meets = (arrays.first[:number] <= arrays.last[number]) & (
-            arrays.last[:number] >= arrays.first[number]
-        )
-        order = np.argsort(starts[:number][meets], kind="stable")
-        # Below each of these is a hole, or nothing; above them all, room without end.
-        floors = np.zeros(len(order) + 1, dtype=np.int64)
-        np.maximum.accumulate(ends[:number][meets][order], out=floors[1:])
-        holes = starts[:number][meets][order] - floors[:-1]
-        fitting = np.flatnonzero(holes >= size)
-        place = fitting[holes[fitting].argmin()] if len(fitting) else -1
-        starts[number] = floors[place]
-        ends[number] = floors[place] + size
+    ends = np.zeros(count, dtype=np.int64)
+    # What is placed, from the bottom to the top.
+    first, last, bottom, top = np.zeros((4, count), dtype=np.int64)
+    for number, (size, start, stop) in enumerate(
+        zip(arrays.bytes.tolist(), arrays.first.tolist(), arrays.last.tolist(), strict=True)
+    ):
+        meets = ((first[:number] <= stop) & (last[:number] >= start)).nonzero()[0]
+        place = 0
+        if len(meets):
+            floors = np.maximum.accumulate(top[meets])
+            holes = bottom[meets]
+            holes[1:] -= floors[:-1]
+            holes[holes < size] = sys.maxsize
+            tightest = int(holes.argmin())
+            if holes[tightest] == sys.maxsize:
+                place = int(floors[-1])
+            elif tightest:
+                place = int(floors[tightest - 1])
+        ends[number] = place + size
+        above = int(bottom[:number].searchsorted(place, side="right"))
+        for column, value in ((first, start), (last, stop), (bottom, place), (top, place + size)):
+            column[above + 1 : number + 1] = column[above:number]
+            column[above] = value
     return ends

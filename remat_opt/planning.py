@@ -51,7 +51,7 @@ DEFAULT_SOLVER = Portfolio()
 #: Where the least memory is asked for, at most so many forward passes are recomputed.
 MOST_PASSES = 1.0
 #: Ratio of the peaks of neighbours on the frontier where a heap is laid out for each.
-_APART = 1.01
+_APART = 1.015
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
 #: How many of the arrays alive at the peak a plan writes down.

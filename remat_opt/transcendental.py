@@ -19,7 +19,8 @@ _DEAR = frozenset(
     "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
     "tanh".split()
 )
-_STORED = {"cpu": _DEAR, "cuda": _DEAR - {"exp", "exp2"}, "tpu": frozenset[str]()}
+_CHEAP = frozenset("div exp exp2 log rem rsqrt sqrt".split())
+_STORED = {"cpu": _DEAR, "cuda": _DEAR - _CHEAP, "tpu": frozenset[str]()}
 
 
 def stored(flow: Dataflow, device: Device) -> set[int]:

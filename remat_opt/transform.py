@@ -464,7 +464,11 @@ def _weight_places(program: Program) -> dict[int, int]:
     forms = set(program.arguments)
     found = {}
     for index, equation in enumerate(program.equations):
-        read = [place for place, atom in enumerate(equation.inputs) if atom in forms]
+        read = [
+            place
+            for place, atom in enumerate(equation.inputs)
+            if isinstance(atom, int) and atom in forms
+        ]
         if equation.operation.primitive in _FORMS and read:
             forms.update(equation.outputs)
         elif (

@@ -134,8 +134,8 @@ def test_the_largest_is_placed_first_whenever_it_comes() -> None:
 
 
 def test_what_lives_longest_may_be_placed_first_instead() -> None:
-    # Largest first: 5 at 0, 3 above it, 2 above both though the 5 has gone when it comes.
-    found = arrays((0, 1, 5), (1, 4, 3), (2, 9, 2), (5, 9, 5))
+    # Largest first, the 5 is at the bottom and the 2 that meets it on top of it: 9 with all others.
+    found = arrays((4, 6, 4), (5, 5, 2), (1, 3, 5), (2, 6, 2))
     assert found.peak_bytes == 8
     assert heap.decreasing_size_heap_bytes(found) == 8
 
