@@ -319,8 +319,9 @@ def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
         raise PlanFileError(
             f"The plan was made for another program: for {plan.function!r} with the fingerprint "
             f"{printable(plan.fingerprint[:12])}, traced by JAX {printable(plan.jax_version)}; "
-            f"this is {function!r} with {fingerprint[:12]}, traced by JAX {jax.__version__}. The function, the shapes of its "
-            "arguments, argnums or the version of JAX have changed since. Make the plan again."
+            f"this is {function!r} with {fingerprint[:12]}, traced by JAX {jax.__version__}. "
+            "The function, the shapes of its arguments, argnums or the version of JAX have changed "
+            "since. Make the plan again."
         )
 
 
