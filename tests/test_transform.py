@@ -266,7 +266,7 @@ def test_side_effects_under_a_checkpoint_are_refused() -> None:
 
 def test_a_result_of_another_type_is_a_fault_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transform, "array_type", lambda _: ArrayType(shape=(2,), dtype="int8"))
-    with pytest.raises(transform.TraceError) as caught:
+    with pytest.raises(transform.RewriteError) as caught:
         rewritten(CHAIN)
     assert str(caught.value) == (
         "Rewriting 'layers' turned a float32[4, 8] into a int8[2]. This is a fault of remat_opt: "
