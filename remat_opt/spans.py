@@ -76,7 +76,7 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     arrays = arrays_of(graph)
     levels, leaves = _levels(graph, schedule)
     order = np.concatenate(leaves)
-    if len(order) != len(graph) or _reads_ahead(arrays, levels):
+    if not _is_executable(arrays, levels, len(order)):
         schedule.check(graph)
 
     demanded = _demand(graph, arrays, levels)
@@ -140,21 +140,18 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     )
 
 
-def _reads_ahead(arrays: GraphArrays, levels: Sequence[_Level]) -> bool:
-    """Whether a vertex reads one that a later region computes, or is in no region.
-
-    Regions that lie equally deep are numbered in their order, so that of two in different nests the
-    later one has the larger number.
-    """
+def _is_executable(arrays: GraphArrays, levels: Sequence[_Level], leaves: int) -> bool:
+    """Whether each vertex is in a region, and none reads what a later region computes."""
+    # Regions that lie equally deep are numbered in their order, so that of two in different nests
+    # the later one has the larger number. What is in no region so deep has -1.
+    if leaves != len(arrays.bytes) or (levels[0].number < 0).any():
+        return False
     read, reader = arrays.forward.read, arrays.forward.reader
-    if (levels[0].number < 0).any():
-        return True
     for level in levels:
-        # A vertex that no region so deep holds has -1: only what is held may read too late.
         numbers = level.number[reader]
         if ((level.number[read] > numbers) & (numbers >= 0)).any():
-            return True
-    return False
+            return False
+    return True
 
 
 def read_from_memory(graph: Graph, schedule: Schedule) -> list[np.ndarray]:

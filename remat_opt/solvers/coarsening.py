@@ -14,11 +14,13 @@ here is told by its size, and the merged figures are those of this problem.
 Complexity: O(n log n + e) for n vertices and e edges.
 
 Guarantee: a schedule of the smaller graph whose regions are stretches of the order of execution,
-spread out, is one of the whole graph, and recomputes what it says. So is one whose regions come in
-another order, if it is one of ``Coarse.in_order``. (What small values alone read is no predecessor
-in the smaller graph: they are kept, and do not have it run again.) Its peak is larger by the small
+spread out, is one of the whole graph, and recomputes what it says. Its peak is larger by the small
 values at most, apart from these: what the computation of a small value alone reads in the forward
 pass counts as free by then, and backward steps that are merged count as one.
+
+Left out: what small values alone read is no predecessor in the smaller graph, for they are kept,
+and do not have it run again. So where regions are no stretches, one may come before what its small
+values read: the referee refuses such schedules.
 
 Reference: the scheme is that of multilevel methods (Karypis & Kumar, *A fast and high quality
 multilevel scheme for partitioning irregular graphs*, 1998): coarsen, solve, spread out.
@@ -56,21 +58,6 @@ class Coarse:
     def is_whole(self) -> bool:
         """Whether nothing is merged."""
         return len(self.graph) == len(self.whole)
-
-    def in_order(self) -> Graph:
-        """The smaller graph with all that the merged vertices read among the predecessors.
-
-        For solvers whose regions do not follow the order of execution: what is merged has to come
-        after what it reads, too. Without these edges the loss may seem to read next to nothing.
-        """
-        if self.is_whole:
-            return self.graph
-        number = {one: place for place, group in enumerate(self.groups) for one in group}
-        predecessors = []
-        for place, group in enumerate(self.groups):
-            read = {number[one] for vertex in group for one in self.whole.predecessors[vertex]}
-            predecessors.append(tuple(sorted(read - {place})))
-        return dataclasses.replace(self.graph, predecessors=tuple(predecessors))
 
     def spread(self, schedule: Schedule) -> Schedule:
         """A schedule of the smaller graph as one of the whole graph."""

@@ -95,7 +95,7 @@ def frontier(graph: Graph, measure: Overhead = Overhead.SECONDS) -> list[Candida
     if len(graph) <= local_search.SMALL or len(seen.graph) > _WORTH_SHARE * len(graph):
         seen = coarsening.as_it_is(graph)
     as_counted = priced(seen.graph, measure)
-    starts, papers = _starts(as_counted), list(_papers(priced(seen.in_order(), measure)))
+    starts, papers = _starts(as_counted), list(_papers(as_counted))
     given = []
     if len(seen.graph) > local_search.SMALL:
         starts = list(dict.fromkeys(starts + papers))

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
 from remat_opt.simulator import simulate
 from remat_opt.solvers import local_search, portfolio
-from remat_opt.solvers.base import judge
+from remat_opt.solvers.base import judge, judged
 from remat_opt.solvers.chain_figures import LEVELS, ChainFigures, Chains, schedule_of, spread
 from remat_opt.solvers.coarsening import Coarse, as_it_is, without_small
 from tests.graphs import chain_edges, graphs, schedules
@@ -111,42 +112,27 @@ def test_a_schedule_spread_out_recomputes_what_it_says(seen: Coarse, data: st.Da
     assert found.overhead_seconds == pytest.approx(told.overhead_seconds)
 
 
-@hypothesis.given(coarsened(), st.data())
-@hypothesis.settings(max_examples=200)
-def test_regions_that_are_no_stretches_are_spread_out_too(
-    seen: Coarse, data: st.DataObject
-) -> None:
-    graph = seen.in_order()
-    for place, predecessors in enumerate(seen.graph.predecessors):
-        assert set(predecessors) <= set(graph.predecessors[place])
-    number: list[int] = []
-    for predecessors in graph.predecessors:
-        first = max((number[one] for one in predecessors), default=0)
-        number.append(data.draw(st.integers(first, first + 2)))
-    regions = (
-        tuple(v for v in range(len(graph)) if number[v] == one) for one in sorted(set(number))
-    )
-    plain_regions = tuple(Region(vertices=one, checkpointed=False) for one in regions)
-    seen.spread(Schedule(regions=plain_regions)).check(seen.whole)
-
-
 @hypothesis.given(graphs(max_vertices=14))
 @hypothesis.settings(max_examples=40)
-def test_what_the_papers_solvers_find_can_be_executed(graph: Graph) -> None:
+def test_of_what_the_papers_solvers_find_only_what_can_be_executed_is_judged(graph: Graph) -> None:
     sizes = np.maximum(graph.bytes, graph.cotangent_bytes)
     seen = without_small(graph, int(np.sort(sizes)[: len(graph) // 2].sum()))
-    for schedule in portfolio._papers(seen.in_order()):
-        seen.spread(schedule).check(graph)
+    for one in judged(graph, map(seen.spread, portfolio._papers(seen.graph))):
+        one.schedule.check(graph)
 
 
-def test_what_merged_values_read_comes_before_them() -> None:
+def test_regions_that_are_no_stretches_may_come_before_what_small_values_read() -> None:
     """A large side result whose mean the next large value reads, and the loss through that."""
     graph = Graph.from_edges([1000, 1000, 1, 1000], [(0, 1), (1, 2), (2, 3), (0, 3)])
     seen = without_small(graph, 5)
     assert seen.groups == ((0,), (1,), (3, 2))
     assert seen.graph.predecessors == ((), (0,), (0,))
-    assert seen.in_order().predecessors == ((), (0,), (0, 1))
-    assert as_it_is(graph).in_order() is graph
+    regions = Region(vertices=(0, 2)), Region(vertices=(1,))
+    schedule = Schedule(regions=regions)
+    schedule.check(seen.graph)
+    with pytest.raises(GraphError, match="'2' reads '1', which a later region computes"):
+        judge(graph, seen.spread(schedule))
+    assert judged(graph, [seen.spread(schedule)]) == []
 
 
 @hypothesis.given(coarsened(), st.integers(0, 2**32 - 1))

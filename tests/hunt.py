@@ -1,0 +1,72 @@
+"""Goes through many random programs: ``python -m tests.hunt --programs 5000 --seed 0``.
+
+Each program is told by its number. With ``--keep FILE`` a line of JSON is added for each, and those
+that are in the file already are passed over, so a hunt can be cut off and taken up again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What is looked for are wrong programs, not slow ones.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+).strip()
+
+import jax
+
+from tests.random_programs import DEVICES, draw, failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a hunt; the exit status says whether something was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
+    parser.add_argument("--programs", type=int, default=5000, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first one")
+    parser.add_argument("--keep", type=Path, help="a file to add a line of JSON for each to")
+    parser.add_argument("--devices", nargs="+", default=list(DEVICES), help="to plan for")
+    parser.add_argument("--trace", action="store_true", help="do not run what is traced")
+    options = parser.parse_args(arguments)
+    known = set()
+    if options.keep and options.keep.exists():
+        lines = options.keep.read_text(encoding="utf-8").splitlines()
+        known = {(one["seed"], tuple(one["devices"])) for one in map(json.loads, lines)}
+    jax.config.update("jax_enable_x64", True)
+    count = refused = failed = 0
+    for seed in range(options.seed, options.seed + options.programs):
+        if (seed, tuple(options.devices)) in known:
+            continue
+        start = time.perf_counter()
+        found = failures(draw(seed), options.devices, run=not options.trace)
+        count += 1
+        refused += found is None
+        failed += bool(found)
+        line = {
+            "seed": seed,
+            "devices": options.devices,
+            "run": not options.trace,
+            "jax": jax.__version__,
+            "taken_by_jax": found is not None,
+            "failures": found or [],
+            "seconds": round(time.perf_counter() - start, 2),
+        }
+        if options.keep:
+            with options.keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        for one in found or ():
+            print(f"{seed}: {one}", flush=True)
+        if count % 50 == 0:
+            # What XLA compiled is never asked for again.
+            jax.clear_caches()
+    print(f"{count} programs, {refused} of which JAX does not take; {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,416 @@
+"""Random losses as users write them, and the decorated one against the undecorated one.
+
+A program is told by its seed alone. It mixes what real programs mix and hand-made tests leave out:
+frozen arguments, parts that nothing differentiated reaches, several loss terms that share values,
+masks by statistics, loops behind a ``stop_gradient``, derivative rules that give zero, inner
+checkpoints, branches without a derivative, values that nothing reads, auxiliary outputs, and
+several dtypes. ``hunt`` goes through many of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import remat_opt
+from remat_opt.errors import BudgetError
+
+DEVICES = ("h200", "v5e", "cpu")
+#: By dtype how far a gradient may be off, as a share of its largest entry.
+_TOLERANCES = {"float64": 1e-8, "float32": 2e-3, "bfloat16": 0.2}
+
+
+# --- What programs are made of: from arrays of rows and columns to one of the same shape ---
+
+
+@jax.custom_jvp
+def no_tangent(a: jax.Array) -> jax.Array:
+    return jnp.cos(a)
+
+
+@no_tangent.defjvp
+def _no_tangent_rule(primals: Any, tangents: Any) -> Any:
+    return no_tangent(*primals), jnp.zeros_like(primals[0])
+
+
+@jax.custom_jvp
+def half_tangent(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.tanh(a) * b
+
+
+@half_tangent.defjvp
+def _half_tangent_rule(primals: Any, tangents: Any) -> Any:
+    return half_tangent(*primals), tangents[1] * jnp.tanh(primals[0])
+
+
+@jax.custom_vjp
+def own_gradient(a: jax.Array) -> jax.Array:
+    return jnp.sin(a) * a
+
+
+own_gradient.defvjp(lambda a: (own_gradient(a), a), lambda a, ct: (ct * jnp.tanh(a),))
+
+
+def loop(a: jax.Array) -> jax.Array:
+    """A loop that has no derivative."""
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, a))[1]
+
+
+def scanned(a: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w) + c, jnp.sum(c)), a, None, length=3)[0]
+
+
+def scanned_with_frozen(a: jax.Array, w: jax.Array) -> jax.Array:
+    def step(carry: Any, row: jax.Array) -> Any:
+        c, frozen = carry
+        return (jnp.tanh(c @ w) + frozen, lax.stop_gradient(frozen + row)), jnp.mean(c)
+
+    return lax.scan(step, (a, lax.stop_gradient(a)), a[:3])[0][0]
+
+
+def normalised(a: jax.Array) -> jax.Array:
+    mean, variance = jnp.mean(a, -1, keepdims=True), jnp.var(a, -1, keepdims=True)
+    return (a - mean) * lax.rsqrt(variance + 1e-3)
+
+
+def attention(a: jax.Array, w: jax.Array) -> jax.Array:
+    scores = (a @ w) @ a.T / a.shape[-1]
+    return jax.nn.softmax(scores, -1) @ a
+
+
+def gated(a: jax.Array, w: jax.Array) -> jax.Array:
+    """As a recurrent layer: one product, cut into gates."""
+    gates = jnp.concatenate([a, a], -1) @ jnp.concatenate([w, -w]) / a.shape[-1]
+    first, second = jnp.split(jnp.concatenate([gates, gates + a], -1), 2, -1)
+    return jax.nn.sigmoid(first) * jnp.tanh(second)
+
+
+def cross_entropy(a: jax.Array) -> jax.Array:
+    labels = jnp.arange(a.shape[0]) % a.shape[1]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(a), labels[:, None], axis=1)
+    return a * 0.5 - jnp.mean(picked)
+
+
+def pooled(a: jax.Array) -> jax.Array:
+    image = jax.nn.relu(a)[None, :, :, None]
+    window, strides = (1, 2, 2, 1), (1, 1, 1, 1)
+    return lax.reduce_window(image, -jnp.inf, lax.max, window, strides, "SAME")[0, :, :, 0]
+
+
+def convolved(a: jax.Array, w: jax.Array) -> jax.Array:
+    kernel = w[:3, :3, None, None]
+    layout = ("NHWC", "HWIO", "NHWC")
+    image = a[None, :, :, None]
+    return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=layout)[
+        0, :, :, 0
+    ]
+
+
+def dropped(a: jax.Array) -> jax.Array:
+    mask = jax.random.bernoulli(jax.random.key(3), 0.7, a.shape)
+    return jnp.where(mask, a / 0.7, 0).astype(a.dtype)
+
+
+SMOOTH: list[Callable[..., jax.Array]] = [
+    jnp.tanh,
+    jnp.sin,
+    jax.nn.gelu,
+    jax.nn.sigmoid,
+    normalised,
+    cross_entropy,
+    dropped,
+    own_gradient,
+    lax.stop_gradient,
+    no_tangent,
+    lambda a: jax.nn.softmax(a, -1),
+    lambda a: a - jax.nn.logsumexp(a, -1, keepdims=True),
+    lambda a: a * 0.5 + 1,
+    lambda a: a[::-1],
+    lambda a: jnp.cumsum(a, 0) / a.shape[0],
+    lambda a: a - jnp.mean(a),
+    lambda a: a * jnp.tanh(jnp.sum(a)),
+    lambda a: a.reshape(-1).reshape(a.shape) + a,
+    lambda a: a.astype(jnp.float32).astype(a.dtype) if a.dtype == jnp.bfloat16 else a * 2,
+    lambda a: jnp.tanh(a) + lax.stop_gradient(jnp.cos(a)),
+    lambda a: jnp.tanh(a) + loop(lax.stop_gradient(a)),
+    lambda a: jnp.tanh(a) * loop(lax.stop_gradient(jnp.sin(a))),
+    lambda a: a + jax.checkpoint(lax.stop_gradient)(jnp.tanh(a)),
+    lambda a: a * jax.checkpoint(lambda b: lax.stop_gradient(jnp.sin(b)))(a),
+    lambda a: a + loop(jax.checkpoint(lambda b: lax.stop_gradient(jnp.tanh(b)))(a)),
+    jax.checkpoint(lambda a: jnp.sin(jnp.tanh(a)) * a),
+    jax.jit(lambda a: jnp.cos(a) * a),
+    lambda a: a * jax.vmap(lambda row: jnp.tanh(row) * jnp.sum(row))(a) / a.shape[1],
+    lambda a: a.at[0].set(jnp.tanh(a[1])),
+    lambda a: lax.dynamic_slice(jnp.concatenate([a, a]), (1, 0), a.shape),
+    lambda a: jnp.pad(a, 1)[1:-1, :-2],
+    lambda a: jnp.asarray(np.linspace(0, 1, a.size).reshape(a.shape), a.dtype) * a,
+]
+SHARP: list[Callable[..., jax.Array]] = [
+    jax.nn.relu,
+    pooled,
+    jnp.floor,
+    jnp.abs,
+    lambda a: jnp.where(a > a.mean(), a, 0),
+    lambda a: jnp.where(a > jnp.mean(a, -1, keepdims=True), jnp.tanh(a), a * 0.1),
+    lambda a: a * (a > jnp.quantile(lax.stop_gradient(a), 0.3)),
+    lambda a: jnp.clip(a, -a.std(), a.std()),
+    lambda a: jnp.sort(a, -1),
+    lambda a: a[jnp.argsort(a[:, 0])],
+    lambda a: jnp.take(a, jnp.argmax(a, -1), axis=0),
+    lambda a: lax.cond(a.sum() > 0, jnp.ones_like, jnp.zeros_like, a),
+    lambda a: a + lax.cond(a.sum() > 0, jnp.ones_like, jnp.zeros_like, a),
+    lambda a: a * loop(lax.cond(a.sum() > 0, jnp.ones_like, jnp.zeros_like, a)),
+    lambda a: lax.cond(a.mean() > 0, jnp.tanh, lambda b: b * b.mean(), a),
+    lambda a: a + jnp.round(a * 3).astype(jnp.int32).astype(a.dtype),
+    lambda a: a - jnp.max(a, -1, keepdims=True),
+    lambda a: lax.top_k(a, a.shape[-1])[0],
+]
+PAIRS: list[Callable[..., jax.Array]] = [
+    jnp.add,
+    jnp.subtract,
+    half_tangent,
+    lambda a, b: a * jnp.tanh(b),
+    lambda a, b: a @ jnp.tanh(b).T @ a / a.size,
+    lambda a, b: jnp.einsum("ij,kj,kl->il", a, jnp.tanh(b), jnp.cos(b)) / a.size,
+    lambda a, b: jnp.concatenate([a, b])[a.shape[0] // 2 :][: a.shape[0]],
+    lambda a, b: jnp.where(jnp.arange(a.shape[1]) % 2 == 0, a, b),
+    lambda a, b: a + b.mean(0) * jnp.sin(b).sum() / b.size,
+    lambda a, b: jnp.logaddexp(a, b),
+    lambda a, b: jax.checkpoint(lambda c, d: jnp.tanh(c) * lax.stop_gradient(d))(a, b),
+    lambda a, b: lax.cond(
+        jnp.sum(lax.stop_gradient(b)) > 0, lambda c, d: c + d, lambda c, d: jnp.cos(c), a, b
+    ),
+]
+PRODUCTS: list[Callable[..., jax.Array]] = [
+    lambda a, w: a @ w,
+    lambda a, w: a @ w.T / 2,
+    lambda a, w: jnp.tanh(a @ w),
+    lambda a, w: a @ w + jnp.sin(a) @ w,
+    lambda a, w: jax.nn.relu(a @ w + w[0]) @ w,
+    lambda a, w: a + jnp.tanh(normalised(a) @ w),
+    lambda a, w: jnp.where((t := jnp.tanh(a @ w)) > t.mean(), t, 0) @ w + t @ w,
+    lambda a, w: a @ (w / (1 + jnp.linalg.norm(w))),
+    lambda a, w: a @ lax.stop_gradient(w),
+    lambda a, w: jnp.tanh(a[::2] @ w).repeat(2, 0)[: a.shape[0]] + a,
+    attention,
+    gated,
+    scanned,
+    scanned_with_frozen,
+    convolved,
+]
+TERMS: list[Callable[..., jax.Array]] = [
+    jnp.sum,
+    jnp.mean,
+    lambda a: jnp.mean(a**2),
+    lambda a: jnp.mean(a[0]),
+    lambda a: jax.nn.logsumexp(a),
+    lambda a: jnp.sum(jnp.tanh(a.mean(0))),
+    lambda a: jnp.linalg.norm(a) / a.size,
+    lambda a: jnp.mean(lax.stop_gradient(a)),
+]
+
+
+# --- One program --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RandomProgram:
+    """A loss of a list of weights and a batch.
+
+    Attributes:
+      seed: what it is drawn from.
+      fn: the loss.
+      weights: its first argument.
+      x: its second one.
+      has_aux: whether it returns an auxiliary output, too.
+      planned: the ``argnums`` that the decorator is given.
+      taken: what the gradient is taken for: as many of the first weights, and whether for ``x``.
+      jit: whether it is compiled.
+      tolerance: how far a gradient may be off, as a share of its largest entry.
+    """
+
+    seed: int
+    fn: Callable[..., Any]
+    weights: list[jax.Array]
+    x: jax.Array
+    has_aux: bool
+    planned: tuple[int, ...]
+    taken: tuple[int, bool]
+    jit: bool
+    tolerance: float
+
+    def value_and_grad(self, fn: Callable[..., Any], *, run: bool = True) -> Any:
+        """The loss and its gradient for what the program takes it for; the rest is frozen.
+
+        Where it is not run, arrays of zeros.
+        """
+        count, for_x = self.taken
+
+        def loss(moving: list[jax.Array], frozen: list[jax.Array]) -> Any:
+            x = moving[-1] if for_x else frozen[-1]
+            return fn([*moving[:count], *frozen[: len(self.weights) - count]], x)
+
+        given = [*self.weights[:count], *([self.x] if for_x else [])]
+        frozen = [*self.weights[count:], *([] if for_x else [self.x])]
+        taken = jax.value_and_grad(loss, has_aux=self.has_aux)
+        if not run:
+            shapes = jax.eval_shape(taken, given, frozen)
+            return jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
+        return (jax.jit(taken) if self.jit else taken)(given, frozen)
+
+
+def draw(seed: int) -> RandomProgram:
+    """The program of a seed."""
+    chance = random.Random(seed)
+    dtype = chance.choices(["float64", "float32", "bfloat16"], [6, 3, 1])[0]
+    # Masks flip where numbers are rounded: then any two programs differ.
+    unary = SMOOTH + SHARP * 2 if dtype == "float64" else SMOOTH
+    products = PRODUCTS if dtype == "float64" else [p for p in PRODUCTS if p is not PRODUCTS[6]]
+    rows, columns = chance.choice([(8, 8), (16, 8), (12, 12), (64, 16)])
+    depth = chance.choice([1, 2, 4])
+    steps: list[tuple[Callable[..., jax.Array], int, int]] = []
+    for _ in range(chance.randint(2, chance.choice([5, 10, 20]))):
+        kind = chance.choices(["unary", "pair", "product"], [4, 2, 4])[0]
+        function = chance.choice({"unary": unary, "pair": PAIRS, "product": products}[kind])
+        second = chance.randrange(99) if kind != "unary" else -1
+        # Mostly what was made last; the weights come first among the operands of products.
+        first = chance.choice([0, 0, 0, 1, 2, chance.randrange(99)])
+        steps.append((function, first, second if kind != "product" else second + 100))
+    terms = [
+        (chance.choice(TERMS), chance.choice([0, 0, 1, chance.randrange(99)]))
+        for _ in range(chance.choice([1, 1, 2, 3, 5]))
+    ]
+    repeats = chance.choice([1, 1, 1, 2, 4])
+    has_aux = chance.random() < 0.3
+    auxiliary = [chance.randrange(99) for _ in range(chance.randint(1, 3))]
+    untouched = chance.random() < 0.15
+
+    def loss(weights: Sequence[jax.Array], x: jax.Array) -> Any:
+        values = [lax.stop_gradient(x) if untouched else x]
+        for _ in range(repeats):
+            for function, first, second in steps:
+                given = [values[-1 - first % len(values)]]
+                if second >= 100:
+                    given.append(weights[second % len(weights)])
+                elif second >= 0:
+                    given.append(values[second % len(values)])
+                values.append(function(*given).astype(x.dtype))
+        total = sum(term(values[-1 - place % len(values)]) for term, place in terms)
+        aux = {
+            f"value_{number}": values[-1 - place % len(values)].sum()
+            for number, place in enumerate(auxiliary)
+        }
+        aux["count"] = jnp.sum(values[-1] > 0)
+        return (total, aux) if has_aux else total
+
+    numbers = np.random.default_rng(seed)
+
+    def array(*shape: int) -> jax.Array:
+        return jnp.asarray(numbers.normal(size=shape) / np.sqrt(shape[-1]), dtype)
+
+    weights = [array(columns, columns) for _ in range(depth)]
+    for_x = chance.random() < 0.3
+    count = chance.choice([depth, depth, chance.randint(0, depth)])
+    return RandomProgram(
+        seed=seed,
+        fn=loss,
+        weights=weights,
+        x=array(rows, columns),
+        has_aux=has_aux,
+        planned=chance.choice([(0,), (0,), (0, 1), (1,)]),
+        taken=(count, for_x or not count),
+        jit=chance.random() < 0.9,
+        tolerance=_TOLERANCES[dtype],
+    )
+
+
+# --- The check ----------------------------------------------------------------------------
+
+
+def failures(
+    program: RandomProgram, devices: Sequence[str] = DEVICES, *, run: bool = True
+) -> list[str] | None:
+    """What is wrong with the plans for some devices, by default and with least memory.
+
+    Args:
+      program: to plan.
+      devices: to plan for.
+      run: whether to compare results; else the gradients are traced alone, which is quicker.
+
+    Returns:
+      A line for each failure; None where JAX itself does not take the program.
+    """
+    evaluate = functools.partial(program.value_and_grad, run=run)
+    try:
+        expected = evaluate(program.fn)
+    except Exception:
+        return None
+    found = []
+    for device in devices:
+        decorate = functools.partial(
+            remat_opt.optimal_remat,
+            device=device,
+            argnums=program.planned,
+            has_aux=program.has_aux,
+            errors="raise",
+        )
+        try:
+            remat_opt.make_plan(
+                program.fn,
+                program.weights,
+                program.x,
+                budget=1,
+                device=device,
+                argnums=program.planned,
+                has_aux=program.has_aux,
+            )
+            budgets: list[int | None] = [None]
+        except BudgetError as error:
+            budgets = [None, error.least_peak_bytes]
+        except Exception as error:
+            found.append(f"{device}: {_told(error)}")
+            continue
+        for budget in budgets:
+            called = f"{device}, budget {budget}"
+            try:
+                answer = evaluate(decorate(program.fn, budget=budget))
+            except Exception as error:
+                found.append(f"{called}: {_told(error)}")
+            else:
+                found += [
+                    f"{called}: {one}" for one in differences(expected, answer, program.tolerance)
+                ]
+    return found
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.300}"
+
+
+def differences(expected: Any, found: Any, tolerance: float) -> list[str]:
+    """What tells two results apart, a line each."""
+    ours, tree = jax.tree.flatten_with_path(found)
+    theirs, other_tree = jax.tree.flatten_with_path(expected)
+    if tree != other_tree:
+        return [f"the result is a {tree}, not a {other_tree}"]
+    lines = []
+    for (path, one), (_, other) in zip(ours, theirs, strict=True):
+        where = jax.tree_util.keystr(path)
+        if jax.typeof(one) != jax.typeof(other):
+            lines.append(f"{where} is {jax.typeof(one)}, not {jax.typeof(other)}")
+            continue
+        left, right = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        limit = tolerance * max(1e-3, float(np.abs(right).max(initial=0, where=~np.isnan(right))))
+        if not np.allclose(left, right, rtol=0, atol=limit, equal_nan=True):
+            apart = float(np.nanmax(np.abs(left - right)))
+            lines.append(f"{where} is off by {apart:.3g}, allowed are {limit:.3g}")
+    return lines

@@ -1,0 +1,180 @@
+"""Random programs give what they give without the decorator; and those that once did not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import remat_opt
+from tests import hunt
+from tests.random_programs import (
+    DEVICES,
+    attention,
+    differences,
+    draw,
+    failures,
+    loop,
+    no_tangent,
+)
+
+COUNT = 40
+MORE = 150
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_random_programs(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(COUNT, COUNT + MORE))
+def test_more_random_programs(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+def test_jax_takes_most_of_them() -> None:
+    taken = 0
+    for seed in range(20):
+        program = draw(seed)
+        moving = (program.weights, program.x)
+        jax.eval_shape(program.fn, *moving)
+        taken += 1
+    assert taken == 20
+
+
+def test_a_program_is_told_by_its_seed() -> None:
+    one, other = draw(7), draw(7)
+    texts = [str(jax.make_jaxpr(p.fn)(p.weights, p.x)) for p in (one, other)]
+    assert texts[0] == texts[1]
+    assert str(jax.make_jaxpr(draw(8).fn)(draw(8).weights, draw(8).x)) != texts[0]
+
+
+def test_differences_are_told() -> None:
+    a = {"x": jnp.ones(3), "y": jnp.zeros(2)}
+    assert differences(a, a, 1e-9) == []
+    assert differences(a, {**a, "x": jnp.ones(3) * 1.5}, 1e-9) == [
+        "['x'] is off by 0.5, allowed are 1e-09"
+    ]
+    assert "['y'] is int64[2], not float64[2]" in differences(
+        a, {**a, "y": jnp.zeros(2, int)}, 1e-9
+    )
+    assert differences(a, [1], 1e-9)[0].startswith("the result is a PyTreeDef(")
+
+
+def test_a_hunt_is_taken_up_where_it_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def found(program: Any, devices: Any, *, run: bool) -> list[str] | None:
+        assert run
+        seen.append(program.seed)
+        return [["cpu: wrong"], None, []][program.seed % 3]
+
+    monkeypatch.setattr(hunt, "failures", found)
+    file = tmp_path / "kept.jsonl"
+    command = ["--devices", "cpu", "--keep", str(file), "--programs"]
+    assert hunt.main([*command, "2"]) == 1
+    assert capsys.readouterr().out == (
+        "0: cpu: wrong\n2 programs, 1 of which JAX does not take; 1 failed\n"
+    )
+    assert hunt.main([*command, "3"]) == 0
+    assert seen == [0, 1, 2]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["seed"] for line in lines] == [0, 1, 2]
+    assert [line["failures"] for line in lines] == [["cpu: wrong"], [], []]
+    assert [line["taken_by_jax"] for line in lines] == [True, False, True]
+
+
+# --- Programs that once failed ------------------------------------------------------------
+
+
+def same(fn: Callable[..., Any], transform: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """The decorated function gives what the function gives, for all devices."""
+    expected = jax.jit(transform(fn))(*args)
+    for device in DEVICES:
+        ours = remat_opt.optimal_remat(fn, device=device, errors="raise", **options)
+        assert differences(expected, jax.jit(transform(ours))(*args), 1e-9) == []
+
+
+def layers(w: Any, x: Any) -> Any:
+    for one in w:
+        x = jnp.tanh(x @ one)
+    return x.sum()
+
+
+W, X = [np.ones((16, 16)) * 0.1] * 4, np.linspace(-1, 1, 512).reshape(32, 16)
+
+
+def test_frozen_layers() -> None:
+    same(layers, lambda f: jax.grad(lambda a: f([a, *W[1:]], X)), W[0])
+    same(layers, lambda f: jax.grad(lambda a: f([*W[:-1], a], X)), W[0])
+    same(layers, jax.grad, W, X, argnums=(0, 1))
+    same(layers, lambda f: jax.grad(f, argnums=1), W, X)
+    ours = remat_opt.optimal_remat(layers, device="h200", errors="raise")
+    alone = jax.grad(lambda a: ours([a, *W[1:]], X))(W[0])
+    assert differences(jax.grad(lambda a: layers([a, *W[1:]], X))(W[0]), alone, 1e-9) == []
+    same(layers, lambda f: lambda a: jax.jvp(f, (a, X), (a, X)), W)
+
+
+def test_statistics_as_masks() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        for _ in range(2):
+            t = jnp.tanh(x @ w)
+            x = jnp.where(t > t.mean(), t, 0.0) @ w + t @ w
+        return x.sum()
+
+    same(loss, jax.grad, W[0], X)
+    remat_opt.make_plan(loss, W[0].astype("float32"), jnp.ones((64, 16), "float32"), device="cpu")
+
+
+def test_loss_terms_that_share_values() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        y = x * 0.5 + 1
+        n = y - jax.nn.logsumexp(y, -1, keepdims=True)
+        z = jnp.einsum("ij,kj,kl->il", n, w, y) / 16
+        terms = jnp.mean((x @ y / 8) ** 2) + jnp.mean(n) + jnp.mean(z) + jnp.mean(x @ y / 8)
+        return terms, jnp.sum(x @ y)
+
+    args = jnp.ones((8, 8)), jnp.ones((8, 8))
+    same(loss, lambda f: jax.grad(f, has_aux=True), *args, has_aux=True)
+    for dtype in ("float32", "bfloat16"):
+        small = [one.astype(dtype) for one in args]
+        remat_opt.make_plan(loss, *small, device="v5e", has_aux=True)
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        no_tangent,
+        jax.checkpoint(lax.stop_gradient),
+        lambda a: lax.cond(a.sum() > 0, jnp.ones_like, jnp.zeros_like, a),
+        lambda a: loop(lax.stop_gradient(a)),
+        lambda a: loop(jax.checkpoint(lambda b: lax.stop_gradient(jnp.tanh(b)))(a)),
+        lambda a: attention(lax.stop_gradient(a), W[0]),
+    ],
+    ids=["custom_jvp", "checkpoint", "cond", "while", "while of a checkpoint", "attention"],
+)
+def test_values_without_a_derivative(constant: Callable[[Any], Any]) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        for one in w:
+            still = constant(x @ one)
+            x = jnp.tanh((x + still) @ one) * still + constant(x)
+        return x.sum() + constant(x).mean()
+
+    same(loss, jax.grad, W, X)
+    same(loss, lambda f: jax.grad(f, argnums=1), W, X)
