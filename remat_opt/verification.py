@@ -116,13 +116,21 @@ def _shape(value: Any) -> Any:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
 
 
-def choose(problem: Problem, objective: Objective, compiled: Callable[[Plan], Measurement]) -> Plan:
+def choose(
+    problem: Problem,
+    objective: Objective,
+    compiled: Callable[[Plan], Measurement],
+    *,
+    in_step: bool = False,
+) -> Plan:
     """The plan that is best as compiled.
 
     Args:
       problem: what is to be decided.
       objective: what is wanted.
-      compiled: compiles a plan's gradient for the device.
+      compiled: compiles a plan's gradient, or the step that it is in, for the device.
+      in_step: whether it is a step. There, gradients lie beside what is predicted: so a prediction
+        is taken to be wrong by an amount, not by a factor.
 
     Returns:
       The plan, measured. For a budget: of those that are within it the one with the least
@@ -135,7 +143,7 @@ def choose(problem: Problem, objective: Objective, compiled: Callable[[Plan], Me
     budget_bytes = planning.budget_bytes_of(problem, objective)
     if budget_bytes is None:
         return _least(problem, objective, compiled)
-    return _within(problem, objective, budget_bytes, compiled)
+    return _within(problem, objective, budget_bytes, compiled, in_step=in_step)
 
 
 def _within(
@@ -143,6 +151,8 @@ def _within(
     objective: Objective,
     budget_bytes: int,
     compiled: Callable[[Plan], Measurement],
+    *,
+    in_step: bool,
 ) -> Plan:
     """Searches between the last plan that was too large and the first that fits.
 
@@ -165,6 +175,8 @@ def _within(
         # The model is off by this much here; what it says of other plans is read accordingly.
         if plan is None:
             allowed = predicted_bytes / _STEP_IF_REFUSED
+        elif in_step:
+            allowed = predicted_bytes + budget_bytes - _temporary_bytes(plan)
         else:
             allowed = predicted_bytes * budget_bytes / max(1, _temporary_bytes(plan))
         if plan is not None and _temporary_bytes(plan) <= budget_bytes:
