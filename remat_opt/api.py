@@ -15,12 +15,13 @@ from typing import Any
 import jax
 
 from remat_opt import (
+    blocks,
     comparison,
     failure,
-    flop_count,
     measurement,
     planning,
     solvers,
+    step,
     tracing,
     trade_off,
     transform,
@@ -28,15 +29,17 @@ from remat_opt import (
 )
 from remat_opt.comparison import Comparison, Contender
 from remat_opt.device import Device
-from remat_opt.errors import PlanFileError, RematError
+from remat_opt.errors import BudgetError, PlanFileError, RematError
 from remat_opt.materialization import computes_nothing
 from remat_opt.measurement import Measurement
+from remat_opt.gradients import Gradients
 from remat_opt.plan import Objective, Plan
 from remat_opt.plan_text import printable
 from remat_opt.program import Program
 from remat_opt.recent import Recent
 from remat_opt.solvers import Solver
 from remat_opt.solvers.base import Overhead
+from remat_opt.step import LossCall, Step, as_it_is, instead_of
 from remat_opt.tracing import Signature
 from remat_opt.trade_off import Frontier
 from remat_opt.units import format_bytes, format_share, parse_bytes
@@ -51,6 +54,7 @@ def objective_of(
     max_overhead: float | None = None,
     overhead: str = "seconds",
     reserve: str | int | None = None,
+    gradients: str = "consumed",
 ) -> Objective:
     """Reads the options that say what is wanted of a plan.
 
@@ -60,6 +64,7 @@ def objective_of(
       max_overhead: share of a forward pass that may be recomputed.
       overhead: ``"seconds"`` or ``"flops"``, what recomputation is counted in.
       reserve: bytes that ``budget="fit"`` leaves free.
+      gradients: what becomes of them: ``"consumed"``, ``"together"`` or ``"results"``.
 
     Raises:
       RematError: both are given, or a number is out of range.
@@ -73,6 +78,14 @@ def objective_of(
         counted = Overhead(overhead)
     except ValueError:
         raise RematError(f"overhead={overhead!r}: give 'seconds' or 'flops'.") from None
+    try:
+        fate = Gradients(gradients)
+    except ValueError:
+        raise RematError(
+            f"gradients={gradients!r}: give 'consumed' where a step uses up each as soon as it is "
+            "there, 'together' where it needs all at once, as for clipping by their norm, or "
+            "'results' where they are put out."
+        ) from None
     if reserve is not None and budget != "fit":
         raise RematError(
             f'reserve={reserve!r} is what budget="fit" leaves free of the device\'s memory; with '
@@ -84,12 +97,12 @@ def objective_of(
             raise RematError(
                 f"max_overhead={max_overhead!r}: give a share of a forward pass, such as 0.05."
             )
-        return Objective(max_overhead=float(max_overhead), overhead=counted)
+        return Objective(max_overhead=float(max_overhead), overhead=counted, gradients=fate)
     if budget is None:
-        return Objective(overhead=counted)
+        return Objective(overhead=counted, gradients=fate)
     if budget == "fit":
         free = 0 if reserve is None else parse_bytes(reserve)
-        return Objective(fit=True, reserve_bytes=free, overhead=counted)
+        return Objective(fit=True, reserve_bytes=free, overhead=counted, gradients=fate)
     if isinstance(budget, float):
         if not (budget > 0 and math.isfinite(budget)):
             raise RematError(
@@ -101,8 +114,8 @@ def objective_of(
                 f"budget={budget!r}: a float is a share of what the unchanged function needs, and "
                 f"{budget:g} times that is hardly meant. For bytes, give an int or '6GiB'."
             )
-        return Objective(budget_share=budget, overhead=counted)
-    return Objective(budget_bytes=parse_bytes(budget), overhead=counted)
+        return Objective(budget_share=budget, overhead=counted, gradients=fate)
+    return Objective(budget_bytes=parse_bytes(budget), overhead=counted, gradients=fate)
 
 
 def solver_of(given: str | Solver) -> Solver:
@@ -182,9 +195,14 @@ class Rematerialized:
         self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
         # Programs that have no plan, and were warned of.
         self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
+        # Which loss it is, for ``step``: bound methods are one with what they are bound from.
+        self._identity = object()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as planned; the results are those of the function itself."""
+        instead = instead_of(self._identity, self._fn, self._signature)
+        if instead is not None:
+            return instead(*args, **kwargs)
         call = self._bind(args, kwargs)
         if self._errors == "raise":
             return self._run(self._trace(call), call)
@@ -233,8 +251,12 @@ class Rematerialized:
         # jax.grad(model.loss): without the instance, which is closed over.
         if instance is None:
             return self
-        bound = Rematerialized(
-            self._fn.__get__(instance, owner),
+        return self._around(self._fn.__get__(instance, owner))
+
+    def _around(self, fn: Callable[..., Any]) -> Rematerialized:
+        """The same, plans included, round a function that traces to the same programs."""
+        found = Rematerialized(
+            fn,
             self._signature,
             self._device,
             self._objective,
@@ -243,8 +265,9 @@ class Rematerialized:
             self._verify,
             self._errors,
         )
-        bound._plans, bound._unplanned = self._plans, self._unplanned
-        return bound
+        found._plans, found._unplanned = self._plans, self._unplanned
+        found._identity = self._identity
+        return found
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan that a call with such arguments uses.
@@ -333,6 +356,7 @@ def optimal_remat(
     max_overhead: float | None = None,
     overhead: str = "seconds",
     reserve: str | int | None = None,
+    gradients: str = "consumed",
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
@@ -356,6 +380,9 @@ def optimal_remat(
       overhead: ``"seconds"`` (of the device's roofline) or ``"flops"``.
       reserve: bytes that ``budget="fit"`` leaves free, for all that lives on the device beside
         the gradient step, such as the optimizer's state; nothing when left out.
+      gradients: what becomes of the gradients in the step: ``"consumed"``, each as soon as it is
+        there, as by Adam with donated state; ``"together"``, all at once, as where they are clipped
+        by their norm; ``"results"``, they are put out, as by ``jit(grad(loss))`` alone.
       argnums: the positional argument(s) that ``jax.grad`` will be asked for. Of a decorated
         method they count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
@@ -406,6 +433,7 @@ def optimal_remat(
             max_overhead=max_overhead,
             overhead=overhead,
             reserve=reserve,
+            gradients=gradients,
             argnums=argnums,
             has_aux=has_aux,
             static_argnums=static_argnums,
@@ -439,7 +467,7 @@ def optimal_remat(
         fn,
         signature_of(argnums, has_aux, static_argnums, static_argnames),
         device,
-        objective_of(budget, max_overhead, overhead, reserve),
+        objective_of(budget, max_overhead, overhead, reserve, gradients),
         solver_of(solver),
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
         verify,
@@ -454,10 +482,12 @@ def make_plan(
     max_overhead: float | None = None,
     overhead: str = "seconds",
     reserve: str | int | None = None,
+    gradients: str = "consumed",
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     verify: bool | str = False,
@@ -465,17 +495,28 @@ def make_plan(
 ) -> Plan:
     """Plans a loss function at the shapes of its arguments, without running it.
 
+    Given a training step, it plans the decorated loss that is differentiated inside, at the shapes
+    it is called with there. ``verify=`` then compiles the step, and with ``verify="compile"`` it
+    is the step whose temporaries, gradients among them, are within the budget; a share is one
+    of what the step as it is compiles to, and ``budget="fit"`` knows the optimizer's state. The
+    options that are given here count, not those of the decorator. To run the plan, decorate the
+    loss with ``plan=``.
+
     Args:
-      fn: the loss function.
+      fn: the loss function, a decorated one standing for the function in it; or a step that
+        differentiates a decorated one, as with ``jax.grad``.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       budget: see ``optimal_remat``, as are the options that follow.
       max_overhead: likewise.
       overhead: likewise.
       reserve: likewise.
+      gradients: likewise.
       argnums: likewise.
       has_aux: likewise.
       static_argnums: likewise.
-      static_argnames: likewise.
+      static_argnames: likewise; of the step, if it is one.
+      donate_argnums: of a step, the arguments it donates, as in ``jax.jit``. Left out, what the
+        ``jax.jit`` round the step says, if there is one.
       device: likewise.
       solver: likewise.
       verify: likewise.
@@ -487,13 +528,32 @@ def make_plan(
     Raises:
       BudgetError: the budget cannot be reached.
       RematError: options out of range, or the solver does not take this program.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import remat_opt
+      >>> @remat_opt.optimal_remat
+      ... def loss(weights, x):
+      ...     for w in weights:
+      ...         x = jnp.sin(x @ w)
+      ...     return jnp.sum(x)
+      >>> def step(weights, x):
+      ...     gradients = jax.grad(loss)(weights, x)
+      ...     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+      >>> shape = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> plan = remat_opt.make_plan(
+      ...     step, [shape] * 8, shape, donate_argnums=0, device="cpu", verify=True
+      ... )
+      >>> plan.function, plan.measured.alias_bytes == 8 * 64 * 64 * 4
+      ('loss', True)
     """
     decorated = optimal_remat(
-        fn,
+        _undecorated(fn),
         budget=budget,
         max_overhead=max_overhead,
         overhead=overhead,
         reserve=reserve,
+        gradients=gradients,
         argnums=argnums,
         has_aux=has_aux,
         static_argnums=static_argnums,
@@ -502,14 +562,161 @@ def make_plan(
         solver=solver,
         verify=verify,
     )
-    plan: Plan = decorated.plan(*args, **kwargs)
+    call = decorated._bind(args, kwargs)
+    with step.recording() as found:
+        program = decorated._trace(call)
+    calls = found.calls(program)
+    if calls:
+        in_step = _step(fn, args, kwargs, decorated._signature, donate_argnums)
+        return _plan_in_step(in_step, program, calls, decorated)
+    _check_is_loss(fn, donate_argnums)
+    # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
+    plan: Plan = decorated._plan_of(decorated._trace(call) if found.seen else program, call)
     return plan
+
+
+def _undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn._fn if isinstance(fn, Rematerialized) else fn
+
+
+def _check_is_loss(fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None) -> None:
+    """Raises RematError where what was meant as a step differentiates no decorated loss."""
+    if donate_argnums is not None:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise RematError(
+            f"donate_argnums={donate_argnums!r} is for a training step, but {name!r} "
+            "differentiates no decorated loss. Decorate the loss that the step differentiates with "
+            "optimal_remat, or, if this is the loss, leave donate_argnums out."
+        )
+
+
+def _step(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    signature: Signature,
+    donate_argnums: int | Sequence[int] | None,
+) -> Step:
+    """The step that a user means.
+
+    Raises:
+      RematError: options were given that are for a loss.
+    """
+    if signature.argnums != (0,) or signature.has_aux:
+        raise RematError(
+            "argnums= and has_aux= say how a loss is differentiated; this is a step, which "
+            "differentiates a decorated loss. Give them to the decorator."
+        )
+    found = Step(
+        fn=fn,
+        args=tuple(args),
+        kwargs=kwargs,
+        static_argnums=signature.static_argnums,
+        static_argnames=signature.static_argnames,
+    )
+    donated = step.donated_by(fn, found) if donate_argnums is None else _numbers(donate_argnums)
+    return dataclasses.replace(found, donate_argnums=donated)
+
+
+def _plan_in_step(
+    in_step: Step, program: Program, calls: Sequence[LossCall], wanted: Rematerialized
+) -> Plan:
+    """Plans the loss in a step.
+
+    Args:
+      in_step: the step.
+      program: of the step.
+      calls: of the loss in it.
+      wanted: holds the options.
+    """
+    call = step.the_one(calls)
+    device = measurement.resolve_device(wanted._device)
+    objective = _in_bytes(wanted, in_step, program, call, device)
+    planner = Rematerialized(
+        call.fn, call.signature, device, objective, wanted._solver, None, False, "raise"
+    )
+
+    def compiled(plan: Plan) -> Measurement:
+        return in_step.measure(_following(planner, plan), call.loss, device)
+
+    if wanted._verify == "compile" and not computes_nothing(call.program):
+        of = planner.problem(call.program)
+        plan = verification.choose(of, objective, compiled)
+    else:
+        plan = planning.make(call.program, device, objective, wanted._solver)
+        if wanted._verify:
+            plan = dataclasses.replace(plan, measured=compiled(plan))
+    note = _gradients_note(in_step, call, device)
+    return dataclasses.replace(plan, objective=wanted._objective, notes=(*plan.notes, note))
+
+
+def _following(planner: Rematerialized, plan: Plan) -> step.How:
+    """The way to run a loss by a plan; calls that are other programs are planned alike."""
+    planner = planner._around(planner._fn)
+    planner._plans = Recent(_MOST_PLANS)
+    planner._plans.put(plan.fingerprint, plan)
+    return planner._around
+
+
+def _gradient_bytes(call: LossCall, device: Device) -> int:
+    program = call.program
+    return sum(device.buffer_bytes(program.types[value]) for value in program.differentiated)
+
+
+def _gradients_note(in_step: Step, call: LossCall, device: Device) -> str:
+    return (
+        f"Predictions take each gradient to be used up as soon as it is there. Where {in_step.name!r} "
+        f"needs them all at once ({format_bytes(_gradient_bytes(call, device))}), as for clipping "
+        'by their norm, give gradients="together".'
+    )
+
+
+def _in_bytes(
+    wanted: Rematerialized, in_step: Step, program: Program, call: LossCall, device: Device
+) -> Objective:
+    """The objective with what depends on the step as bytes.
+
+    Raises:
+      BudgetError: nothing is left for temporaries.
+      CompileError: a share is asked for, and the step as it is does not compile.
+    """
+    objective = wanted._objective
+    by_compiling = wanted._verify == "compile"
+    if objective.budget_share is not None and by_compiling:
+        plain = in_step.measure(as_it_is, call.loss, device)
+        budget_bytes = round(objective.budget_share * plain.temporary_bytes)
+        return dataclasses.replace(objective, budget_share=None, budget_bytes=budget_bytes)
+    if objective.fit:
+        resident_bytes = in_step.resident_bytes(program, device)
+        # Where nothing is compiled, all gradients may be there beside what is predicted.
+        gradient_bytes = 0 if by_compiling else _gradient_bytes(call, device)
+        taken_bytes = resident_bytes + objective.reserve_bytes + gradient_bytes
+        if taken_bytes >= device.memory_bytes:
+            raise BudgetError(
+                f"Nothing is left for temporaries on {device.name}: of its "
+                f"{format_bytes(device.memory_bytes)}, arguments and outputs of "
+                f"{in_step.name!r} take {format_bytes(resident_bytes)}, gradients "
+                f"{format_bytes(gradient_bytes)}, and {format_bytes(objective.reserve_bytes)} are "
+                "reserved. Use a device with more memory, donate the state, shard the parameters, "
+                "or reserve less.",
+                budget_bytes=0,
+                least_peak_bytes=0,
+                pinning=(),
+            )
+        return dataclasses.replace(
+            objective,
+            fit=False,
+            reserve_bytes=0,
+            budget_bytes=device.memory_bytes - taken_bytes,
+        )
+    return objective
 
 
 def frontier(
     fn: Callable[..., Any],
     *args: Any,
     overhead: str = "seconds",
+    gradients: str = "consumed",
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
@@ -521,9 +728,10 @@ def frontier(
     """The best plans over all budgets, predicted, without running or compiling anything.
 
     Args:
-      fn: the loss function.
+      fn: the loss function, or a step that differentiates a decorated one: see ``make_plan``.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       overhead: see ``optimal_remat``, as are the options that follow.
+      gradients: likewise.
       argnums: likewise.
       has_aux: likewise.
       static_argnums: likewise.
@@ -549,8 +757,9 @@ def frontier(
       (1.0, 0.0)
     """
     decorated = optimal_remat(
-        fn._fn if isinstance(fn, Rematerialized) else fn,
+        _undecorated(fn),
         overhead=overhead,
+        gradients=gradients,
         argnums=argnums,
         has_aux=has_aux,
         static_argnums=static_argnums,
@@ -558,7 +767,12 @@ def frontier(
         device=device,
         solver=solver,
     )
-    program = decorated.program(*args, **kwargs)
+    with step.recording() as found:
+        program = decorated.program(*args, **kwargs)
+    if calls := found.calls(program):
+        program = step.the_one(calls).program
+    elif found.seen:
+        program = decorated.program(*args, **kwargs)
     planning.check_differentiated(program)
     if computes_nothing(program):
         raise RematError(
@@ -608,6 +822,7 @@ def measure(
     device: str | Device = "attached",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Measurement:
     """What the compiler says of ``fn`` as given: bytes, FLOPs, seconds to compile.
@@ -620,6 +835,7 @@ def measure(
       device: the machine to compile for; it need not be attached.
       static_argnums: as for ``jax.jit``.
       static_argnames: as for ``jax.jit``.
+      donate_argnums: as for ``jax.jit``.
       **kwargs: keyword arguments of ``fn``.
 
     Raises:
@@ -632,30 +848,7 @@ def measure(
         device=device,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
-        **kwargs,
-    )
-
-
-def measure_gradient(
-    fn: Callable[..., Any],
-    *args: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    device: str | Device = "attached",
-    **kwargs: Any,
-) -> Measurement:
-    """What the compiler says of the gradient of a loss function; options as ``optimal_remat``."""
-    numbers = _numbers(argnums)
-    return measurement.measure(
-        jax.value_and_grad(
-            fn, argnums=numbers[0] if isinstance(argnums, int) else numbers, has_aux=has_aux
-        ),
-        *args,
-        device=device,
-        static_argnums=_numbers(static_argnums),
-        static_argnames=_names(static_argnames),
+        donate_argnums=donate_argnums,
         **kwargs,
     )
 
@@ -671,29 +864,36 @@ def compare(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     **kwargs: Any,
 ) -> Comparison:
     """Plans beside the unchanged function and ``jax.checkpoint``, by what the compiler says.
 
-    The gradient of each is compiled for the device, one after the other, and none is run.
+    The gradient of each is compiled for the device, one after the other, and none is run. Given a
+    training step, the step is compiled instead, with the decorated loss that is differentiated
+    inside run in each of these ways: that is what training needs. A gradient alone lends the
+    buffers of its results to temporaries; in a step with donated parameters there are none.
 
     Args:
-      fn: the loss function; a decorated one stands for the function in it.
+      fn: the loss function, a decorated one standing for the function in it; or a step that
+        differentiates a decorated one, as with ``jax.grad``.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       budgets: each as ``budget`` of ``optimal_remat``; None among them is least memory.
       max_overheads: each as ``max_overhead`` of ``optimal_remat``. Where neither is given:
         at most 0, 5 and 25 % of a forward pass, and least memory.
       overhead: see ``optimal_remat``, as are the options that follow ``policies``.
-      policies: names in ``jax.checkpoint_policies`` for one ``jax.checkpoint`` round the whole
-        function; or a mapping from labels to such names or to functions that do as ``fn``
-        does, such as the same network with a checkpoint in every block. None is all that JAX
-        has, () none.
+      policies: names in ``jax.checkpoint_policies``, each for one ``jax.checkpoint`` round the
+        whole function and for one round every block, where the program shows what a block is:
+        by the names of modules, or by what it repeats. Or a mapping from labels to such names or
+        to functions that do as the loss does, such as the same network with a checkpoint in
+        every block. None is all that JAX has, () none.
       argnums: likewise.
       has_aux: likewise.
       static_argnums: likewise.
-      static_argnames: likewise.
+      static_argnames: likewise; of the step, if it is one.
+      donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
       **kwargs: keyword arguments of ``fn``.
@@ -703,7 +903,8 @@ def compare(
       row that failed (a budget that cannot be reached, too large a program) says why.
 
     Raises:
-      RematError: options out of range, or a policy that JAX does not have.
+      RematError: options out of range, a policy that JAX does not have, or what is given as a
+        step differentiates no decorated loss.
       TraceError: the function cannot be traced.
 
     Example:
@@ -717,47 +918,85 @@ def compare(
       >>> found = remat_opt.compare(
       ...     loss, shape, shape, budgets=[0.8], policies="nothing_saveable", device="cpu"
       ... )
-      >>> [(row["label"], row["error"]) for row in found.rows]
-      [('plain', None), ('nothing_saveable', None), ('budget 80.0 %', None)]
+      >>> [row["label"] for row in found.rows]
+      ['plain', 'nothing_saveable', 'nothing_saveable, per block', 'budget 80.0 %']
     """
-    if isinstance(fn, Rematerialized):
-        fn = fn._fn
     # One of them may well be given alone, as a reader of the signature would.
     budgets = (budgets,) if isinstance(budgets, str | int | float) else tuple(budgets)
     limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
     if not (budgets or limits):
         budgets, limits = (None,), (0.25, 0.05, 0.0)
     target = measurement.resolve_device(device)
-    static: dict[str, Any] = {
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-    }
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, **static}
+    chosen_solver = solver_of(solver)
+    signature = signature_of(argnums, has_aux, static_argnums, static_argnames)
+    compiled, calls, in_step = _compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)
+    call = step.the_one(calls)
 
     def ours(label: str, **wanted: Any) -> Contender:
-        decorated = optimal_remat(
-            fn, overhead=overhead, device=target, solver=solver, **wanted, **options
+        fate = "consumed" if in_step else "results"
+        objective = objective_of(overhead=overhead, gradients=fate, **wanted)
+        planner = Rematerialized(
+            call.fn, call.signature, target, objective, chosen_solver, None, False, "raise"
         )
 
-        def make() -> tuple[Callable[..., Any], Plan]:
-            return decorated, decorated.plan(*args, **kwargs)
+        def make() -> tuple[step.How, Plan]:
+            plan = planning.make(call.program, target, objective, chosen_solver)
+            return _following(planner, plan), plan
 
         return Contender(label=label, kind="ours", make=make)
 
     contenders = [
-        comparison.plain_contender(fn),
-        *comparison.policy_contenders(fn, policies, signature_of(**options)),
+        comparison.plain_contender(),
+        *comparison.policy_contenders(
+            policies, call.signature, has_blocks=bool(blocks.blocks(call.program))
+        ),
         *(ours(_budget_label(budget), budget=budget) for budget in budgets),
         *(ours(f"overhead {format_share(limit)}", max_overhead=limit) for limit in limits),
     ]
     return comparison.contest(
         contenders,
-        function=getattr(fn, "__name__", type(fn).__name__),
+        function=call.program.name,
         device=target.name,
-        measure=lambda made: measure_gradient(made, *args, device=target, **options, **kwargs),
-        gradient_flops=lambda made: flop_count.gradient_flops(made, *args, **options, **kwargs),
-        forward_flops=flop_count.forward_flops(fn, *args, **static, **kwargs),
+        step=compiled.name if in_step else "",
+        measure=lambda how: compiled.measure(how, call.loss, target),
+        flops=lambda how: compiled.flops(how, call.loss),
+        forward_flops=step.forward_flops(calls),
+        remarks=[_gradients_note(compiled, call, target)] if in_step else (),
     )
+
+
+def _compiled_in(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    signature: Signature,
+    donate_argnums: int | Sequence[int] | None,
+    argnums: int | Sequence[int],
+) -> tuple[Step, Sequence[LossCall], bool]:
+    """What to compile, the calls of the loss in it, and whether it is a step of the user's."""
+    if not isinstance(fn, Rematerialized):
+        with step.recording() as found:
+            without = dataclasses.replace(signature, argnums=())
+            call = tracing.bind_static(fn, without, args, dict(kwargs))
+            program = tracing.trace_call(call, has_aux=False)
+        if calls := found.calls(program):
+            return _step(fn, args, kwargs, signature, donate_argnums), calls, True
+    _check_is_loss(fn, donate_argnums)
+    loss = Rematerialized(
+        _undecorated(fn), signature, "cpu", Objective(), planning.DEFAULT_SOLVER, None, False
+    )
+    alone = Step(
+        fn=jax.value_and_grad(
+            loss,
+            argnums=signature.argnums[0] if isinstance(argnums, int) else signature.argnums,
+            has_aux=signature.has_aux,
+        ),
+        args=tuple(args),
+        kwargs=kwargs,
+        static_argnums=signature.static_argnums,
+        static_argnames=signature.static_argnames,
+    )
+    return alone, alone.trace()[1], False
 
 
 def _budget_label(budget: str | int | float | None) -> str:

@@ -1,8 +1,8 @@
 """Plans beside what ``jax.checkpoint`` does alone: one row for each, figures of the compiler.
 
-Every contender is a function with the results of the loss. Its gradient is compiled for the
-device and its FLOPs are counted (``flop_count``); nothing is run. A contender that fails, as
-for want of memory, has a row that says so.
+Every contender is a way to run the loss. The step in which it is differentiated, or its gradient
+alone, is compiled for the device and its FLOPs are counted (``flop_count``); nothing is run. A
+contender that fails, as for want of memory, has a row that says so.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 
-from remat_opt import policies, report, tracing
+from remat_opt import blocks, policies, report, tracing
 from remat_opt.errors import RematError
 from remat_opt.measurement import Measurement
 from remat_opt.plan import Plan
+from remat_opt.step import How, as_it_is
 from remat_opt.tracing import Signature
 from remat_opt.units import format_bytes, format_seconds, format_share
 
@@ -39,17 +40,17 @@ _FIGURES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One way to take the gradient.
+    """One way to run the loss.
 
     Attributes:
       label: what to call it.
       kind: ``plain``, ``policy`` or ``ours``.
-      make: gives the function to differentiate, and the plan it follows where there is one.
+      make: gives what to make of the loss, and the plan that follows where there is one.
     """
 
     label: str
     kind: str
-    make: Callable[[], tuple[Callable[..., Any], Plan | None]]
+    make: Callable[[], tuple[How, Plan | None]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -60,8 +61,8 @@ class Comparison:
       function: name of the loss function.
       device: name of the device compiled for.
       rows: one dictionary for each contender, all with the same keys. ``label``; ``kind``:
-        ``plain`` (the function as it is), ``policy`` (``jax.checkpoint`` round the whole, or
-        a function of the user's) or ``ours``; ``predicted_temporary_bytes``;
+        ``plain`` (the function as it is), ``policy`` (``jax.checkpoint`` round the whole or
+        every block, or a function of the user's) or ``ours``; ``predicted_temporary_bytes``;
         ``temporary_bytes``, ``argument_bytes``, ``output_bytes``, ``host_bytes``, as the
         compiler says; ``recomputed_flops_share``: FLOPs beyond those of the plain gradient,
         as a share of one forward pass; ``overhead_seconds_share``: predicted time of the
@@ -69,12 +70,14 @@ class Comparison:
         ``plan_seconds`` (the first plan takes the sweep that the others draw on);
         ``error``: the message where it failed. What does not apply is None.
       notes: what a reader of the figures has to know.
+      step: name of the step that was compiled; "" for the gradient alone.
     """
 
     function: str
     device: str
     rows: tuple[dict[str, Any], ...]
     notes: tuple[str, ...] = ()
+    step: str = ""
 
     def to_json(self) -> str:
         """The comparison as JSON text: the fields of this record."""
@@ -93,7 +96,8 @@ class Comparison:
         )
 
     def _title(self) -> str:
-        return f"Gradient of {self.function} for {self.device}"
+        what = f"{self.step} with {self.function}" if self.step else f"Gradient of {self.function}"
+        return f"{what} for {self.device}"
 
     def _remarks(self) -> list[str]:
         errors = [f"{row['label']}: {row['error']}" for row in self.rows if row["error"]]
@@ -178,9 +182,11 @@ def contest(
     *,
     function: str,
     device: str,
-    measure: Callable[[Callable[..., Any]], Measurement],
-    gradient_flops: Callable[[Callable[..., Any]], int],
+    step: str = "",
+    measure: Callable[[How], Measurement],
+    flops: Callable[[How], int],
     forward_flops: int,
+    remarks: Sequence[str] = (),
 ) -> Comparison:
     """Compiles and counts every contender.
 
@@ -188,15 +194,19 @@ def contest(
       contenders: the first is the plain function.
       function: its name.
       device: name of the device.
-      measure: compiles the gradient of a function for the device.
-      gradient_flops: counts the FLOPs of the gradient of a function.
-      forward_flops: FLOPs of one forward pass of the plain function.
+      step: name of what is compiled, if it is not the gradient alone.
+      measure: compiles it for the device, with the loss run as a contender does.
+      flops: counts its FLOPs, likewise.
+      forward_flops: FLOPs of all forward passes of the plain function in it.
+      remarks: notes on all rows.
 
     Returns:
       A row for each, in the order given.
     """
     rows: list[dict[str, Any]] = []
-    notes: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {
+        remark: [contender.label for contender in contenders] for remark in remarks
+    }
     known: dict[Hashable, tuple[Measurement, int]] = {}
     plain_flops: int | None = None
     for contender in contenders:
@@ -205,7 +215,7 @@ def contest(
         rows.append(row)
         try:
             start = time.perf_counter()
-            function_of, plan = contender.make()
+            how, plan = contender.make()
             if plan is not None:
                 row["plan_seconds"] = time.perf_counter() - start
                 row["predicted_temporary_bytes"] = plan.predicted.temporary_bytes
@@ -216,21 +226,21 @@ def contest(
             # Budgets that lead to the same decision need compiling once.
             key: Hashable = contender.label if plan is None else plan.stages
             if key in known:
-                measured, flops = known[key]
+                measured, counted = known[key]
             else:
-                flops = gradient_flops(function_of)
+                counted = flops(how)
                 if plain_flops is None:
-                    plain_flops = flops
-                row["recomputed_flops_share"] = _share(flops - plain_flops, forward_flops)
-                measured = measure(function_of)
-                known[key] = measured, flops
+                    plain_flops = counted
+                row["recomputed_flops_share"] = _share(counted - plain_flops, forward_flops)
+                measured = measure(how)
+                known[key] = measured, counted
         except Exception as error:
             # Other people's functions fail in their own ways; not the plain one, nor ours.
             if not isinstance(error, RematError) and contender.kind != "policy":
                 raise
             row["error"] = _first_line(error)
             continue
-        row["recomputed_flops_share"] = _share(flops - (plain_flops or 0), forward_flops)
+        row["recomputed_flops_share"] = _share(counted - (plain_flops or 0), forward_flops)
         row["temporary_bytes"] = measured.temporary_bytes
         row["argument_bytes"] = measured.argument_bytes
         row["output_bytes"] = measured.output_bytes
@@ -245,6 +255,7 @@ def contest(
         device=device,
         rows=tuple(rows),
         notes=tuple(_noted(note, labels, rows) for note, labels in notes.items()),
+        step=step,
     )
 
 
@@ -265,46 +276,62 @@ def _first_line(error: Exception) -> str:
     return said if isinstance(error, RematError) else f"{type(error).__name__}: {said}"
 
 
-def checkpointed(fn: Callable[..., Any], policy: str, signature: Signature) -> Callable[..., Any]:
-    """The function under one ``jax.checkpoint`` with a policy.
+def checkpointed(policy: Callable[..., Any], signature: Signature) -> How:
+    """The whole function under one ``jax.checkpoint``.
 
     Args:
-      fn: the loss function.
-      policy: a name in ``jax.checkpoint_policies``.
-      signature: which of its arguments are static.
-
-    Raises:
-      RematError: there is no policy of that name.
+      policy: as ``jax.checkpoint`` takes it.
+      signature: which of the function's arguments are static.
     """
-    chosen = policies.policy_of(policy)
-    if chosen is None:
-        names = ", ".join(policies.default_policies())
-        raise RematError(
-            f"{policy!r} is not a policy of jax.checkpoint_policies that can be used as it is: "
-            f"give one of {names}, or, for one of your own, a mapping from a label to the function "
-            "wrapped in it."
-        )
 
-    @functools.wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = tracing.bind_static(fn, signature, args, kwargs)
-        return jax.checkpoint(call.fn, policy=chosen)(*call.args, **call.kwargs)
+    def how(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            call = tracing.bind_static(fn, signature, args, kwargs)
+            return jax.checkpoint(call.fn, policy=policy)(*call.args, **call.kwargs)
 
-    return wrapped
+        return wrapped
+
+    return how
+
+
+def checkpointed_per_block(policy: Callable[..., Any], signature: Signature) -> How:
+    """Every block of the function (``blocks``) under one ``jax.checkpoint``.
+
+    Args:
+      policy: as ``jax.checkpoint`` takes it.
+      signature: how the function's arguments are read.
+    """
+
+    def how(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            call = tracing.bind_static(fn, signature, args, kwargs)
+            program = tracing.trace_call(call, has_aux=signature.has_aux)
+            run = policies.per_block(program, blocks.blocks(program), policy)
+            outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
+            return jax.tree.unflatten(program.output_tree, outputs)
+
+        return wrapped
+
+    return how
 
 
 def policy_contenders(
-    fn: Callable[..., Any],
     chosen: str | Sequence[str] | Mapping[str, str | Callable[..., Any]] | None,
     signature: Signature,
+    *,
+    has_blocks: bool,
 ) -> list[Contender]:
     """What a user's ``policies=`` means.
 
     Args:
-      fn: the loss function.
       chosen: names in ``jax.checkpoint_policies``, or labels with, for each, such a name or
-        a function with the results of ``fn``; None for all that JAX has.
-      signature: which of its arguments are static.
+        a function with the results of the loss; None for all that JAX has.
+      signature: how the arguments of the loss are read.
+      has_blocks: whether the loss is made of blocks. Then each policy is taken round the whole
+        function and round every block; but not the one that keeps everything, which is the
+        function as it is.
 
     Raises:
       RematError: a name is unknown, or a value is neither a name nor a function.
@@ -314,26 +341,48 @@ def policy_contenders(
     if isinstance(chosen, str):
         chosen = (chosen,)
     labelled = chosen if isinstance(chosen, Mapping) else {policy: policy for policy in chosen}
-    contenders = []
+    whole: list[Contender] = []
+    per_block: list[Contender] = []
     for label, given in labelled.items():
         if isinstance(given, str):
-            function = checkpointed(fn, given, signature)
-        elif callable(given):
-            function = given
-        else:
+            policy = _policy_of(given)
+            whole.append(_contender(str(label), checkpointed(policy, signature)))
+            if has_blocks and policy is not jax.checkpoint_policies.everything_saveable:
+                how = checkpointed_per_block(policy, signature)
+                per_block.append(_contender(f"{label}, per block", how))
+            continue
+        if not callable(given):
             raise RematError(
                 f"policies= has {given!r} ({type(given).__name__}) for {label!r}: give the name of "
                 "a policy of jax.checkpoint_policies, or a function that does as the loss does."
             )
-        if _is_policy_of_jax(function):
+        if _is_policy_of_jax(given):
             raise RematError(
                 f"policies= has a policy itself for {label!r}: give its name, or the function "
                 "wrapped in it, as by jax.checkpoint(fn, policy=...)."
             )
-        contenders.append(
-            Contender(label=str(label), kind="policy", make=functools.partial(_as_it_is, function))
+        whole.append(_contender(str(label), functools.partial(_other, given)))
+    return whole + per_block
+
+
+def _policy_of(name: str) -> Callable[..., Any]:
+    found = policies.policy_of(name)
+    if found is None:
+        names = ", ".join(policies.default_policies())
+        raise RematError(
+            f"{name!r} is not a policy of jax.checkpoint_policies that can be used as it is: "
+            f"give one of {names}, or, for one of your own, a mapping from a label to the function "
+            "wrapped in it."
         )
-    return contenders
+    return found
+
+
+def _contender(label: str, how: How, kind: str = "policy") -> Contender:
+    return Contender(label=label, kind=kind, make=lambda: (how, None))
+
+
+def _other(function: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _is_policy_of_jax(function: object) -> bool:
@@ -342,10 +391,6 @@ def _is_policy_of_jax(function: object) -> bool:
     )
 
 
-def _as_it_is(function: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
-    return function, None
-
-
-def plain_contender(fn: Callable[..., Any]) -> Contender:
+def plain_contender() -> Contender:
     """The function as it is, first in every comparison."""
-    return Contender(label="plain", kind="plain", make=functools.partial(_as_it_is, fn))
+    return _contender("plain", as_it_is, "plain")

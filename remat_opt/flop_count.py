@@ -21,6 +21,7 @@ import jax
 from remat_opt import _jax_internals as internals
 from remat_opt import costs, tracing
 from remat_opt.operation import Operation
+from remat_opt.program import Program
 from remat_opt.tracing import Signature
 
 #: Exponent and mantissa bits of the types whose values JAX marks when a checkpoint keeps them.
@@ -98,6 +99,13 @@ def gradient_flops(
     call = tracing.bind_static(fn, signature, args, kwargs)
     gradient = jax.value_and_grad(call.fn, argnums=call.argnums, has_aux=has_aux)
     return _count(gradient, call.args, call.kwargs)
+
+
+def program_flops(program: Program) -> int:
+    """Floating-point operations of one run of a traced function."""
+    return sum(
+        costs.cost(_without_marks(equation.operation)).flops for equation in program.equations
+    )
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__, policies
+from remat_opt import __version__, blocks, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
@@ -141,7 +141,11 @@ def _sweep(
 ) -> Sweep:
     materialization = materialize(program, linearize(program), device).in_step(gradients)
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
-    alone = tuple(policies.schedules(program, materialization.roots, materialization.graph))
+    roots, graph = materialization.roots, materialization.graph
+    alone = (
+        *policies.schedules(program, roots, graph),
+        *policies.schedules_per_block(program, roots, graph, blocks.blocks(program)),
+    )
     among = alone if isinstance(solver, Portfolio) else ()
     fronts = [
         pareto(_candidates(program, graph, measure, solver) + judged(graph, among), measure)
@@ -310,7 +314,7 @@ def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
         return round(objective.budget_share * of.unchanged.peak_bytes)
     if not objective.fit:
         return objective.budget_bytes
-    arguments, outputs = step_bytes(of.program, of.device)
+    arguments, outputs = step_bytes(of.program, of.device, objective.gradients)
     room = of.device.memory_bytes - arguments - outputs - objective.reserve_bytes
     if room <= 0:
         raise BudgetError(
@@ -326,17 +330,21 @@ def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
     return room
 
 
-def step_bytes(program: Program, device: Device) -> tuple[int, int]:
-    """Bytes of arguments (closed-over arrays among them) and of outputs of a gradient step.
+def step_bytes(program: Program, device: Device, gradients: Gradients) -> tuple[int, int]:
+    """Bytes of arguments (closed-over arrays among them) and of outputs of a step.
 
-    Outputs are those of the function and one gradient for each differentiated argument.
+    Outputs are those of the function, and where they are put out one gradient for each
+    differentiated argument. Else these are temporaries, which the prediction counts.
     """
 
     def total(values: Sequence[int]) -> int:
         return sum(device.buffer_bytes(program.types[value]) for value in values)
 
     arguments = total((*program.constants, *program.arguments))
-    return arguments, total(program.output_values) + total(program.differentiated)
+    outputs = total(program.output_values)
+    if gradients is Gradients.RESULTS:
+        outputs += total(program.differentiated)
+    return arguments, outputs
 
 
 def stages(materialization: Materialization, schedule: Schedule) -> tuple[Stage, ...]:

@@ -1,4 +1,7 @@
-"""``jax.checkpoint``'s own policies: which there are, and what each comes to as a schedule."""
+"""``jax.checkpoint``'s own policies: which there are, and what each comes to as a schedule.
+
+Round the whole function or round every block (``blocks``), as a careful user would write it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from typing import Any
 
 import jax
 
+from remat_opt import _jax_internals as internals
 from remat_opt.graph import Graph
-from remat_opt.program import Program
-from remat_opt.schedule import Region, Schedule
+from remat_opt.program import Atom, Program
+from remat_opt.schedule import Region, Schedule, merged
 
 #: Two names of one policy: the first is shown.
 ALIASES = {
@@ -76,6 +80,123 @@ def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[
                 for pinned, vertices in runs
             )
         )
+
+
+def schedules_per_block(
+    program: Program, roots: Sequence[int], graph: Graph, runs: Sequence[range]
+) -> Iterator[Schedule]:
+    """One checkpoint round every block with each of the default policies; the rest is plain.
+
+    A vertex belongs to the block that its own equation is in. One that must run once parts the
+    checkpoint of its block in two.
+
+    Args:
+      program: a traced function.
+      roots: for each vertex its equation, ascending.
+      graph: of these vertices.
+      runs: the blocks, as ``blocks.blocks`` gives them. Without any there is no schedule.
+    """
+    block_of = {index: number for number, run in enumerate(runs) for index in run}
+    places = [
+        None if graph.pinned[vertex] else block_of.get(root) for vertex, root in enumerate(roots)
+    ]
+    parts = [
+        (place, tuple(part))
+        for place, part in itertools.groupby(range(len(graph)), places.__getitem__)
+    ]
+    if all(place is None for place, _ in parts):
+        return
+    for policy in default_policies().values():
+        kept = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
+        yield Schedule(
+            regions=tuple(
+                merged(
+                    vertices
+                    if place is None
+                    else Region(vertices=vertices, kept=tuple(v for v in vertices if v in kept))
+                    for place, vertices in parts
+                )
+            )
+        )
+
+
+def per_block(
+    program: Program, runs: Sequence[range], policy: Callable[..., Any] | None
+) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """The program with every block under one ``jax.checkpoint``, the rest as it is.
+
+    A block with side effects, which a checkpoint would repeat, runs as it is too.
+
+    Args:
+      program: a traced function.
+      runs: the blocks, as ``blocks.blocks`` gives them.
+      policy: as ``jax.checkpoint`` takes it.
+
+    Returns:
+      A function ``run(constants, arguments) -> flat outputs``.
+    """
+    whole = _with_rest(runs, len(program.equations))
+    last_reader = {value: len(whole) for value in program.output_values}
+    for place in range(len(whole) - 1, -1, -1):
+        for index in whole[place][0]:
+            for value in program.equations[index].value_inputs:
+                last_reader.setdefault(value, place)
+
+    def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
+        environment.update(zip(program.arguments, arguments, strict=True))
+        for place, (part, is_block) in enumerate(whole):
+            if not is_block or any(program.equations[index].effects for index in part):
+                _run_equations(program, part, environment)
+                continue
+            made = [value for index in part for value in program.equations[index].outputs]
+            inside = set(made)
+            read = dict.fromkeys(
+                value
+                for index in part
+                for value in program.equations[index].value_inputs
+                if value not in inside
+            )
+            handed_on = [value for value in made if last_reader.get(value, -1) > place]
+            block = _block(program, part, tuple(read), handed_on)
+            results = jax.checkpoint(block, policy=policy)(*(environment[v] for v in read))
+            environment.update(zip(handed_on, results, strict=True))
+        return [_read(atom, environment) for atom in program.outputs]
+
+    return run
+
+
+def _with_rest(runs: Sequence[range], count: int) -> list[tuple[range, bool]]:
+    """The blocks and what lies between them, in order; whether each is a block."""
+    whole, reached = [], 0
+    for run in runs:
+        whole += [(range(reached, run.start), False), (run, True)]
+        reached = run.stop
+    whole.append((range(reached, count), False))
+    return [(part, is_block) for part, is_block in whole if part]
+
+
+def _block(
+    program: Program, part: range, read: Sequence[int], handed_on: Sequence[int]
+) -> Callable[..., list[Any]]:
+    def block(*given: Any) -> list[Any]:
+        environment = dict(zip(read, given, strict=True))
+        _run_equations(program, part, environment)
+        return [environment[value] for value in handed_on]
+
+    return block
+
+
+def _run_equations(program: Program, part: range, environment: dict[int, Any]) -> None:
+    for index in part:
+        equation = program.equations[index]
+        inputs = [_read(atom, environment) for atom in equation.inputs]
+        results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
+        environment.update(zip(equation.outputs, results, strict=True))
+
+
+def _read(atom: Atom, environment: dict[int, Any]) -> Any:
+    return environment[atom] if isinstance(atom, int) else atom.value
 
 
 def _keeps(policy: Callable[..., Any], program: Program, root: int) -> bool:

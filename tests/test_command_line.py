@@ -104,7 +104,14 @@ def test_compare_prints_one_row_a_line(run, tmp_path):
     assert (status, err) == (0, "")
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["label"] for row in rows] == [
-        *("plain", "nothing_saveable", "budget 70.0 %", "budget 1", "overhead 0 %")
+        *(
+            "plain",
+            "nothing_saveable",
+            "nothing_saveable, per block",
+            "budget 70.0 %",
+            "budget 1",
+            "overhead 0 %",
+        )
     ]
     assert {row["function"] for row in rows} == {"loss"}
     assert "<svg" in (tmp_path / "c.html").read_text()

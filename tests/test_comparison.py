@@ -50,7 +50,7 @@ def contest(bytes_of, flops_of, kinds=None, failing=()):
         function="loss",
         device="h200",
         measure=measure,
-        gradient_flops=flops_of.__getitem__,
+        flops=flops_of.__getitem__,
         forward_flops=100,
     )
 
@@ -133,7 +133,7 @@ def test_a_fault_of_ours_is_not_a_row():
             function="loss",
             device="h200",
             measure=lambda _: measurement(1),
-            gradient_flops=lambda _: 1,
+            flops=lambda _: 1,
             forward_flops=1,
         )
 
@@ -148,7 +148,7 @@ def test_a_note_names_its_rows_unless_it_is_of_all():
         function="loss",
         device="cpu",
         measure=lambda name: measurement(1, notes=notes[name]),
-        gradient_flops=lambda _: 1,
+        flops=lambda _: 1,
         forward_flops=1,
     )
     assert found.notes == ("all", "plain: one")
@@ -161,6 +161,7 @@ def test_json_holds_the_record():
         "device": "cpu",
         "rows": [{"label": "plain"}],
         "notes": ["n"],
+        "step": "",
     }
 
 
@@ -168,16 +169,23 @@ def test_policies_by_name_and_by_function():
     def other(w, x):
         return sines(w, x)
 
-    found = comparison.policy_contenders(
-        sines, {"mine": other, "dots": "checkpoint_dots"}, Signature()
-    )
-    assert [(c.label, c.kind) for c in found] == [("mine", "policy"), ("dots", "policy")]
-    assert found[0].make() == (other, None)
-    assert [c.label for c in comparison.policy_contenders(sines, None, Signature())] == list(NAMES)
-    assert [c.label for c in comparison.policy_contenders(sines, "dots_saveable", Signature())] == [
-        "dots_saveable"
-    ]
-    assert comparison.policy_contenders(sines, (), Signature()) == []
+    def labels(policies, has_blocks=False):
+        chosen = comparison.policy_contenders(policies, Signature(), has_blocks=has_blocks)
+        assert all(one.kind == "policy" for one in chosen)
+        return [one.label for one in chosen]
+
+    chosen = {"mine": other, "dots": "checkpoint_dots"}
+    assert labels(chosen) == ["mine", "dots"]
+    assert labels(chosen, has_blocks=True) == ["mine", "dots", "dots, per block"]
+    first = comparison.policy_contenders(chosen, Signature(), has_blocks=True)[0]
+    how, plan = first.make()
+    assert (how(sines), plan) == (other, None)
+    assert labels(None) == list(NAMES)
+    # Keeping everything in every block is the function as it is.
+    per_block = [f"{name}, per block" for name in NAMES if name != "everything_saveable"]
+    assert labels(None, has_blocks=True) == [*NAMES, *per_block]
+    assert labels("dots_saveable") == ["dots_saveable"]
+    assert labels(()) == []
 
 
 @pytest.mark.parametrize(
@@ -203,7 +211,7 @@ def test_policies_by_name_and_by_function():
 )
 def test_policies_that_are_none(policies, message):
     with pytest.raises(RematError) as caught:
-        comparison.policy_contenders(sines, policies, Signature())
+        comparison.policy_contenders(policies, Signature(), has_blocks=True)
     assert str(caught.value) == message
 
 
@@ -220,10 +228,10 @@ def test_a_whole_comparison_on_the_cpu():
     )
     rows = {row["label"]: row for row in found.rows}
     assert list(rows) == [
-        *("plain", "nothing", "mine", "budget 70.0 %", "budget 1 B", "least memory"),
-        "overhead 0 %",
+        *("plain", "nothing", "mine", "nothing, per block"),
+        *("budget 70.0 %", "budget 1 B", "least memory", "overhead 0 %"),
     ]
-    assert [row["kind"] for row in found.rows] == ["plain", *["policy"] * 2, *["ours"] * 4]
+    assert [row["kind"] for row in found.rows] == ["plain", *["policy"] * 3, *["ours"] * 4]
     assert rows["budget 1 B"]["error"].startswith("No plan has temporaries within 1 B: ")
     assert all(row["error"] is None for name, row in rows.items() if name != "budget 1 B")
     assert rows["nothing"]["recomputed_flops_share"] == pytest.approx(1.0, abs=0.02)
@@ -255,7 +263,7 @@ def test_static_arguments_reach_policies_and_plans():
         device="cpu",
         kind="sin",
     )
-    assert [row["error"] for row in found.rows] == [None] * 3
+    assert [row["error"] for row in found.rows] == [None] * 4
 
 
 def test_a_budget_error_is_still_raised_by_make_plan():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from remat_opt import planning, policies, tracing
+from remat_opt import flop_count, measurement, planning, policies, tracing
+from remat_opt.blocks import blocks
 from remat_opt.device import get_device
 from remat_opt.graph import Graph
 from remat_opt.linearization import linearize
@@ -136,3 +140,100 @@ def test_the_search_finds_better(fn: Callable[..., jax.Array], device: str) -> N
             one.peak_bytes <= alone.peak_bytes and one.overhead_seconds <= alone.overhead_seconds
             for one in found
         )
+
+
+def twice(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Four blocks of two products each, and something before and behind."""
+    x = jnp.cos(x)
+    for _ in range(4):
+        x = x + jnp.sin(jnp.tanh(x @ w) @ w)
+    return jnp.sum(jnp.square(x))
+
+
+def checkpointed_by_hand(name: str) -> Callable[..., jax.Array]:
+    @functools.partial(jax.checkpoint, policy=policies.policy_of(name))
+    def block(w: jax.Array, x: jax.Array) -> jax.Array:
+        return x + jnp.sin(jnp.tanh(x @ w) @ w)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = jnp.cos(x)
+        for _ in range(4):
+            x = block(w, x)
+        return jnp.sum(jnp.square(x))
+
+    return loss
+
+
+def run_per_block(fn: Callable[..., Any], name: str, *args: Any) -> Callable[..., Any]:
+    program = tracing.trace(fn, *args)
+    run = policies.per_block(program, blocks(program), policies.policy_of(name))
+    return lambda *given: run(program.constant_values, given)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_per_block_is_what_one_writes_by_hand(name: str) -> None:
+    ours, by_hand = run_per_block(twice, name, W, X), checkpointed_by_hand(name)
+    w, x = jnp.full(W.shape, 0.01), jnp.linspace(0.0, 1.0, X.size).reshape(X.shape)
+    for fn in (jax.value_and_grad, lambda fn: jax.jit(jax.value_and_grad(fn))):
+        for left, right in zip(fn(ours)(w, x), fn(twice)(w, x), strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-5)
+    counted = [flop_count.gradient_flops(fn, W, X) for fn in (ours, by_hand)]
+    assert counted[0] == counted[1]
+    found = [measurement.measure(jax.grad(fn), W, X, device="cpu") for fn in (ours, by_hand)]
+    assert found[0].temporary_bytes == found[1].temporary_bytes
+
+
+def test_per_block_leaves_side_effects_alone() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = jnp.sin(x @ w)
+            jax.debug.callback(lambda value: seen.append(float(value)), x[0, 0, 0])
+        return jnp.sum(x)
+
+    seen: list[float] = []
+    run = run_per_block(loss, "nothing_saveable", W, X)
+    jax.block_until_ready(jax.grad(run)(jnp.ones(W.shape), jnp.ones(X.shape)))
+    jax.effects_barrier()
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("fn", [twice, attention])
+def test_schedules_per_block(fn: Callable[..., jax.Array]) -> None:
+    program = tracing.trace(fn, W, X)
+    roots, graph = graph_of(program)
+    runs = blocks(program)
+    found = list(policies.schedules_per_block(program, roots, graph, runs))
+    assert len(found) == len(NAMES)
+    for schedule in found:
+        schedule.check(graph)
+        checkpointed = [region for region in schedule.regions if region.checkpointed]
+        assert len(checkpointed) == len(runs)
+        for region, run in zip(checkpointed, runs, strict=True):
+            assert all(roots[vertex] in run for vertex in region.vertices)
+    kept = [sum(len(region.kept) for region in schedule.regions) for schedule in found]
+    assert kept[NAMES.index("nothing_saveable")] == 0 < kept[NAMES.index("dots_saveable")]
+    whole = [judge(graph, one) for one in policies.schedules(program, roots, graph)]
+    alone = [judge(graph, one) for one in found]
+    assert min(one.peak_bytes for one in alone) < min(one.peak_bytes for one in whole)
+
+
+def test_no_schedules_per_block_without_blocks() -> None:
+    program = tracing.trace(twice, W, X)
+    roots, graph = graph_of(program)
+    assert list(policies.schedules_per_block(program, roots, graph, ())) == []
+
+
+def test_what_must_run_once_parts_the_checkpoint_of_its_block() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = jnp.sin(x @ w)
+            jax.debug.print("{}", x[0, 0, 0])
+            x = jnp.sin(x @ w) + x
+        return jnp.sum(x)
+
+    program = tracing.trace(loss, W, X)
+    roots, graph = graph_of(program)
+    assert any(graph.pinned)
+    for schedule in policies.schedules_per_block(program, roots, graph, blocks(program)):
+        schedule.check(graph)
+        assert any(region.checkpointed for region in schedule.regions)
