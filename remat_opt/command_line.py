@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="names in jax.checkpoint_policies; 'none' for none (default: all)",
     )
+    _add_donated(compare)
     _add_output(compare, "one JSON object per row")
     plan = _command(commands, "plan", _plan, "decide what to keep and what to recompute")
     _add_function(plan)
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compile the planned gradient and show its figures; with 'compile', compile several "
         "plans and keep the best as compiled",
     )
+    _add_donated(plan)
     plan.add_argument("--save", metavar="FILE", help="write the plan, for optimal_remat(plan=FILE)")
     _add_output(plan, "the plan as --save writes it")
     frontier = _command(commands, "frontier", _frontier, "show the best plans over all budgets")
@@ -152,7 +154,11 @@ def _command(
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:
-    command.add_argument("function", metavar="MODULE:FUNCTION", help="the loss function")
+    command.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="the loss function, or a training step that differentiates a decorated one",
+    )
     command.add_argument(
         "--args",
         required=True,
@@ -192,6 +198,15 @@ def _add_function(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_donated(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--donate-argnums",
+        type=_numbers,
+        metavar="N,...",
+        help="of a step: positions of the arguments it donates (default: what its jax.jit says)",
+    )
+
+
 def _add_output(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--json", action="store_true", help=f"for machines: {what}")
     if not what.endswith(("device", "solver")):
@@ -227,6 +242,7 @@ def _compare(options: argparse.Namespace) -> None:
         budgets=[_budget(text) for text in options.budget],
         max_overheads=options.max_overhead,
         policies=policies,
+        donate_argnums=options.donate_argnums,
         **_common(options),
         **kwargs,
     )
@@ -249,6 +265,7 @@ def _plan(options: argparse.Namespace) -> None:
         max_overhead=options.max_overhead,
         reserve=options.reserve,
         verify=options.verify,
+        donate_argnums=options.donate_argnums,
         **_common(options),
         **kwargs,
     )

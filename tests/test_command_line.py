@@ -223,3 +223,21 @@ def test_as_a_module_from_a_shell():
         check=True,
     )
     assert done.stdout.startswith("Devices")
+
+
+def test_a_comparison_in_a_step(run):
+    with open("steps.py", "w", encoding="utf-8") as file:
+        file.write(
+            "import jax, sample\n"
+            "from remat_opt import optimal_remat\n"
+            "marked = optimal_remat(sample.loss, device='cpu')\n"
+            "def step(weights, *rest):\n"
+            "    gradients = jax.grad(marked)(weights, *rest)\n"
+            "    return jax.tree.map(lambda w, g: w - g, weights, gradients)\n"
+        )
+    status, out, err = run(
+        *("compare", "steps:step", *ARGS, "--budget", "0.7", "--policies", "none"),
+        *("--donate-argnums", "0"),
+    )
+    assert (status, err) == (0, "")
+    assert out.startswith("step with loss for cpu")
