@@ -3,8 +3,8 @@
     python -m benchmarks.truth --device h200 --json --rows benchmarks/results/truth_h200.jsonl
 
 plans every network for five budgets, from the least memory to most of what the function takes as
-it is, without a compile, and compiles each plan in the step: ``adam``, parameters and state donated,
-or ``gradient``, the gradient alone. With ``--loop`` each budget is also planned by compiling
+it is, without a compile, and compiles each plan in the step: ``adam``, with parameters and state
+donated, or ``gradient``, the gradient alone. With ``--loop`` each budget is planned by compiling
 (``verify="compile"``). Of each set a summary is printed: the median of the errors, the ninth decile
 and the worst. Networks of the set ``tuned`` are those that rules were found on; only ``judged``
 counts as evidence.
@@ -236,10 +236,9 @@ def _line(row: dict[str, Any]) -> str:
     start = f"{row['network']:<20} {row['step']:<9} {where:<9}"
     if "compiled_bytes" not in row:
         return f"{start} {row.get('error', row.get('refused', ''))[:60]}"
-    return (
-        f"{start} {format_bytes(row['predicted_bytes']):>11} {format_bytes(row['compiled_bytes']):>11}"
-        f" {error(row):+7.1%} {row['recomputed_flops_share']:7.3f}"
-    )
+    predicted, compiled = (format_bytes(row[key]) for key in ("predicted_bytes", "compiled_bytes"))
+    share = row["recomputed_flops_share"]
+    return f"{start} {predicted:>11} {compiled:>11} {error(row):+7.1%} {share:7.3f}"
 
 
 def _summary_line(row: dict[str, Any]) -> str:

@@ -30,9 +30,9 @@ from remat_opt import (
 from remat_opt.comparison import Comparison, Contender
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, PlanFileError, RematError
+from remat_opt.gradients import Gradients
 from remat_opt.materialization import computes_nothing
 from remat_opt.measurement import Measurement
-from remat_opt.gradients import Gradients
 from remat_opt.plan import Objective, Plan
 from remat_opt.plan_text import printable
 from remat_opt.program import Program
@@ -665,9 +665,9 @@ def _gradient_bytes(call: LossCall, device: Device) -> int:
 
 def _gradients_note(in_step: Step, call: LossCall, device: Device) -> str:
     return (
-        f"Predictions take each gradient to be used up as soon as it is there. Where {in_step.name!r} "
-        f"needs them all at once ({format_bytes(_gradient_bytes(call, device))}), as for clipping "
-        'by their norm, give gradients="together".'
+        "Predictions take each gradient to be used up as soon as it is there. Where "
+        f"{in_step.name!r} needs them all at once ({format_bytes(_gradient_bytes(call, device))}), "
+        'as for clipping by their norm, give gradients="together".'
     )
 
 
@@ -983,7 +983,14 @@ def _compiled_in(
             return _step(fn, args, kwargs, signature, donate_argnums), calls, True
     _check_is_loss(fn, donate_argnums)
     loss = Rematerialized(
-        _undecorated(fn), signature, "cpu", Objective(), planning.DEFAULT_SOLVER, None, False
+        _undecorated(fn),
+        signature,
+        "cpu",
+        Objective(),
+        planning.DEFAULT_SOLVER,
+        None,
+        False,
+        "raise",
     )
     alone = Step(
         fn=jax.value_and_grad(

@@ -36,7 +36,7 @@ def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 WEIGHTS = [jax.ShapeDtypeStruct((256, 256), "float32")] * 6
-X = jax.ShapeDtypeStruct((256, 256), "float32")
+X = jax.ShapeDtypeStruct((64, 256), "float32")
 SIZE = 256 * 256 * 4
 
 
