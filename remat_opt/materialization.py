@@ -729,7 +729,8 @@ class _Builder:
             self.linearization.derivatives,
             self.stored_sums.values(),
             self.device,
-            vertex_of,
+            # A product that is completed before it is stored is the vertex of that form.
+            vertex_of | {made: vertex_of[last] for made, last in self.completed.items()},
         )
         summed = shared_weights.expected_sums(len(roots)).tolist()
         fields["workspace_bytes"] = [

@@ -157,6 +157,21 @@ def test_loss_terms_that_share_values() -> None:
         remat_opt.make_plan(loss, *small, device="v5e", has_aux=True)
 
 
+def test_a_weight_of_products_that_are_stored_in_another_form() -> None:
+    """On a TPU the first product is stored as what the second one reads."""
+
+    def loss(w: Any, x: Any) -> Any:
+        t = jnp.tanh(lax.stop_gradient(x) @ w) * 2
+        return jnp.tanh(t @ w).sum()
+
+    def completed(w: Any, x: Any) -> Any:
+        t = (lax.stop_gradient(x) @ w) * 2
+        return jnp.tanh(t @ w).sum()
+
+    for fn in (loss, completed):
+        remat_opt.make_plan(fn, W[0].astype("float32"), X.astype("float32"), device="v5e")
+
+
 @pytest.mark.parametrize(
     "constant",
     [
