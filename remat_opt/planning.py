@@ -320,7 +320,7 @@ def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
         raise BudgetError(
             f"Nothing is left for temporaries on {of.device.name}: of its "
             f"{format_bytes(of.device.memory_bytes)}, arguments take {format_bytes(arguments)}, "
-            f"outputs (gradients among them) {format_bytes(outputs)}, and "
+            f"outputs {format_bytes(outputs)}, and "
             f"{format_bytes(objective.reserve_bytes)} are reserved. Use a device with more "
             "memory, shard the parameters, or reserve less.",
             budget_bytes=max(room, 0),

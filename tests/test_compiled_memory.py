@@ -67,7 +67,7 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
 @pytest.mark.parametrize(
     ("device", "rows", "width", "least_share", "lower", "upper"),
     [
-        ("cpu", 4096, 64, 0.3, 0.99, 1.01),
+        ("cpu", 4096, 64, 0.3, 0.99, 1.02),
         # Little of the least plan is not in a TPU's vector memory, which is not known to the MiB.
         pytest.param("v5e", 65536, 128, 0.25, 0.99, 1.1, marks=TPU),
     ],
@@ -207,7 +207,8 @@ def test_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
     unchanged = plain_bytes(recurrent, args, "cpu")
     as_it_is = planned(recurrent, args, "cpu", max_overhead=0.0)
     assert as_it_is.predicted.recomputed_flops == 0
-    assert as_it_is.measured.temporary_bytes < 0.3 * unchanged
+    # In a step the sums are temporaries, too.
+    assert as_it_is.measured.temporary_bytes < 0.33 * unchanged
     for plan in (as_it_is, planned(recurrent, args, "cpu")):
         assert any("same weights" in note for note in plan.notes)
         assert 0.7 < plan.measured.temporary_bytes / plan.predicted.temporary_bytes < 1.3

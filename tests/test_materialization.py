@@ -836,6 +836,6 @@ def test_parts_of_sums_are_no_arrays_of_their_own() -> None:
 
     wide = jnp.ones((W.shape[0], 2 * W.shape[1]))
     _, _, graph = graph_of(loss, [wide, wide, W], X)
-    # Products, the sum of the first two, the cell's new state, what the third product reads.
-    each = ["dot_general", "dot_general", "add", "add", "tanh", "dot_general"]
-    assert names(graph)[:12] == each * 2
+    # Products, the sum of the first two, what is dear, the cell's new state, what the third reads.
+    each = ["dot_general", "dot_general", "add", "tanh", "add", "tanh", "dot_general"]
+    assert names(graph)[:14] == each * 2

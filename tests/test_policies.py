@@ -121,7 +121,11 @@ def pooled(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_what_a_policy_does_alone_may_be_chosen() -> None:
     program = tracing.trace(pooled, W, X)
     found = planning.problem(program, get_device("cpu"), solver=Blind())
-    alone = policies.schedules(program, found.materialization.roots, found.materialization.graph)
+    roots, graph = found.materialization.roots, found.materialization.graph
+    alone = [
+        *policies.schedules(program, roots, graph),
+        *policies.schedules_per_block(program, roots, graph, blocks(program)),
+    ]
     chosen = {one.schedule for one in found.candidates if one.schedule.has_checkpoints}
     assert chosen
     assert chosen <= set(alone)

@@ -262,8 +262,8 @@ def test_a_comparison_in_a_step() -> None:
     assert (found.step, found.function) == ("step", "plain_loss")
     assert repr(found).startswith("step with plain_loss for cpu\n")
     assert found.notes[0] == (
-        "Predictions are for the gradient alone. In 'step' the gradients, 768 KiB, are "
-        "temporaries too, for as long as they are needed."
+        "Predictions take each gradient to be used up as soon as it is there. Where 'step' needs "
+        'them all at once (768 KiB), as for clipping by their norm, give gradients="together".'
     )
     plain = rows["plain"]["temporary_bytes"]
     assert plain == adam_step(plain_loss).measure(as_it_is, None, CPU).temporary_bytes
@@ -305,7 +305,7 @@ def test_a_plan_chosen_in_a_step() -> None:
     assert chosen.measured.temporary_bytes <= chosen.budget_bytes
     assert chosen.measured.alias_bytes > 3 * GRADIENT_BYTES
     assert chosen.objective.budget_share == 0.4
-    assert "In 'step' the gradients" in chosen.notes[-1]
+    assert "Where 'step' needs them all at once (768 KiB)" in chosen.notes[-1]
     # To run it, the loss is decorated with it: the step needs what was promised.
     followed = adam_step(remat_opt.optimal_remat(plain_loss, plan=chosen)).fn
     found = remat_opt.measure(followed, WEIGHTS, STATE, X, donate_argnums=(0, 1), device="cpu")
