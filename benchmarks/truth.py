@@ -27,6 +27,7 @@ import jax
 
 import remat_opt
 from benchmarks import networks
+from benchmarks.dominance import NETWORKS
 from remat_opt import measurement, planning, tracing, verification
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     measurement.resolve_device(given.device)
     found = []
-    names = given.network or [*networks.TUNED, *networks.JUDGED]
+    names = given.network or [*NETWORKS, *networks.JUDGED]
     for row in rows(
         names, given.device, given.step or list(STEPS), Rows(given.rows), loop=given.loop
     ):

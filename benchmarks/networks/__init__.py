@@ -5,6 +5,9 @@ of its arguments; with a block policy it gives the same loss with every block un
 which is what such a user would do by hand against running out of memory. A block is what repeats:
 a residual block, a dense layer, an inception module, a stage's two convolutions, a transformer's
 layer, a time step.
+
+There are two sets. Rules about compilers were found on `TUNED`, and are tested there. `JUDGED` are
+of other families and are never used to find, tune or defend a rule: only they are evidence.
 """
 
 from __future__ import annotations
@@ -13,14 +16,30 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.networks import densenet, gpt, inception, lstm, resnet, unet, vit
+from benchmarks.networks.judged import (
+    deeplab,
+    efficientnet,
+    encoder_decoder,
+    llama,
+    mixture_of_experts,
+    residual_mlp,
+)
 from benchmarks.networks.record import BLOCK_POLICIES, Network, checkpoint_policy
 
-__all__ = ["BLOCK_POLICIES", "Network", "build", "default_batch", "names"]
+__all__ = ["BLOCK_POLICIES", "JUDGED", "TUNED", "Network", "build", "default_batch", "names"]
+
+_TUNED = (resnet, densenet, inception, unet, vit, lstm, gpt)
+_JUDGED = (residual_mlp, llama, encoder_decoder, mixture_of_experts, efficientnet, deeplab)
+
+#: Names of the networks that rules were found on.
+TUNED: tuple[str, ...] = tuple(name for family in _TUNED for name in family.SIZES)
+#: Names of those that only judge.
+JUDGED: tuple[str, ...] = tuple(name for family in _JUDGED for name in family.SIZES)
 
 # name -> function of (batch, block_policy)
 _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
     name: partial(family.network, name, size)
-    for family in (resnet, densenet, inception, unet, vit, lstm, gpt)
+    for family in (*_TUNED, *_JUDGED)
     for name, size in family.SIZES.items()
 }
 
@@ -37,6 +56,12 @@ _DEFAULT_BATCHES = {
     "vit_b16": 64,
     "lstm": 64,
     "gpt": 8,
+    "residual_mlp": 4096,
+    "llama": 4,
+    "encoder_decoder": 32,
+    "mixture_of_experts": 4,
+    "efficientnet_b0": 64,
+    "deeplab": 8,
 }
 
 

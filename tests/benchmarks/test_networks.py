@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.networks import (
     BLOCK_POLICIES,
+    TUNED,
     Network,
     build,
     default_batch,
@@ -19,7 +20,6 @@ from benchmarks.networks import (
     gpt,
     inception,
     lstm,
-    names,
     resnet,
     unet,
     vit,
@@ -83,19 +83,17 @@ def made(network: Network) -> tuple[Any, Any]:
 
 
 def test_every_network_has_a_published_parameter_count() -> None:
-    assert set(PARAMETER_COUNTS) == set(names())
+    assert set(PARAMETER_COUNTS) == set(TUNED)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", TUNED)
 def test_parameter_count(name: str) -> None:
     params, _ = build(name, 2).arguments
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == PARAMETER_COUNTS[name]
 
 
 @pytest.mark.parametrize("block_policy", [None, "nothing_saveable"])
-@pytest.mark.parametrize(
-    "name", [name for name in names() if name not in ("resnet101", "resnet152")]
-)
+@pytest.mark.parametrize("name", [name for name in TUNED if name not in ("resnet101", "resnet152")])
 def test_loss_is_a_float32_scalar(name: str, block_policy: str | None) -> None:
     network = build(name, 2, block_policy=block_policy)
     result = jax.eval_shape(network.loss_fn, *network.arguments)
@@ -120,7 +118,7 @@ def test_arguments_are_shapes_and_follow_the_batch() -> None:
 
 
 def test_every_network_has_a_batch_of_its_own() -> None:
-    assert {name: default_batch(name) for name in names()} == {
+    assert {name: default_batch(name) for name in TUNED} == {
         "resnet18": 64,
         "resnet34": 64,
         "resnet50": 64,

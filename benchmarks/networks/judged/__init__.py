@@ -1,0 +1,1 @@
+"""Networks that no rule was found on, tuned on or defended with: they are evidence only."""
