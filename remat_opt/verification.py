@@ -132,15 +132,20 @@ def _moments(parameter: Any) -> tuple[Any, Any]:
 
 def _updated(
     parameters: Sequence[Any], gradients: Sequence[Any], state: Sequence[tuple[Any, Any]]
-) -> list[tuple[Any, Any, Any]]:
-    """Parameters and state after a step of Adam."""
-    found = []
+) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Parameters and state after a step of Adam, in the order in which they are given.
+
+    JAX pairs donated arguments with results of their type in order. In another order they would lie
+    in one another's buffers, and XLA would copy weights that are still to be read.
+    """
+    moved, moments = [], []
     for parameter, gradient, (first, second) in zip(parameters, gradients, state, strict=True):
         first = 0.9 * first + 0.1 * gradient
         second = 0.999 * second + 0.001 * jnp.square(jnp.abs(gradient))
-        moved = parameter - 1e-3 * first / (jnp.sqrt(second) + 1e-8)
-        found.append((moved.astype(jnp.result_type(parameter)), first, second))
-    return found
+        update = 1e-3 * first / (jnp.sqrt(second) + 1e-8)
+        moved.append((parameter - update).astype(jnp.result_type(parameter)))
+        moments.append((first, second))
+    return moved, moments
 
 
 def _cotangent(output: Any, others: Iterator[Any]) -> Any:
