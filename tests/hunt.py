@@ -37,13 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.keep and options.keep.exists():
         lines = options.keep.read_text(encoding="utf-8").splitlines()
         known = {(one["seed"], tuple(one["devices"])) for one in map(json.loads, lines)}
-    jax.config.update("jax_enable_x64", True)
     count = refused = failed = 0
     for seed in range(options.seed, options.seed + options.programs):
         if (seed, tuple(options.devices)) in known:
             continue
         start = time.perf_counter()
-        found = failures(draw(seed), options.devices, run=not options.trace)
+        with jax.enable_x64(True):
+            found = failures(draw(seed), options.devices, run=not options.trace)
         count += 1
         refused += found is None
         failed += bool(found)

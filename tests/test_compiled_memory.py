@@ -57,6 +57,8 @@ def convolutional_net_arguments(batch: int, side: int, channels: int) -> Any:
 
 
 def planned(fn: Callable[..., Any], args: Any, device: str, **options: Any) -> Plan:
+    """Of the gradient alone, as is what it is compared with."""
+    options = {"gradients": "results", **options}
     return remat_opt.make_plan(fn, *args, device=device, verify=True, **options)
 
 
@@ -207,8 +209,7 @@ def test_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
     unchanged = plain_bytes(recurrent, args, "cpu")
     as_it_is = planned(recurrent, args, "cpu", max_overhead=0.0)
     assert as_it_is.predicted.recomputed_flops == 0
-    # In a step the sums are temporaries, too.
-    assert as_it_is.measured.temporary_bytes < 0.33 * unchanged
+    assert as_it_is.measured.temporary_bytes < 0.3 * unchanged
     for plan in (as_it_is, planned(recurrent, args, "cpu")):
         assert any("same weights" in note for note in plan.notes)
         assert 0.7 < plan.measured.temporary_bytes / plan.predicted.temporary_bytes < 1.3
