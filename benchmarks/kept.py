@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.json_lines import JsonLines
 from remat_opt.device import get_device
 from remat_opt.measurement import Measurement
 
@@ -35,22 +36,14 @@ class Kept:
     """Measurements by program and device, each written as soon as it is there.
 
     Args:
-      path: a file, one JSON object a line; made where there is none. What was cut off in the middle
-        of a line is passed over.
+      path: of a file of ``json_lines``.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, Measurement] = {}
-        self._whole = True
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                self._whole = False
-                continue
-            self._whole = True
-            self._known[row["key"]] = Measurement.from_dict(row["measurement"])
+        self._lines = JsonLines(path)
+        self._known = {
+            row["key"]: Measurement.from_dict(row["measurement"]) for row in self._lines.rows
+        }
 
     @staticmethod
     def key(device: str, gradient: Any, arguments: tuple[Any, ...]) -> str:
@@ -75,8 +68,4 @@ class Kept:
     def put(self, key: str, found: Measurement) -> None:
         """Keeps what the compiler has said."""
         self._known[key] = found
-        with self._path.open("a", encoding="utf-8") as file:
-            if not self._whole:
-                file.write("\n")
-                self._whole = True
-            file.write(json.dumps({"key": key, "measurement": found.to_dict()}) + "\n")
+        self._lines.append({"key": key, "measurement": found.to_dict()})

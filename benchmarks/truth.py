@@ -28,6 +28,7 @@ import jax
 import remat_opt
 from benchmarks import networks
 from benchmarks.dominance import NETWORKS
+from benchmarks.json_lines import JsonLines
 from remat_opt import measurement, planning, tracing, verification
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
@@ -46,18 +47,12 @@ class Rows:
     """Rows on file, each written as soon as it is there.
 
     Args:
-      path: one JSON object a line; None to keep none.
+      path: of a file of ``json_lines``; None to keep none.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # cut off in the middle
-            self._known[self._key(row)] = row
+        self._lines = JsonLines(path) if path else None
+        self._known = {self._key(row): row for row in (self._lines.rows if self._lines else ())}
 
     @staticmethod
     def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -70,9 +65,8 @@ class Rows:
     def put(self, row: dict[str, Any]) -> dict[str, Any]:
         """Writes a row."""
         self._known[self._key(row)] = row
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        if self._lines is not None:
+            self._lines.append(row)
         return row
 
 

@@ -7,20 +7,14 @@ that are in the file already are passed over, so a hunt can be cut off and taken
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What is looked for are wrong programs, not slow ones.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-).strip()
-
 import jax
 
+from benchmarks.json_lines import JsonLines
 from tests.random_programs import DEVICES, draw, failures
 
 
@@ -33,10 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--devices", nargs="+", default=list(DEVICES), help="to plan for")
     parser.add_argument("--trace", action="store_true", help="do not run what is traced")
     options = parser.parse_args(arguments)
-    known = set()
-    if options.keep and options.keep.exists():
-        lines = options.keep.read_text(encoding="utf-8").splitlines()
-        known = {(one["seed"], tuple(one["devices"])) for one in map(json.loads, lines)}
+    kept = JsonLines(options.keep) if options.keep else None
+    known = {(one["seed"], tuple(one["devices"])) for one in (kept.rows if kept else ())}
     count = refused = failed = 0
     for seed in range(options.seed, options.seed + options.programs):
         if (seed, tuple(options.devices)) in known:
@@ -56,9 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
             "failures": found or [],
             "seconds": round(time.perf_counter() - start, 2),
         }
-        if options.keep:
-            with options.keep.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        if kept:
+            kept.append(line)
         for one in found or ():
             print(f"{seed}: {one}", flush=True)
         if count % 50 == 0:
@@ -69,4 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Here, not above: tests import this module. Both are read when the first program is compiled.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # What is looked for are wrong programs, not slow ones.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     sys.exit(main())

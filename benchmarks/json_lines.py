@@ -1,0 +1,42 @@
+"""Rows in a file, one JSON object a line, each written as soon as it is there.
+
+A run that was cut off leaves the rows before it, and at worst a part of one: that is passed over,
+and what is written next begins a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """A file of rows.
+
+    Args:
+      path: of the file; made with the first row where there is none.
+
+    Attributes:
+      rows: those that were in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._whole = True
+        self.rows: list[dict[str, Any]] = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                self.rows.append(json.loads(line))
+                self._whole = True
+            except json.JSONDecodeError:
+                self._whole = False
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Writes a row."""
+        with self._path.open("a", encoding="utf-8") as file:
+            if not self._whole:
+                file.write("\n")
+                self._whole = True
+            file.write(json.dumps(row) + "\n")
