@@ -214,13 +214,6 @@ class Materialization:
                     found[vertex] += self.graph.bytes[activation] if vertex < activation else 0
         return tuple(found)
 
-    @property
-    def depends_on_schedule(self) -> bool:
-        """Whether ``graph_of`` tells schedules apart."""
-        return bool(
-            self.named_bytes or self.handed_in_bytes or self.shared_weights or self.waiting_zeros
-        )
-
     def held_bytes(self, schedule: Schedule, cause: Cause | None = None) -> int:
         """Bytes that the compiler holds beside the graph for a plan; of one cause, if given."""
         found = sum(

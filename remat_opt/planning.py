@@ -68,13 +68,11 @@ class Sweep:
       materialization: the graph, and the way back to equations.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
         need; of what is alive, no other solution of the solver's needs less for less overhead.
-      defaults: likewise, what the policies of ``jax.checkpoint`` come to.
       unchanged: likewise, of the function as it is.
     """
 
     materialization: Materialization
     candidates: tuple[Candidate, ...]
-    defaults: tuple[Candidate, ...]
     unchanged: Candidate
 
 
@@ -141,14 +139,9 @@ def _sweep(
 ) -> Sweep:
     materialization = materialize(program, linearize(program), device).in_step(gradients)
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
-    roots, graph = materialization.roots, materialization.graph
-    alone = (
-        *policies.schedules(program, roots, graph),
-        *policies.schedules_per_block(program, roots, graph, blocks.blocks(program)),
-    )
-    among = alone if isinstance(solver, Portfolio) else ()
+    alone = _policies(program, materialization) if isinstance(solver, Portfolio) else ()
     fronts = [
-        pareto(_candidates(program, graph, measure, solver) + judged(graph, among), measure)
+        pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
         for graph in materialization.searched_graphs
     ]
     as_it_is = judge(materialization.graph, plain(materialization.graph))
@@ -160,9 +153,23 @@ def _sweep(
         candidates=tuple(
             one for front in fronts for one in _as_compiled(materialization, device, front)
         ),
-        defaults=_laid_out_all(materialization, device, judged(materialization.graph, alone)),
         unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
     )
+
+
+def _policies(program: Program, materialization: Materialization) -> tuple[Schedule, ...]:
+    """What the policies of ``jax.checkpoint`` do alone, round the whole and round every block."""
+    roots, graph = materialization.roots, materialization.graph
+    return (
+        *policies.schedules(program, roots, graph),
+        *policies.schedules_per_block(program, roots, graph, blocks.blocks(program)),
+    )
+
+
+def defaults(of: Problem) -> tuple[Candidate, ...]:
+    """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
+    found = judged(of.materialization.graph, _policies(of.program, of.materialization))
+    return _laid_out_all(of.materialization, of.device, found)
 
 
 @contextlib.contextmanager
@@ -224,19 +231,14 @@ def _laid_out_all(
             judge(materialization.graph, materialization.without_row_statistics(one.schedule))
             for one in found
         ]
-    heaps = [_laid_out(materialization, device, one) for one in found]
-    return tuple(
-        dataclasses.replace(
-            one, peak_bytes=one.peak_bytes + materialization.held_bytes(one.schedule)
-        )
-        for one in heaps
-    )
+    return tuple(_laid_out(materialization, device, one) for one in found)
 
 
 def _laid_out(materialization: Materialization, device: Device, one: Candidate) -> Candidate:
-    """The candidate with what the compiler lays out for it."""
+    """The candidate with what the compiler lays out for it, and holds beside that."""
     lives = spans(materialization.graph_of(one.schedule), one.schedule)
-    return dataclasses.replace(one, peak_bytes=_heap_bytes(device, lives))
+    peak_bytes = _heap_bytes(device, lives) + materialization.held_bytes(one.schedule)
+    return dataclasses.replace(one, peak_bytes=peak_bytes)
 
 
 def _heap_bytes(device: Device, lives: Spans) -> int:

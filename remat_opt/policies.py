@@ -64,22 +64,7 @@ def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[
       roots: for each vertex its equation.
       graph: of these vertices.
     """
-    runs = [
-        (pinned, tuple(run))
-        for pinned, run in itertools.groupby(range(len(graph)), graph.pinned.__getitem__)
-    ]
-    for policy in default_policies().values():
-        kept = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
-        yield Schedule(
-            regions=tuple(
-                Region(
-                    vertices=vertices,
-                    kept=() if pinned else tuple(v for v in vertices if v in kept),
-                    checkpointed=not pinned,
-                )
-                for pinned, vertices in runs
-            )
-        )
+    return schedules_per_block(program, roots, graph, [range(len(program.equations))])
 
 
 def schedules_per_block(

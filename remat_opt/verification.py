@@ -2,11 +2,11 @@
 
 A prediction is a model's. Here the compiler is asked: the plan that is predicted to be best is
 compiled, the predictions of all others are corrected by what it took, and the one that is best now
-is next, at most four times in all. The nearest of what ``jax.checkpoint``'s own policies do is
-compiled as well, so that none of them is better in fact. A plan that the compiler refuses is taken
-for too large.
+is next, at most four times in all. Where one of ``jax.checkpoint``'s own policies is expected to do
+better, and where the least memory is asked for, one of them is compiled as well, as a plan. A plan
+that the compiler refuses is taken for too large.
 
-What is compiled is the gradient of the traced program, not the function that it was traced from: so
+What is compiled is a step with the traced program, not the function that it was traced from: so
 this can be done in the middle of somebody else's trace, where arguments, and what the function
 closes over, have shapes and no numbers. Of those, closed-over arrays become arguments.
 """
@@ -193,9 +193,9 @@ def _within(first: Candidate, trials: _Trials, budget_bytes: int) -> Plan:
     """The least recomputation within a budget.
 
     After each compile the predictions of all plans are corrected, and the best of those that now
-    fit is next, until it has been compiled already. The last compile but one is for what
-    ``jax.checkpoint``'s policies come to, where one of them would be better than what is found. If
-    nothing has fitted so far, the last is for the smallest.
+    fit is next, until it has been compiled already. One compile is left then: for the smallest if
+    nothing has fitted so far, else for what a policy of ``jax.checkpoint`` comes to, where that is
+    expected to fit and to recompute less.
     """
     measure = trials.measure
     one: Candidate | None = first
@@ -287,7 +287,7 @@ class _Trials:
     ) -> None:
         self.problem, self.objective, self.measure = problem, objective, objective.overhead
         self.front = pareto(list(problem.candidates), self.measure)[::-1]
-        self.defaults = list(problem.sweep.defaults)
+        self.defaults = planning.defaults(problem)
         self.plans: list[Plan] = []
         self._compiled = compiled
         self._refusals: list[CompileError] = []
