@@ -86,6 +86,7 @@ def objective_of(
             "there, 'together' where it needs all at once, as for clipping by their norm, or "
             "'results' where they are put out."
         ) from None
+    wanted = functools.partial(Objective, overhead=counted, gradients=fate)
     if reserve is not None and budget != "fit":
         raise RematError(
             f'reserve={reserve!r} is what budget="fit" leaves free of the device\'s memory; with '
@@ -97,12 +98,12 @@ def objective_of(
             raise RematError(
                 f"max_overhead={max_overhead!r}: give a share of a forward pass, such as 0.05."
             )
-        return Objective(max_overhead=float(max_overhead), overhead=counted, gradients=fate)
+        return wanted(max_overhead=float(max_overhead))
     if budget is None:
-        return Objective(overhead=counted, gradients=fate)
+        return wanted()
     if budget == "fit":
         free = 0 if reserve is None else parse_bytes(reserve)
-        return Objective(fit=True, reserve_bytes=free, overhead=counted, gradients=fate)
+        return wanted(fit=True, reserve_bytes=free)
     if isinstance(budget, float):
         if not (budget > 0 and math.isfinite(budget)):
             raise RematError(
@@ -114,8 +115,8 @@ def objective_of(
                 f"budget={budget!r}: a float is a share of what the unchanged function needs, and "
                 f"{budget:g} times that is hardly meant. For bytes, give an int or '6GiB'."
             )
-        return Objective(budget_share=budget, overhead=counted, gradients=fate)
-    return Objective(budget_bytes=parse_bytes(budget), overhead=counted, gradients=fate)
+        return wanted(budget_share=budget)
+    return wanted(budget_bytes=parse_bytes(budget))
 
 
 def solver_of(given: str | Solver) -> Solver:
