@@ -60,8 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Here, not above: tests import this module. Both are read when the first program is compiled.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Here, not above: tests import this module.
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
     # What is looked for are wrong programs, not slow ones.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
