@@ -231,7 +231,7 @@ def test_gpt_does_not_look_ahead() -> None:
 
 
 def test_unknown_network() -> None:
-    message = r"unknown network 'resnet51': give one of resnet18, .*gpt$"
+    message = r"unknown network 'resnet51': give one of resnet18, .*gpt, .*deeplab"
     with pytest.raises(ValueError, match=message):
         build("resnet51", 2)
     with pytest.raises(ValueError, match=message):
