@@ -13,9 +13,10 @@ import remat_opt
 from benchmarks import networks
 from benchmarks.kept import Kept
 from benchmarks.networks import Network
-from remat_opt import flop_count, measurement
-from remat_opt.measurement import Measurement
+from remat_opt.measurement import compilation
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
+from remat_opt.program import flop_count
 from remat_opt.units import format_bytes, format_share
 
 
@@ -56,11 +57,11 @@ class Subject:
         """
         gradient = jax.grad(loss_fn, has_aux=self.network.has_aux)
         if self.kept is None:
-            return measurement.measure(gradient, *self.network.arguments, device=self.device)
+            return compilation.measure(gradient, *self.network.arguments, device=self.device)
         key = self.kept.key(self.device, gradient, self.network.arguments)
         found = self.kept.get(key)
         if found is None:
-            found = measurement.measure(gradient, *self.network.arguments, device=self.device)
+            found = compilation.measure(gradient, *self.network.arguments, device=self.device)
             self.kept.put(key, found)
         return found
 

@@ -40,10 +40,12 @@ import remat_opt
 from benchmarks import networks
 from benchmarks.compiled import Subject, prediction, subject, table_line
 from benchmarks.kept import Kept
-from remat_opt import measurement, planning, tracing, verification
+from remat_opt import planning, verification
 from remat_opt.api import objective_of
-from remat_opt.measurement import Measurement
+from remat_opt.measurement import compilation
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
+from remat_opt.program import tracing
 from remat_opt.schedule import Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.units import format_bytes, format_share
@@ -194,7 +196,7 @@ class _Plans:
             signature=tracing.Signature(has_aux=of.network.has_aux),
         )
         self._problem = planning.problem(
-            program, measurement.resolve_device(of.device), measure=Overhead.FLOPS
+            program, compilation.resolve_device(of.device), measure=Overhead.FLOPS
         )
         self.plan_seconds = time.perf_counter() - start
 

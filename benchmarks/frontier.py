@@ -18,9 +18,11 @@ from typing import Any
 
 from benchmarks import networks
 from benchmarks.compiled import prediction, subject, table_line
-from remat_opt import measurement, planning, tracing
+from remat_opt import planning
 from remat_opt.api import objective_of
+from remat_opt.measurement import compilation
 from remat_opt.plan import Plan
+from remat_opt.program import tracing
 from remat_opt.solvers.base import Overhead
 
 #: Each policy of ``jax.checkpoint_policies`` that takes no argument, aliases left out.
@@ -69,7 +71,7 @@ def rows(
             defaults.append(of.row("policy", label, make()))
             yield defaults[-1]
 
-    target = measurement.resolve_device(device)
+    target = compilation.resolve_device(device)
     signature = tracing.Signature(has_aux=of.network.has_aux)
     program = tracing.trace(of.network.loss_fn, *of.network.arguments, signature=signature)
     start = time.perf_counter()

@@ -17,7 +17,7 @@ import jax
 
 from benchmarks.json_lines import JsonLines
 from remat_opt.device import get_device
-from remat_opt.measurement import Measurement
+from remat_opt.measurement.compilation import Measurement
 
 #: The packages that compilers come in, by platform; that for CPU comes with JAX.
 _COMPILERS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}

@@ -28,11 +28,13 @@ from benchmarks import networks
 from benchmarks.kept import compiler_version
 from benchmarks.networks import resnet
 from benchmarks.networks.record import Network
-from remat_opt import measurement, planning, tracing
+from remat_opt import planning
+from remat_opt.compilers.materialization import materialize
 from remat_opt.device import get_device
-from remat_opt.linearization import linearize
-from remat_opt.materialization import materialize
+from remat_opt.measurement import compilation
 from remat_opt.plan import Objective
+from remat_opt.program import tracing
+from remat_opt.program.linearization import linearize
 
 #: What is planned and compiled, from small to large.
 NETWORKS = (
@@ -92,7 +94,7 @@ def compiled(network: Network, device: str) -> dict[str, Any]:
     start = time.perf_counter()
     jax.jit(gradient).trace(*network.arguments)
     trace = time.perf_counter() - start
-    found = measurement.measure(gradient, *network.arguments, device=device)
+    found = compilation.measure(gradient, *network.arguments, device=device)
     # The measurement traces once more.
     return {"compile_seconds": round(found.compile_seconds - trace, 3)}
 

@@ -19,7 +19,9 @@ import jax
 
 import remat_opt
 from benchmarks import networks
-from remat_opt import flop_count, measurement, solvers
+from remat_opt import solvers
+from remat_opt.measurement import compilation
+from remat_opt.program import flop_count
 from remat_opt.solvers import Solver
 from remat_opt.units import format_bytes, format_share
 
@@ -65,7 +67,7 @@ def rows(
       ``compile_seconds``; or ``error``.
     """
     built = networks.build(network, batch)
-    target = measurement.resolve_device(device)
+    target = compilation.resolve_device(device)
     counting = {"has_aux": built.has_aux}
     forward = flop_count.forward_flops(built.loss_fn, *built.arguments)
     unchanged = flop_count.gradient_flops(built.loss_fn, *built.arguments, **counting)
@@ -100,7 +102,7 @@ def rows(
             if plan.stages not in compiled:
                 planned = remat_opt.apply_plan(plan, built.loss_fn, **counting)
                 flops = flop_count.gradient_flops(planned, *built.arguments, **counting)
-                found = measurement.measure(
+                found = compilation.measure(
                     jax.grad(planned, has_aux=built.has_aux), *built.arguments, device=target
                 )
                 compiled[plan.stages] = {

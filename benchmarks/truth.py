@@ -29,12 +29,14 @@ import remat_opt
 from benchmarks import networks
 from benchmarks.dominance import NETWORKS
 from benchmarks.json_lines import JsonLines
-from remat_opt import measurement, planning, tracing, verification
+from remat_opt import planning, verification
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
-from remat_opt.measurement import Measurement
+from remat_opt.measurement import compilation
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
-from remat_opt.tracing import Signature
+from remat_opt.program import tracing
+from remat_opt.program.tracing import Signature
 from remat_opt.units import format_bytes
 
 STEPS = {"gradient": Gradients.RESULTS, "adam": Gradients.CONSUMED}
@@ -214,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args(arguments)
-    measurement.resolve_device(given.device)
+    compilation.resolve_device(given.device)
     found = []
     names = given.network or [*NETWORKS, *networks.JUDGED]
     for row in rows(

@@ -16,7 +16,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import remat_opt
-from remat_opt.measurement import attached_device, compiler_options
+from remat_opt.measurement.compilation import attached_device, compiler_options
 from remat_opt.units import format_bytes
 
 STEPS, BATCH_SIZE = 40, 64

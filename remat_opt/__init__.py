@@ -23,7 +23,7 @@ from remat_opt.errors import (
     TraceError,
     UnitError,
 )
-from remat_opt.measurement import Measurement
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
 

@@ -14,35 +14,26 @@ from typing import Any
 
 import jax
 
-from remat_opt import (
-    blocks,
-    comparison,
-    failure,
-    measurement,
-    planning,
-    solvers,
-    step,
-    tracing,
-    trade_off,
-    transform,
-    verification,
-)
+from remat_opt import comparison, failure, planning, solvers, trade_off, verification
 from remat_opt.comparison import Comparison, Contender
+from remat_opt.compilers.materialization import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, PlanFileError, RematError
 from remat_opt.gradients import Gradients
-from remat_opt.materialization import computes_nothing
-from remat_opt.measurement import Measurement
+from remat_opt.measurement import compilation, step
+from remat_opt.measurement.compilation import Measurement
+from remat_opt.measurement.step import LossCall, Step, as_it_is, instead_of
 from remat_opt.plan import Objective, Plan
-from remat_opt.plan_text import printable
-from remat_opt.program import Program
+from remat_opt.program import blocks, tracing
+from remat_opt.program.record import Program
+from remat_opt.program.tracing import Signature
 from remat_opt.recent import Recent
 from remat_opt.solvers import Solver
 from remat_opt.solvers.base import Overhead
-from remat_opt.step import LossCall, Step, as_it_is, instead_of
-from remat_opt.tracing import Signature
 from remat_opt.trade_off import Frontier
+from remat_opt.transform import rewriting
 from remat_opt.units import format_bytes, format_share, parse_bytes
+from remat_opt.view.plan_text import printable
 
 #: Plans that a decorated function holds, one for each program that it was traced to: a few hundred
 #: kilobytes each for a deep network.
@@ -228,10 +219,10 @@ class Rematerialized:
     def _run(self, program: Program, call: tracing.Call) -> Any:
         if program.differentiated or self._given is not None:
             plan = self._plan_of(program, call)
-            run = transform.rewrite(program, plan.stages, plan.platform)
+            run = rewriting.rewrite(program, plan.stages, plan.platform)
         else:
             # jax.grad refuses such arguments; a call without derivative has nothing to plan.
-            run = transform.rewrite(program, (), "cpu")
+            run = rewriting.rewrite(program, (), "cpu")
         outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
         return jax.tree.unflatten(program.output_tree, outputs)
 
@@ -296,7 +287,7 @@ class Rematerialized:
         planning.check_differentiated(program)
         return planning.problem(
             program,
-            measurement.resolve_device(self._device),
+            compilation.resolve_device(self._device),
             measure=self._objective.overhead,
             solver=self._solver,
             gradients=self._objective.gradients,
@@ -317,7 +308,7 @@ class Rematerialized:
         return found or self._plans.put(fingerprint, self._make(program, call))
 
     def _make(self, program: Program, call: tracing.Call) -> Plan:
-        device = measurement.resolve_device(self._device)
+        device = compilation.resolve_device(self._device)
 
         def compiled(plan: Plan) -> Measurement:
             arguments = jax.tree.leaves((call.args, call.kwargs))
@@ -631,7 +622,7 @@ def _plan_in_step(
       wanted: holds the options.
     """
     call = step.the_one(calls)
-    device = measurement.resolve_device(wanted._device)
+    device = compilation.resolve_device(wanted._device)
     objective = _in_bytes(wanted, in_step, program, call, device)
     planner = Rematerialized(
         call.fn, call.signature, device, objective, wanted._solver, None, False, "raise"
@@ -843,7 +834,7 @@ def measure(
       MissingPackageError: the compiler for that device is not installed.
       CompileError: the compiler refused.
     """
-    return measurement.measure(
+    return compilation.measure(
         fn,
         *args,
         device=device,
@@ -927,7 +918,7 @@ def compare(
     limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
     if not (budgets or limits):
         budgets, limits = (None,), (0.25, 0.05, 0.0)
-    target = measurement.resolve_device(device)
+    target = compilation.resolve_device(device)
     chosen_solver = solver_of(solver)
     signature = signature_of(argnums, has_aux, static_argnums, static_argnames)
     compiled, calls, in_step = _compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)

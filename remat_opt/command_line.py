@@ -18,11 +18,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_opt import api, report, solvers
+from remat_opt import api, solvers
 from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import RematError
 from remat_opt.units import format_bytes
+from remat_opt.view import report
 
 _EXAMPLE = """\
 example: given train.py with

@@ -16,13 +16,15 @@ from typing import Any
 
 import jax
 
-from remat_opt import blocks, policies, report, tracing
+from remat_opt import policies
 from remat_opt.errors import RematError
-from remat_opt.measurement import Measurement
+from remat_opt.measurement.compilation import Measurement
+from remat_opt.measurement.step import How, as_it_is
 from remat_opt.plan import Plan
-from remat_opt.step import How, as_it_is
-from remat_opt.tracing import Signature
+from remat_opt.program import blocks, tracing
+from remat_opt.program.tracing import Signature
 from remat_opt.units import format_bytes, format_seconds, format_share
+from remat_opt.view import report
 
 _FIGURES = (
     "predicted_temporary_bytes",

@@ -234,14 +234,6 @@ class Device:
         return self.platform == "cuda"
 
     @property
-    def stores_crops(self) -> bool:
-        """Whether a slice that outlives its operand is planned with, as an array (``crops``).
-
-        On a CPU it is not: a U-Net's plans compiled to a fifth more than predicted.
-        """
-        return self.platform != "cpu"
-
-    @property
     def places_in_order(self) -> bool:
         """Whether the compiler places arrays on its heap in the order of the program.
 

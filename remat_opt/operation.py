@@ -46,6 +46,10 @@ def _element_bits(dtype: str) -> int:
     )
 
 
+#: Products of matrices and convolutions: their derivatives are products of their own.
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayType:
     """Shape and dtype of one array.

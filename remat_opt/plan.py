@@ -18,13 +18,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal
 
-from remat_opt import plan_text
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.gradients import Gradients
-from remat_opt.measurement import Measurement
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.schedule import Stage
 from remat_opt.solvers.base import Overhead
+from remat_opt.view import plan_text
 
 #: Changes when files of an older version can no longer be read.
 FORMAT = "remat_opt plan 5"

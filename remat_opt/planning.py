@@ -15,18 +15,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__, blocks, policies
+from remat_opt import __version__, policies
 from remat_opt import _jax_internals as internals
+from remat_opt.compilers.heap import decreasing_size_heap_bytes, heap_bytes
+from remat_opt.compilers.held import Cause
+from remat_opt.compilers.materialization import Materialization, computes_nothing, materialize
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
-from remat_opt.heap import decreasing_size_heap_bytes, heap_bytes
-from remat_opt.held import Cause
-from remat_opt.linearization import linearize
-from remat_opt.materialization import Materialization, computes_nothing, materialize
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
-from remat_opt.program import Program
+from remat_opt.program import blocks
+from remat_opt.program.linearization import linearize
+from remat_opt.program.record import Program
 from remat_opt.recent import Recent
 from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.simulator import Simulation, simulate

@@ -14,7 +14,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.graph import Graph
-from remat_opt.program import Atom, Program
+from remat_opt.program.record import Atom, Program
 from remat_opt.schedule import Region, Schedule, merged
 
 #: Two names of one policy: the first is shown.

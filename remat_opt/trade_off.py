@@ -9,10 +9,10 @@ import dataclasses
 import json
 from typing import Any
 
-from remat_opt import report
 from remat_opt.planning import Problem
 from remat_opt.solvers.base import Overhead, pareto
 from remat_opt.units import format_bytes, format_share
+from remat_opt.view import report
 
 #: Rows of the table in a terminal or a notebook; ``rows`` and the picture have them all.
 _MOST_ROWS = 24

@@ -23,17 +23,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_opt import _jax_internals as internals
-from remat_opt import measurement, planning, transform
+from remat_opt import planning
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, CompileError, RematError
 from remat_opt.gradients import Gradients
-from remat_opt.measurement import Measurement
+from remat_opt.measurement import compilation
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
-from remat_opt.program import Program
+from remat_opt.program.record import Program
+from remat_opt.program.tracing import is_inexact
 from remat_opt.schedule import Schedule
 from remat_opt.solvers.base import Candidate, least_memory, pareto
-from remat_opt.tracing import is_inexact
+from remat_opt.transform import rewriting
 from remat_opt.units import format_bytes
 
 #: Plans that are compiled for one request.
@@ -73,7 +75,7 @@ def measure_plan(
             f"axes {', '.join(axes)} of a vmap or shard_map round it. Leave verify= out, or "
             "decorate a function that has the vmap or shard_map inside."
         )
-    run = transform.rewrite(program, plan.stages, plan.platform)
+    run = rewriting.rewrite(program, plan.stages, plan.platform)
     traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]
@@ -113,7 +115,7 @@ def measure_plan(
     shapes = list(map(_shape, arguments))
     parameters = [shapes[place] for place in places]
     state = [] if fate is Gradients.RESULTS else [_moments(one) for one in parameters]
-    return measurement.measure(
+    return compilation.measure(
         step,
         closed_over,
         cotangents,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from remat_opt.chain import Chain
+from remat_opt.offload.chain import Chain
 
 
 @st.composite

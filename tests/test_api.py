@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 import remat_opt
-from remat_opt import api, linearization, planning, solvers
+from remat_opt import api, planning, solvers
 from remat_opt.device import Device, get_device
 from remat_opt.errors import BudgetError, RematError, TraceError
 from remat_opt.plan import Objective
+from remat_opt.program import linearization
 
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:

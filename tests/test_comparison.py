@@ -9,8 +9,8 @@ import remat_opt
 from remat_opt import comparison
 from remat_opt.comparison import Comparison, Contender
 from remat_opt.errors import BudgetError, CompileError, RematError
-from remat_opt.measurement import Measurement
-from remat_opt.tracing import Signature
+from remat_opt.measurement.compilation import Measurement
+from remat_opt.program.tracing import Signature
 from tests.test_policies import NAMES
 
 X = jax.ShapeDtypeStruct((32, 32), "float32")

@@ -19,7 +19,7 @@ from jax import lax
 import remat_opt
 from benchmarks import networks
 from remat_opt.plan import Plan
-from tests.test_measurement import needs_libtpu
+from tests.devices import needs_libtpu
 
 TPU = [pytest.mark.tpu, pytest.mark.slow, needs_libtpu]
 

@@ -28,12 +28,13 @@ from jax import lax
 
 import remat_opt
 from remat_opt import _jax_internals as internals
-from remat_opt import tracing, transform
+from remat_opt.compilers.materialization import computes_nothing, materialize
 from remat_opt.device import get_device
-from remat_opt.linearization import linearize
-from remat_opt.materialization import computes_nothing, materialize
-from remat_opt.program import Program
+from remat_opt.program import tracing
+from remat_opt.program.linearization import linearize
+from remat_opt.program.record import Program
 from remat_opt.schedule import Stage
+from remat_opt.transform import rewriting
 from tests.programs import EXAMPLES, Example, array
 
 ONLY_FORWARD = {"loop_differentiated_forward"}
@@ -213,7 +214,7 @@ def staged(example: Example, choose: Callable[[Program], Sequence[Stage]]) -> Ex
         signature = remat_opt.api.signature_of(**example.options)
         call = tracing.bind_static(example.fn, signature, args, kwargs)
         program = tracing.trace_call(call, has_aux=signature.has_aux)
-        run = transform.rewrite(program, choose(program), "cuda")
+        run = rewriting.rewrite(program, choose(program), "cuda")
         flat = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
         return jax.tree.unflatten(program.output_tree, flat)
 
@@ -645,7 +646,7 @@ def test_rewritten_program_is_well_formed(name: str) -> None:
         each_alone(program),
         all_together(program),
     ):
-        run = transform.rewrite(program, stages, "cuda")
+        run = rewriting.rewrite(program, stages, "cuda")
         leaves = jax.tree.leaves((call.args, call.kwargs))
         closed, _ = internals.make_jaxpr(run, list(program.constant_values), leaves)
         internals.check(closed)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import remat_opt
-from remat_opt import failure, planning, tracing, transform
+from remat_opt import failure, planning
 from remat_opt.errors import BudgetError, GraphError, PlanningWarning, RewriteError
+from remat_opt.program import tracing
+from remat_opt.transform import rewriting
 
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -38,7 +40,7 @@ def reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("room", "what"),
-    [(planning, "make"), (transform, "rewrite"), (tracing._Flattener, "program")],
+    [(planning, "make"), (rewriting, "rewrite"), (tracing._Flattener, "program")],
 )
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_function_runs_unchanged(

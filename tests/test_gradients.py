@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import remat_opt
-from remat_opt import planning, tracing
+from remat_opt import planning
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
+from remat_opt.program import tracing
 
 TWO = (
     ParameterGradient(first=3, last=3, bytes=5),

@@ -25,7 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jax_core
 
 from remat_opt import _jax_internals as internals
-from remat_opt import measurement, tracing
+from remat_opt.measurement import compilation
+from remat_opt.program import tracing
 
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names
 
@@ -150,7 +151,7 @@ def test_a_chain_of_checkpoints_needs_less_memory_and_one_round_the_whole_does_n
     weights, x = [jnp.ones((16, 16))] * 16, jnp.ones((4096, 16))
 
     def temporary_bytes(fn: Callable[..., Any]) -> int:
-        return measurement.measure(jax.grad(fn), weights, x, device="cpu").temporary_bytes
+        return compilation.measure(jax.grad(fn), weights, x, device="cpu").temporary_bytes
 
     plain_bytes = temporary_bytes(plain)
     assert temporary_bytes(jax.checkpoint(plain)) > 0.9 * plain_bytes

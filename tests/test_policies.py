@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from remat_opt import flop_count, measurement, planning, policies, tracing
-from remat_opt.blocks import blocks
+from remat_opt import planning, policies
+from remat_opt.compilers.materialization import materialize
 from remat_opt.device import get_device
 from remat_opt.graph import Graph
-from remat_opt.linearization import linearize
-from remat_opt.materialization import materialize
-from remat_opt.program import Program
+from remat_opt.measurement import compilation
+from remat_opt.program import flop_count, tracing
+from remat_opt.program.blocks import blocks
+from remat_opt.program.linearization import linearize
+from remat_opt.program.record import Program
 from remat_opt.schedule import plain
 from remat_opt.solvers import portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judge
@@ -183,7 +185,7 @@ def test_per_block_is_what_one_writes_by_hand(name: str) -> None:
             np.testing.assert_allclose(left, right, rtol=1e-5)
     counted = [flop_count.gradient_flops(fn, W, X) for fn in (ours, by_hand)]
     assert counted[0] == counted[1]
-    found = [measurement.measure(jax.grad(fn), W, X, device="cpu") for fn in (ours, by_hand)]
+    found = [compilation.measure(jax.grad(fn), W, X, device="cpu") for fn in (ours, by_hand)]
     assert found[0].temporary_bytes == found[1].temporary_bytes
 
 

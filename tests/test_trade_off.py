@@ -12,8 +12,8 @@ import pytest
 
 import remat_opt
 from remat_opt import planning
+from remat_opt.compilers.materialization import Materialization
 from remat_opt.errors import RematError
-from remat_opt.materialization import Materialization
 from remat_opt.recent import Recent
 
 SHAPES = (

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 import remat_opt
-from remat_opt import measurement, planning, tracing, verification
+from remat_opt import planning, verification
 from remat_opt.device import get_device
 from remat_opt.errors import BudgetError, CompileError, RematError
-from remat_opt.measurement import Measurement
+from remat_opt.measurement import compilation
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
-from remat_opt.tracing import Signature
+from remat_opt.program import tracing
+from remat_opt.program.tracing import Signature
 
 SHAPES = (
     [jax.ShapeDtypeStruct((64, 64), "float32")] * 12,
@@ -205,13 +207,13 @@ VERIFIED: Any = {"budget": 0.6, "device": "cpu", "verify": "compile"}
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     """All that is measured during a test."""
     found = []
-    measure = measurement.measure
+    measure = compilation.measure
 
     def noted(*args: Any, **options: Any) -> Measurement:
         found.append(measure(*args, **options))
         return found[-1]
 
-    monkeypatch.setattr(measurement, "measure", noted)
+    monkeypatch.setattr(compilation, "measure", noted)
     return found
 
 
@@ -253,7 +255,7 @@ def test_the_figures_are_those_of_the_users_own_gradient() -> None:
         layers, WEIGHTS, X, budget=0.6, device="cpu", verify=True, gradients="results"
     )
     gradient = jax.value_and_grad(remat_opt.apply_plan(plan, layers))
-    assert plan.measured == measurement.measure(gradient, WEIGHTS, X, device="cpu")
+    assert plan.measured == compilation.measure(gradient, WEIGHTS, X, device="cpu")
 
 
 def test_closed_over_arrays_that_are_traced(compiled: list[Measurement]) -> None:

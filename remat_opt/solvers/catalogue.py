@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from remat_opt import report
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule, plain
 from remat_opt.solvers import (
@@ -31,6 +30,7 @@ from remat_opt.solvers import (
 )
 from remat_opt.solvers.base import Candidate, Overhead, Refused, Solution, judge, judged, priced
 from remat_opt.solvers.dynamic_program import Centric
+from remat_opt.view import report
 
 #: How many budgets a solver is asked for, in equal ratios from the least one up.
 BUDGETS = 12

@@ -42,10 +42,10 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 
-from remat_opt.allocator import Execution
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, merged
 from remat_opt.simulator import simulate
+from remat_opt.solvers.allocator import Execution
 
 
 class Kind(enum.Enum):

@@ -60,8 +60,8 @@ from fractions import Fraction
 import numpy as np
 from scipy.optimize import direct
 
-from remat_opt.chain import Chain, LinkChain, in_grains
-from remat_opt.offload_simulator import (
+from remat_opt.offload.chain import Chain, LinkChain, in_grains
+from remat_opt.offload.simulator import (
     Deadlock,
     Kind,
     NoSchedule,

@@ -47,8 +47,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
-from remat_opt.chain import Chain, LinkChain, in_grains
-from remat_opt.offload_equations import (
+from remat_opt.offload.chain import Chain, LinkChain, in_grains
+from remat_opt.offload.equations import (
     Position,
     idle_by_equations,
     middle,
@@ -56,7 +56,7 @@ from remat_opt.offload_equations import (
     origin,
     step,
 )
-from remat_opt.offload_simulator import (
+from remat_opt.offload.simulator import (
     Deadlock,
     NoSchedule,
     OffloadAnswer,

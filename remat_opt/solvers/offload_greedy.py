@@ -28,9 +28,9 @@ Neural Network Training* (Euro-Par 2020), Sec. 4.
 
 from __future__ import annotations
 
-from remat_opt.chain import Chain
-from remat_opt.offload_equations import seconds_by_equations
-from remat_opt.offload_simulator import (
+from remat_opt.offload.chain import Chain
+from remat_opt.offload.equations import seconds_by_equations
+from remat_opt.offload.simulator import (
     Deadlock,
     NoSchedule,
     OffloadAnswer,

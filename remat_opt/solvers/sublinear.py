@@ -52,9 +52,9 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from remat_opt.allocator import allocate
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule
+from remat_opt.solvers.allocator import allocate
 from remat_opt.solvers.base import Infeasible, Overhead, Refused, Solution, Status, thinned
 from remat_opt.solvers.mirror import (
     Approximate,

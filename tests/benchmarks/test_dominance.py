@@ -11,7 +11,7 @@ import pytest
 from benchmarks import compiled, dominance
 from benchmarks.dominance import Gain, gain, summary
 from benchmarks.networks import Network, lstm
-from remat_opt import flop_count
+from remat_opt.program import flop_count
 
 FORWARD_FLOPS = 100_000
 

@@ -7,7 +7,7 @@ import pytest
 
 import remat_opt
 from benchmarks import networks
-from remat_opt import flop_count
+from remat_opt.program import flop_count
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kept import Kept
-from remat_opt import measurement
+from remat_opt.measurement import compilation
 
 X = jnp.ones((64, 64))
 
@@ -17,7 +17,7 @@ def test_measurements_outlive_the_run(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
     key = Kept.key("cpu", jnp.sin, (X,))
     assert Kept(path).get(key) is None
-    found = measurement.measure(jnp.sin, X, device="cpu")
+    found = compilation.measure(jnp.sin, X, device="cpu")
     Kept(path).put(key, found)
     assert Kept(path).get(key) == found
     assert Kept(path).get(Kept.key("cpu", jnp.cos, (X,))) is None
@@ -53,7 +53,7 @@ def test_what_a_checkpoint_keeps_tells_programs_apart() -> None:
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
     keys = [Kept.key("cpu", fn, (X,)) for fn in (jnp.sin, jnp.cos)]
-    found = measurement.measure(jnp.sin, X, device="cpu")
+    found = compilation.measure(jnp.sin, X, device="cpu")
     Kept(path).put(keys[0], found)
     whole = path.read_text(encoding="utf-8")
     path.write_text(whole + whole[:40], encoding="utf-8")

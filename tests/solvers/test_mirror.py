@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat_opt.allocator import allocate
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import simulate
 from remat_opt.solvers import mirror
+from remat_opt.solvers.allocator import allocate
 from remat_opt.solvers.mirror import Kind
 from tests.graphs import FAMILIES, graphs, layered, schedules
 from tests.solvers import mirror_oracle as oracle

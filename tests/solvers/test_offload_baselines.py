@@ -6,8 +6,8 @@ import hypothesis
 import numpy as np
 import pytest
 
-from remat_opt.chain import Chain, in_grains
-from remat_opt.offload_simulator import (
+from remat_opt.offload.chain import Chain, in_grains
+from remat_opt.offload.simulator import (
     Kind,
     NoSchedule,
     OffloadAnswer,

@@ -6,9 +6,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from remat_opt.chain import Chain, in_grains
-from remat_opt.offload_equations import idle_by_equations
-from remat_opt.offload_simulator import (
+from remat_opt.offload.chain import Chain, in_grains
+from remat_opt.offload.equations import idle_by_equations
+from remat_opt.offload.simulator import (
     Deadlock,
     NoSchedule,
     OffloadAnswer,

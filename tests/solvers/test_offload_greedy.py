@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from remat_opt.chain import Chain
-from remat_opt.offload_simulator import NoSchedule, OffloadAnswer, Status, Transfers, simulate
+from remat_opt.offload.chain import Chain
+from remat_opt.offload.simulator import NoSchedule, OffloadAnswer, Status, Transfers, simulate
 from remat_opt.solvers.offload_greedy import fractional, greedy
 from tests.chains import hard_chains
 

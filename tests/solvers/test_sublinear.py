@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat_opt.allocator import allocate
 from remat_opt.graph import Graph
 from remat_opt.schedule import plain
 from remat_opt.simulator import simulate
 from remat_opt.solvers import mirror, sublinear
+from remat_opt.solvers.allocator import allocate
 from remat_opt.solvers.base import Infeasible, Overhead, Refused, Solution, Status
 from remat_opt.solvers.sublinear import Variant
 from tests.graphs import FAMILIES, INSTANCES, layered, network

@@ -1,0 +1,55 @@
+"""Which axes of an array are those of matrices: a TPU's compiler stores them innermost.
+
+A batched product, as attention has two, multiplies matrices of which there is one for each index of
+its batch axes. XLA for TPU stores the two other axes innermost, in the order that pads less, and
+so it does with what is elementwise on the way to such a product. Queries ``f32[64,197,12,64]``, of
+64 images, 197 tokens and 12 heads of 64 channels, lie with the tokens innermost, padded to 256;
+innermost channels would be padded to twice their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from remat_opt import costs
+from remat_opt.program.record import Program
+
+#: Two axes of an array.
+Axes = tuple[int, int]
+
+
+def matrix_axes(program: Program) -> dict[int, Axes]:
+    """For each value that a batched product reads or writes the two axes of its matrices.
+
+    What such a value is computed from elementwise has them, too.
+    """
+    found: dict[int, Axes] = {}
+
+    def note(value: int, batch: Collection[int]) -> None:
+        others = [axis for axis in range(len(program.types[value].shape)) if axis not in batch]
+        if len(others) == 2:
+            found.setdefault(value, (others[0], others[1]))
+
+    for equation in reversed(program.equations):
+        operation = equation.operation
+        if operation.primitive == "dot_general":
+            _, batch = operation.params["dimension_numbers"]
+            if batch[0]:
+                note(equation.outputs[0], range(len(batch[0])))
+                for atom, axes in zip(equation.inputs, batch, strict=True):
+                    if isinstance(atom, int):
+                        note(atom, axes)
+            continue
+        axes = next((found[value] for value in equation.outputs if value in found), None)
+        if axes is None:
+            continue
+        if operation.primitive == "transpose":
+            order = operation.params["permutation"]
+            axes = order[axes[0]], order[axes[1]]
+        elif costs.cost(operation).fusion is not costs.Fusion.FUSIBLE:
+            continue
+        shape = operation.outputs[0].shape
+        for value in equation.value_inputs:
+            if operation.primitive == "transpose" or program.types[value].shape == shape:
+                found.setdefault(value, axes)
+    return found

@@ -1,0 +1,85 @@
+"""Products of matrices and convolutions, and the sums of two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from remat_opt.device import Platform
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.record import Program
+
+#: What still is the product, or a part of it.
+_PARTS = frozenset({"convert_element_type", "reshape", "slice", "split", "squeeze"})
+#: What a bias still is.
+_SHAPED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
+_SUMS = frozenset({"add", "add_any", "sub"})
+
+
+def biases(program: Program) -> dict[int, int]:
+    """For equations that make products the smaller argument that is added to each."""
+    made = {
+        equation.outputs[0]: index
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive in PRODUCTS
+    }
+    shaped = {value: value for value in program.arguments}
+    found: dict[int, int] = {}
+    for equation in program.equations:
+        primitive, read = equation.operation.primitive, equation.value_inputs
+        if primitive in _SHAPED and len(read) == 1 and read[0] in shaped:
+            shaped[equation.outputs[0]] = shaped[read[0]]
+        elif primitive in _PARTS and len(read) == 1 and read[0] in made:
+            made.update(dict.fromkeys(equation.outputs, made[read[0]]))
+        elif primitive == "add":
+            of = [made[value] for value in read if value in made]
+            added = [shaped[value] for value in read if value in shaped]
+            size = program.types[equation.outputs[0]].size
+            if len(of) == len(added) == 1 and program.types[added[0]].size < size:
+                found.setdefault(of[0], added[0])
+    return found
+
+
+def stored_sums(program: Program, platform: Platform) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Each sum of two products that only such sums read, as in the gates of a recurrent cell.
+
+    Between a product and the sum there may be a bias, or a split into gates. XLA for NVIDIA
+    computes such a sum in whatever reads it, in the backward pass too, and stores both products
+    for that; in parts, where it has split their contraction. ``transform`` has it store the sum.
+    Backward both products read one cotangent, and XLA makes one product of the two that give the
+    gradients of their weights. Of other compilers it is not known.
+
+    Returns:
+      The number of the sum's equation, and those of the products, in the order they are read.
+    """
+    if platform != "cuda":
+        return
+    made = {
+        equation.outputs[0]: index
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive in PRODUCTS
+    }
+    biases = set(program.arguments)
+    sums: dict[int, tuple[int, int]] = {}
+    # Products of which something else is read.
+    others: set[int] = set()
+    for index, equation in enumerate(program.equations):
+        primitive, read = equation.operation.primitive, equation.value_inputs
+        of = [made[value] for value in read if value in made]
+        if primitive in _SHAPED and biases.issuperset(read):
+            biases.update(equation.outputs)
+        elif not of:
+            continue
+        elif primitive in _SUMS and len(read) == 2 and len(set(of)) == 2:
+            sums[index] = of[0], of[1]
+        elif (primitive in _PARTS and len(of) == 1) or (
+            primitive in _SUMS and len(of) == 1 and biases.issuperset(set(read) - made.keys())
+        ):
+            made.update(dict.fromkeys(equation.outputs, of[0]))
+        else:
+            others.update(of)
+    others.update(made[value] for value in program.output_values if value in made)
+    # Of a sum that does not count, the other product is read by something else, too.
+    while spoilt := [index for index, pair in sums.items() if not others.isdisjoint(pair)]:
+        for index in spoilt:
+            others.update(sums.pop(index))
+    yield from sums.items()

@@ -1,0 +1,147 @@
+"""What XLA for TPU stores of what its products read (``Device.fuses_into_products``).
+
+Its products read float32 operands as bfloat16, unless the program asks for more precision. So what
+only they read is rounded before it is stored, and by the product's own kernel where another product
+makes it: the queries of attention, with their bias and scale.
+
+What its kernels read and write is copied to and from vector memory, ahead of time or behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Set
+
+from remat_opt import costs
+from remat_opt.operation import PRODUCTS, ArrayType, Operation
+from remat_opt.program.dataflow import Dataflow
+
+#: What the signal of one copy takes, for as long as the program runs, and how many copies there
+#: are for each product that is computed, with all that lies between products: 3 in an LSTM, whose
+#: arrays are small, 5 to 9 in a GPT and in ViT-B/16.
+_SIGNAL_BYTES, _COPIES_OF_A_PRODUCT = 16 * 1024, 4
+#: A product of arrays that are all smaller than this is taken not to be copied for: they stay in
+#: vector memory. (So it was seen to be of programs that fit it altogether.)
+_COPIED_BYTES = 2**20
+#: What a product reads through: its operand is put together as it is read.
+_MOVES = frozenset({"concatenate", "slice"})
+
+
+def copied_for(product: Operation) -> bool:
+    """Whether arrays of a product are copied to vector memory and back."""
+    return any(kind.bytes >= _COPIED_BYTES for kind in (*product.inputs, *product.outputs))
+
+
+def copies_bytes(products: int) -> int:
+    """Bytes of the signals of copies, in a program that computes so many products."""
+    return _SIGNAL_BYTES * _COPIES_OF_A_PRODUCT * products
+
+
+def as_operand(kind: ArrayType) -> ArrayType:
+    """What an array is stored as where only products read it, at JAX's default precision."""
+    return dataclasses.replace(kind, dtype="bfloat16") if kind.dtype == "float32" else kind
+
+
+def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
+    """The float32 values that are stored as bfloat16, with how many products read them.
+
+    Nothing else reads them, forward or backward: such is the result of a pooling in front of a
+    convolution. What a single product reads it may read in parts, or with others.
+
+    Args:
+      flow: of the program.
+      outputs: its output values, aliases resolved.
+    """
+    readers: dict[int, int] = {}
+    others = set(outputs)
+    for index in reversed(range(len(flow.program.equations))):
+        equation = flow.program.equations[index]
+        if flow.is_alias(index):
+            continue
+        derivative = flow.linearization.derivatives.get(index)
+        if derivative is not None:
+            others.update(equation.outputs[position] for position in derivative.outputs)
+        read = flow.reads(index)
+        if rounds_operands(equation.operation):
+            count = 1
+        else:
+            count = 0
+            if equation.operation.primitive in _MOVES and others.isdisjoint(equation.outputs):
+                count = readers.get(equation.outputs[0], 0)
+            if count != 1:
+                others.update(read)
+        for value in read:
+            readers[value] = readers.get(value, 0) + count
+    return {
+        value: count
+        for value, count in readers.items()
+        if value not in others and flow.program.types[value].dtype == "float32"
+    }
+
+
+def completed(flow: Dataflow, outputs: Set[int], rounded: Mapping[int, int]) -> dict[int, int]:
+    """For each product of which only a biased, scaled and rounded form is stored, that form.
+
+    Args:
+      flow: of the program.
+      outputs: its output values, aliases resolved.
+      rounded: as the function of that name finds them.
+
+    Returns:
+      For what such a product writes the value that is stored in its place.
+    """
+    if not rounded:
+        return {}
+    readers: dict[int, list[int]] = {}
+    for index in range(len(flow.program.equations)):
+        if not flow.is_alias(index):
+            for value in flow.reads(index):
+                readers.setdefault(value, []).append(index)
+    of_arguments = _of_arguments(flow)
+    found = {}
+    for equation in flow.program.equations:
+        if equation.operation.primitive not in PRODUCTS:
+            continue
+        (first,) = equation.outputs
+        last = first
+        while last not in rounded and last not in outputs and len(readers.get(last, ())) == 1:
+            (reader,) = readers[last]
+            if _only_operand(flow, reader, of_arguments) != last:
+                break
+            (last,) = flow.program.equations[reader].outputs
+        if last != first and rounded.get(last) == 1:
+            found[first] = last
+    return found
+
+
+def rounds_operands(operation: Operation) -> bool:
+    """Whether the operation is a product at JAX's default precision."""
+    precision = operation.params.get("precision")
+    sides = precision if isinstance(precision, tuple) else (precision,)
+    return operation.primitive in PRODUCTS and all(
+        side is None or str(side).endswith("DEFAULT") for side in sides
+    )
+
+
+def _only_operand(flow: Dataflow, index: int, of_arguments: Set[int]) -> int | None:
+    """What a bias or a scale is applied to, if the derivative does not read it."""
+    operands = [value for value in flow.reads(index) if value not in of_arguments]
+    outputs = flow.program.equations[index].outputs
+    if len(operands) != 1 or len(outputs) != 1:
+        return None
+    before, after = (flow.program.types[value] for value in (operands[0], outputs[0]))
+    if (before.size, before.dtype) != (after.size, after.dtype):
+        return None
+    if flow.costs[index].fusion is not costs.Fusion.FUSIBLE:
+        return None
+    return None if operands[0] in flow.derivative_reads(index) else operands[0]
+
+
+def _of_arguments(flow: Dataflow) -> set[int]:
+    """The values that are computed elementwise from arguments alone, as a bias is."""
+    found: set[int] = set()
+    for index, equation in enumerate(flow.program.equations):
+        fusible = flow.costs[index].fusion is costs.Fusion.FUSIBLE
+        if fusible and found.issuperset(flow.reads(index)):
+            found.update(equation.outputs)
+    return found

@@ -1,0 +1,272 @@
+"""Gradients of weights that several products read, such as those of an unrolled recurrent network.
+
+Each product contributes a part of the weight's size. XLA computes these parts when it can, and adds
+them at the end: 64 steps of an RNN hold 64 times its weights. ``transform`` has each part added
+before the next is computed. Then the sum waits, and one part beside it. The sum is where the
+gradient is put out in the end, which is no temporary. But a checkpointed region has a sum of its
+own, which is added to the one outside when the region has run; and so has each region in it.
+
+That is XLA for NVIDIA. Of the unchanged function it puts the products for parts off to the end of
+the backward pass, where what they read takes less than what they give. Then those parts wait
+together whose products have a common factor, and so are computed as one: of one weight or several.
+XLA for CPU puts nothing out before the end, and has a sum and a part all along, whatever the
+regions, and one more sum for each region round the innermost; of the unchanged function all parts
+wait. XLA for TPU adds parts as they come, in any program, and has sums in its vector memory as far
+as that reaches: those of flat regions were, of nested ones half were not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from remat_opt.device import Device
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.record import Program
+from remat_opt.schedule import Region
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeight:
+    """A weight that several products read.
+
+    Attributes:
+      bytes: its size, and that of every part of its gradient.
+      readers: the vertices whose backward steps compute a part, ascending; one for each part.
+      beside: for each reader the bytes of parts while its own is computed. Where it is computed
+        together with another weight's, these are both, and both once more, cut apart. Empty where
+        one part is there all along.
+      read_bytes: what the product for one part reads.
+      group: number of the group of weights whose parts are computed together.
+    """
+
+    bytes: int
+    readers: tuple[int, ...]
+    beside: tuple[int, ...]
+    read_bytes: int
+    group: int
+
+    @property
+    def parts_bytes(self) -> int:
+        """All parts, as the unchanged function holds them in the end."""
+        return len(self.readers) * self.bytes
+
+    def expected_sums(self, count: int) -> np.ndarray:
+        """Its part of ``SharedWeights.expected_sums``."""
+        found = np.zeros(count, dtype=np.int64)
+        between = slice(self.readers[0], self.readers[-1] + 1)
+        found[between] += self.bytes if self.beside else 2 * self.bytes
+        found[list(self.readers)] += self.beside or 0
+        return found
+
+    def sums(self, regions: Sequence[Region], count: int) -> np.ndarray:
+        """Its part of ``SharedWeights.sums``."""
+        reads = np.zeros(count, dtype=np.int64)
+        reads[list(self.readers)] = 1
+        number = np.zeros(count, dtype=np.int64)
+        for region in regions:
+            if region.checkpointed:
+                _count_sums(reads, region, 0, number)
+        if not self.beside:
+            found = self.expected_sums(count)
+            found += self.bytes * np.maximum(number - 1, 0)
+            return found
+        found = self.bytes * number
+        found[list(self.readers)] += self.beside
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeights:
+    """All weights of a program that several products read.
+
+    Attributes:
+      weights: one after the other.
+      spared_bytes: of sums, that take no device memory: they lie in a TPU's vector memory.
+      parts_wait: whether all parts of the unchanged function wait until they are added.
+      put_off: whether they are computed at the end, one group after the other, where what waits for
+        that takes less.
+    """
+
+    weights: tuple[SharedWeight, ...]
+    spared_bytes: int
+    parts_wait: bool
+    put_off: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.weights)
+
+    @property
+    def parts_bytes(self) -> int:
+        """The parts that the unchanged function holds in the end."""
+        if not self.parts_wait:
+            return 0
+        early = sum(one.parts_bytes for one in self.weights if not self._is_put_off(one))
+        return early + self._together_bytes()
+
+    def _is_put_off(self, weight: SharedWeight) -> bool:
+        return self.put_off and weight.read_bytes < weight.bytes
+
+    def _together_bytes(self) -> int:
+        """Of the parts that are put off the most that wait at a time."""
+        groups: dict[int, int] = {}
+        for weight in filter(self._is_put_off, self.weights):
+            groups[weight.group] = groups.get(weight.group, 0) + weight.parts_bytes
+        return max(groups.values(), default=0)
+
+    def expected_sums(self, count: int) -> np.ndarray:
+        """For each of so many vertices what sums and parts take in its step, in any schedule.
+
+        It is what they take in a checkpointed region.
+        """
+        found = np.zeros(count, dtype=np.int64)
+        for weight in self.weights:
+            found += weight.expected_sums(count)
+        return self._beyond(found)
+
+    def sums(self, regions: Sequence[Region], count: int) -> np.ndarray:
+        """For each of so many vertices what sums and parts take in its backward step, in bytes.
+
+        The outermost sums are computed where the gradients are put out, and take nothing beside.
+
+        Args:
+          regions: of the schedule.
+          count: of vertices.
+        """
+        found = np.zeros(count, dtype=np.int64)
+        for weight in self.weights:
+            found += weight.sums(regions, count)
+        return self._beyond(found)
+
+    def parts(self, count: int) -> np.ndarray:
+        """For each of so many vertices what the parts of the unchanged function take.
+
+        Or what waits for them to be computed.
+        """
+        found = np.zeros(count, dtype=np.int64)
+        for weight in self.weights if self.parts_wait else ():
+            left = len(weight.readers) - np.searchsorted(weight.readers, np.arange(count))
+            found += left * (weight.read_bytes if self._is_put_off(weight) else weight.bytes)
+        if self.parts_wait:
+            first = min((one.readers[0] for one in self.weights), default=-1)
+            found[: first + 1] += self._together_bytes()
+        return found
+
+    def _beyond(self, sums_bytes: np.ndarray) -> np.ndarray:
+        beyond: np.ndarray = np.maximum(sums_bytes - self.spared_bytes, 0)
+        return beyond
+
+
+def shared(
+    program: Program,
+    differentiated: Iterable[int],
+    stored_sums: Iterable[tuple[int, int]],
+    device: Device,
+    vertex_of: Mapping[int, int],
+) -> SharedWeights:
+    """The weights whose gradients have parts.
+
+    Args:
+      program: a traced function.
+      differentiated: numbers of the equations that have a backward step.
+      stored_sums: the products of each of ``products.stored_sums``.
+      device: whose compiler it is.
+      vertex_of: for each value that is stored the vertex that holds it.
+    """
+    of: dict[int, list[int]] = {}
+    weights = set(program.differentiated)
+    for index in sorted(differentiated):
+        equation = program.equations[index]
+        if equation.operation.primitive in PRODUCTS:
+            for weight in weights.intersection(equation.value_inputs):
+                of.setdefault(weight, []).append(index)
+
+    def bytes_of(index: int) -> int:
+        read = weights.intersection(program.equations[index].value_inputs)
+        return sum(device.buffer_bytes(program.types[weight]) for weight in read)
+
+    together = {}
+    for pair in stored_sums:
+        both = sum(map(bytes_of, pair))
+        together.update(dict.fromkeys(pair, 2 * both))
+    groups = _groups(program, of)
+    found = []
+    for weight, indices in sorted(of.items()):
+        if len(indices) > 1:
+            size = device.buffer_bytes(program.types[weight])
+            readers = {vertex_of[program.equations[one].outputs[0]]: one for one in indices}
+            beside = {
+                "cuda": [together.get(readers[v], size) for v in sorted(readers)],
+                # A product adds to the sum as it writes it.
+                "tpu": [0] * len(readers),
+                "cpu": [],
+            }[device.platform]
+            product = program.equations[indices[0]]
+            read = {*product.value_inputs, *product.outputs} - {weight}
+            found.append(
+                SharedWeight(
+                    bytes=size,
+                    readers=tuple(sorted(readers)),
+                    beside=tuple(beside),
+                    read_bytes=sum(device.buffer_bytes(program.types[one]) for one in read),
+                    group=groups[weight],
+                )
+            )
+    return SharedWeights(
+        weights=tuple(found),
+        spared_bytes=device.vector_memory_bytes,
+        parts_wait=device.platform != "tpu",
+        put_off=device.platform == "cuda",
+    )
+
+
+def _groups(program: Program, of: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """For each weight the first of those whose products mostly have the same factors.
+
+    Args:
+      program: a traced function.
+      of: for each weight its products.
+    """
+    readers: dict[int, set[int]] = {}
+    for weight, indices in of.items():
+        for index in indices:
+            for factor in program.equations[index].value_inputs:
+                readers.setdefault(factor, set()).add(weight)
+    common = Counter(
+        pair for weights in readers.values() for pair in itertools.combinations(sorted(weights), 2)
+    )
+    group = {weight: weight for weight in sorted(of)}
+    for (one, other), times in sorted(common.items()):
+        if 2 * times >= min(len(of[one]), len(of[other])):
+            first, second = sorted((group[one], group[other]))
+            group = {weight: first if g == second else g for weight, g in group.items()}
+    return group
+
+
+def _count_sums(reads: np.ndarray, of: Region, outside: int, number: np.ndarray) -> None:
+    """Counts the sums that are under way in the backward steps of a checkpointed region.
+
+    Args:
+      reads: for each vertex whether it reads the weight.
+      of: the region, which has one sum.
+      outside: the sums of the regions around it.
+      number: for each vertex the sums under way; where to write.
+    """
+    later = 0
+    for region in reversed(of.inside or (dataclasses.replace(of, checkpointed=False),)):
+        own = list(region.vertices)
+        if region.checkpointed:
+            _count_sums(reads, region, outside + (later > 0), number)
+        else:
+            number[own] = outside + (later + _behind(reads[own]) > 0)
+        later += int(reads[own].sum())
+
+
+def _behind(reads: np.ndarray) -> np.ndarray:
+    """For each vertex of a region how many after it read the weight."""
+    behind: np.ndarray = reads[::-1].cumsum()[::-1] - reads
+    return behind

@@ -1,0 +1,1 @@
+"""Compiling for a device, attached or not, and reading what the compiler says it did."""

@@ -1,0 +1,506 @@
+"""Memory over time as compiled: what lies where, from when to when, in the compiler's own words.
+
+With ``xla_dump_to``, XLA writes what it decided about one program. Three of those texts are read
+here: the scheduled program, with names; the order in which its instructions run and from where to
+where each value lives (``live-range``); and each allocation with the values in it, with sizes and
+offsets (``buffer-assignment``). They say all there is to know of a program's memory, without a rule
+about what compilers fuse or share. CPU, GPU and TPU write the same formats, of JAX 0.10 and 0.12
+alike, but for a few words.
+
+What one has to know of them:
+
+*   The order has the instructions of loops' bodies, branches and calls in it, before the one that
+    runs them. Here a *step* is one instruction of the entry computation; what lives inside a call
+    alone counts at its step, as it is when the step is at its fullest.
+*   A value is alive at the moment in which it is last read, in which another may take its place: as
+    the result of an elementwise operation does, and as loops' values are those that went in. Such
+    a moment is counted once.
+*   From JAX 0.12 on, the program's text has no ``get-tuple-element``; the order has.
+*   A TPU has several memories. What is counted is its main one, as budgets are about it.
+*   Results and donated arguments have allocations of their own, in which temporaries lie while
+    they are not written, or no longer read. These are told, but not counted.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remat_opt.errors import CompileError
+from remat_opt.measurement.hlo_text import Instruction, Module, read_program
+from remat_opt.scopes import Origin, origin
+
+Kind = Literal["temporary", "argument", "result"]
+
+_ALLOCATION = re.compile(r"allocation (?P<number>\d+): size (?P<size>\d+), (?P<words>.*):$")
+_COLOR = re.compile(r"\bcolor (\d+)")
+_VALUE = re.compile(
+    r" value: <\d+ (?P<name>[^\s{]+)(?P<index>\{[\d, ]*\})?(?: \(phi\))? @(?P<color>\d+)>"
+    r" \(size=(?P<size>\d+),offset=(?P<offset>\d+)\)"
+)
+_LENGTH = re.compile(r"HloLiveRange \(max (\d+)\):$")
+_MOMENT = re.compile(r"\s+(\d+):(\S+)$")
+_LIFE = re.compile(r"\s+(?P<name>[^\s{]+)(?P<index>\{[\d, ]*\}):(?P<first>\d+)-(?P<last>\d+)$")
+_SECTIONS = ("InstructionSequence:", "BufferLiveRange:")
+
+#: Instructions that hand a value on, be it to another place: where they have no name of their own
+#: it is what they read that says where it comes from.
+_HANDING_ON = frozenset(
+    "async-done async-start async-update bitcast copy copy-done copy-start custom-call "
+    "get-tuple-element opt-barrier slice tuple".split()
+)
+#: How far back to look for a name.
+_FURTHEST = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One instruction of the entry computation.
+
+    Attributes:
+      name: what the compiler calls it.
+      opcode: what it does.
+      op_name: what JAX says of where it comes from; "" where nothing.
+    """
+
+    name: str
+    opcode: str
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """One value in main memory.
+
+    Attributes:
+      instruction: what defines it, in the compiler's words.
+      index: which part of the instruction's result it is, if that is a tuple.
+      size_bytes: its size.
+      offset_bytes: where in its allocation it lies.
+      allocation_number: which allocation it lies in.
+      allocation: what that allocation is: of temporaries, of an argument or of a result.
+      kind: what the value is. One of kind "temporary" in an argument's or a result's allocation
+        lies there while the argument is no longer read, or the result not yet written.
+      first_step: the first step of the entry at which it counts.
+      last_step: the last one.
+      counts: whether it is alive at any step's fullest moment. Where it is not, it lives inside a
+        call alone, whose step both steps are, or gives its place to another at once.
+      op_name: what JAX says of the instruction; "" where nothing.
+      made_by: ``op_name`` of what makes it, the likeliest first: of the root of a fusion, of the
+        fusion itself, of others inside it; where all are silent, of what it is a copy of.
+    """
+
+    instruction: str
+    index: tuple[int, ...]
+    size_bytes: int
+    offset_bytes: int
+    allocation_number: int
+    allocation: Kind
+    kind: Kind
+    first_step: int
+    last_step: int
+    counts: bool
+    op_name: str
+    made_by: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CompiledMemory:
+    """Memory over time of one compiled program.
+
+    Attributes:
+      heap_bytes: size of the allocations of temporaries in main memory.
+      peak_live_bytes: the most temporary bytes that are alive at once; what is missing to
+        ``heap_bytes`` are holes.
+      peak_step: the first step at which so many are.
+      timeline: int64, shape (steps,): temporary bytes that are alive at each step.
+      instructions: the steps, in the order in which they run.
+      buffers: all values in allocations of temporaries, results and arguments.
+      source: which texts it was read from.
+    """
+
+    heap_bytes: int
+    peak_live_bytes: int
+    peak_step: int
+    timeline: NDArray[np.int64]
+    instructions: tuple[Step, ...]
+    buffers: tuple[Buffer, ...]
+    source: str
+
+    def alive(self, step: int) -> list[Buffer]:
+        """The temporaries that are counted at a step; their sizes add up to the timeline."""
+        return [
+            buffer
+            for buffer in self.buffers
+            if buffer.allocation == "temporary"
+            and buffer.counts
+            and buffer.first_step <= step <= buffer.last_step
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """A buffer, and where it comes from.
+
+    Attributes:
+      buffer: the buffer.
+      origin: equation, region and phase, as far as names tell.
+    """
+
+    buffer: Buffer
+    origin: Origin
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Value:
+    """A value as the buffer assignment has it, with its life in moments of the whole order."""
+
+    name: str
+    index: tuple[int, ...]
+    size: int
+    offset: int
+    number: int
+    allocation: Kind
+    first: int
+    last: int
+
+
+def parse_memory(
+    *, program: str, live_ranges: str, assignment: str, device: str, source: str = "dump"
+) -> CompiledMemory:
+    """Reads what XLA wrote about one program.
+
+    Args:
+      program: text of the scheduled program, ``*after_optimizations.txt``.
+      live_ranges: text of ``*after_optimizations-live-range.txt``.
+      assignment: text of ``*after_optimizations-buffer-assignment.txt``.
+      device: name of the device compiled for, for messages.
+      source: what to say of where the texts come from.
+
+    Raises:
+      CompileError: if a text is not of the form that is known.
+    """
+    module = read_program(program)
+    order, lives, length = _live_ranges(live_ranges, device)
+    values, heap_bytes = _assignment(assignment, lives, device)
+    home = {
+        instruction.name: (instruction, computation)
+        for computation, body in module.computations.items()
+        for instruction in body
+    }
+    for value in values:
+        if value.name not in home:
+            raise _unknown(device, f"the value {value.name!r} is of no instruction of the program")
+    steps, step_ends = _steps(module, order, device)
+    counted = _in_turn(values)
+    moments = np.zeros(max(length, len(order)) + 2, np.int64)
+    for value, (first, last) in zip(values, counted, strict=True):
+        if value.allocation == "temporary" and first <= last:
+            moments[first] += value.size
+            moments[last + 1] -= value.size
+    live = np.cumsum(moments)
+    fullest = _fullest(live, step_ends)
+    timeline = live[fullest]
+    peak_step = int(np.argmax(timeline))
+    sources = _Sources(module, home)
+    return CompiledMemory(
+        heap_bytes=heap_bytes,
+        peak_live_bytes=int(timeline[peak_step]),
+        peak_step=peak_step,
+        timeline=timeline,
+        instructions=tuple(
+            Step(name=one.name, opcode=one.opcode, op_name=one.op_name) for one in steps
+        ),
+        buffers=tuple(
+            _buffer(value, life, fullest, step_ends, sources, length, home)
+            for value, life in zip(values, counted, strict=True)
+        ),
+        source=source,
+    )
+
+
+def attributed(memory: CompiledMemory) -> tuple[Attribution, ...]:
+    """Where each buffer comes from: the equation, its region, and whether it is recomputed.
+
+    The first name in ``made_by`` that has an equation decides; where none has, the first that has
+    a region, and else the first.
+    """
+    return tuple(
+        Attribution(buffer=buffer, origin=_likeliest(buffer.made_by)) for buffer in memory.buffers
+    )
+
+
+def split(memory: CompiledMemory, step: int) -> dict[Origin, int]:
+    """Temporary bytes that are alive at a step, by where they come from, the most first."""
+    found: Counter[Origin] = Counter()
+    for buffer in memory.alive(step):
+        found[_likeliest(buffer.made_by)] += buffer.size_bytes
+    return dict(found.most_common())
+
+
+def _likeliest(names: Sequence[str]) -> Origin:
+    origins = [origin(name) for name in names]
+    return next(
+        (one for one in origins if one.equation is not None),
+        next((one for one in origins if one.region), origins[0] if origins else origin("")),
+    )
+
+
+def _unknown(device: str, what: str) -> CompileError:
+    return CompileError(
+        f"What the compiler for {device} wrote about memory cannot be read: {what}. Its format "
+        "may have changed: please report it with the versions of JAX and jaxlib.",
+        device=device,
+    )
+
+
+def _index(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text or "")))
+
+
+def _live_ranges(
+    text: str, device: str
+) -> tuple[list[str], dict[tuple[str, tuple[int, ...]], tuple[int, int]], int]:
+    """The order, from when to when each value lives, and the moment at which the program ends."""
+    order: list[str] = []
+    lives: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    length: int | None = None
+    section = ""
+    for line in text.splitlines():
+        if (found := _LENGTH.match(line)) is not None:
+            length = int(found[1])
+        elif line.endswith(":"):
+            section = line.strip()
+        elif section == _SECTIONS[0]:
+            moment = _MOMENT.match(line)
+            if moment is None or int(moment[1]) != len(order):
+                raise _unknown(device, f"the order of instructions has the line {line!r}")
+            order.append(moment[2])
+        elif section == _SECTIONS[1] and line.strip():
+            life = _LIFE.match(line)
+            if life is None:
+                raise _unknown(device, f"the values' lives have the line {line!r}")
+            lives[life["name"], _index(life["index"])] = int(life["first"]), int(life["last"])
+    if length is None or not order or not lives:
+        raise _unknown(device, "it has no order of instructions, or no lives of values")
+    return order, lives, length
+
+
+def _assignment(
+    text: str,
+    lives: Mapping[tuple[str, tuple[int, ...]], tuple[int, int]],
+    device: str,
+) -> tuple[list[_Value], int]:
+    """The values in main memory, and the size of the heap of temporaries."""
+    values: list[_Value] = []
+    heap_bytes = 0
+    number = -1
+    allocation: Kind | None = None
+    known = False
+    for line in text.splitlines():
+        if (found := _ALLOCATION.match(line)) is not None:
+            known = True
+            number = int(found["number"])
+            allocation = _allocation_kind(found["words"])
+            heap_bytes += int(found["size"]) if allocation == "temporary" else 0
+        elif line.startswith("allocation "):
+            raise _unknown(device, f"the allocations have the line {line!r}")
+        elif line.startswith(" value: ") and allocation is not None:
+            value = _VALUE.match(line)
+            if value is None:
+                raise _unknown(device, f"the allocations have the line {line!r}")
+            key = value["name"], _index(value["index"])
+            if key not in lives:
+                raise _unknown(device, f"from when to when {value['name']!r} lives is not said")
+            first, last = lives[key]
+            values.append(
+                _Value(
+                    name=key[0],
+                    index=key[1],
+                    size=int(value["size"]),
+                    offset=int(value["offset"]),
+                    number=number,
+                    allocation=allocation,
+                    first=first,
+                    last=last,
+                )
+            )
+    if not known:
+        raise _unknown(device, "it has no allocations")
+    return values, heap_bytes
+
+
+def _allocation_kind(words: str) -> Kind | None:
+    """What an allocation is; None for constants, what threads use, and other memories."""
+    color = _COLOR.search(words)
+    if color is not None and color[1] != "0":
+        return None
+    if re.search(r"\bparameter \d+", words):
+        return "argument"
+    if "maybe-live-out" in words:
+        return "result"
+    return "temporary" if "preallocated-temp" in words else None
+
+
+def _steps(
+    module: Module, order: Sequence[str], device: str
+) -> tuple[list[Instruction], NDArray[np.int64]]:
+    """The instructions of the entry in the order in which they run, and the moment of each."""
+    entry = {one.name: one for one in module.computations.get(module.entry, ())}
+    found = [(entry[name], moment) for moment, name in enumerate(order) if name in entry]
+    if not found or len(found) < sum(one.opcode != "get-tuple-element" for one in entry.values()):
+        raise _unknown(device, "the order lacks instructions of the program")
+    # What may come after the last one, as values that are handed out do, is of its step.
+    return [one for one, _ in found], np.array([moment for _, moment in found], np.int64)
+
+
+def _fullest(live: NDArray[np.int64], step_ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each step the moment, after the step before, at which most bytes are alive."""
+    starts = [0, *(step_ends[:-1] + 1).tolist()]
+    return np.array(
+        [
+            start + int(np.argmax(live[start : end + 1]))
+            for start, end in zip(starts, step_ends.tolist(), strict=True)
+        ],
+        np.int64,
+    )
+
+
+def _in_turn(values: Sequence[_Value]) -> list[tuple[int, int]]:
+    """From when to when each value counts, so that no place counts twice at any moment.
+
+    Values share a place in the moment in which one takes the place of another, and where loops and
+    calls hand one array in and out. The later one counts from when it is there, unless it is part
+    of the earlier one or ends before that does; then it counts from when that is gone.
+    """
+    lives = [(value.first, value.last) for value in values]
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    for position, value in enumerate(values):
+        places[value.number].append(position)
+    for positions in places.values():
+        active: list[int] = []
+        # Of those that begin at once the largest first: the others are parts of it.
+        for here in sorted(positions, key=lambda p: (values[p].first, -values[p].size, p)):
+            value = values[here]
+            active = [p for p in active if lives[p][1] >= value.first]
+            begin, end = value.offset, value.offset + value.size
+            first = value.first
+            for other in active:
+                there = values[other]
+                if there.offset >= end or there.offset + there.size <= begin:
+                    continue
+                inside = there.offset <= begin and end <= there.offset + there.size
+                if (inside and value.size < there.size) or lives[other][1] > value.last:
+                    first = max(first, lives[other][1] + 1)
+                else:
+                    lives[other] = (lives[other][0], min(lives[other][1], value.first - 1))
+            lives[here] = (first, value.last)
+            active.append(here)
+    return lives
+
+
+class _Sources:
+    """Looks for names of what makes a value."""
+
+    def __init__(self, module: Module, home: Mapping[str, tuple[Instruction, str]]) -> None:
+        self._module = module
+        self._home = home
+        self._callers = {
+            called: one
+            for body in module.computations.values()
+            for one in body
+            for called in one.called
+        }
+
+    def names(self, name: str, index: Sequence[int], depth: int = 0) -> list[str]:
+        """Names of what makes a part of an instruction's result, the likeliest first."""
+        if depth > _FURTHEST or name not in self._home:
+            return []
+        instruction, computation = self._home[name]
+        found: list[str] = []
+        bodies = [self._module.computations.get(called, ()) for called in instruction.called]
+        if instruction.opcode == "fusion":
+            for body in bodies:
+                found += self._made_inside(body, index)
+        found += _parts(instruction.op_name)
+        if instruction.opcode in ("fusion", "call", "async-start"):
+            for body in bodies:
+                for one in reversed(body):
+                    found += _parts(one.op_name)
+        if not found and instruction.opcode in _HANDING_ON:
+            for operand in instruction.operands[:_FURTHEST]:
+                found += self.names(operand, (), depth + 1)
+        if not found and computation in self._callers:
+            caller = self._callers[computation]
+            if caller.opcode != "fusion":
+                found += self.names(caller.name, (), depth + 1)
+        return list(dict.fromkeys(found))
+
+    def _made_inside(self, body: Sequence[Instruction], index: Sequence[int]) -> list[str]:
+        """Names of what makes a part of a fusion's result."""
+        inside = {one.name: one for one in body}
+        maker = next((one for one in body if one.is_root), None)
+        for place in index:
+            if maker is None or maker.opcode != "tuple" or place >= len(maker.operands):
+                break
+            maker = inside.get(maker.operands[place])
+        pending = [maker] if maker is not None else []
+        for _ in range(_FURTHEST):
+            found = [name for one in pending for name in _parts(one.op_name)]
+            if found:
+                return found
+            pending = [
+                inside[operand]
+                for one in pending
+                for operand in one.operands
+                if operand in inside and inside[operand].opcode != "parameter"
+            ]
+        return []
+
+
+def _parts(op_name: str) -> list[str]:
+    """The names in an ``op_name``: XLA puts those of what it merges one behind the other."""
+    return [name for name in op_name.split(";") if name]
+
+
+def _buffer(
+    value: _Value,
+    life: tuple[int, int],
+    fullest: NDArray[np.int64],
+    step_ends: NDArray[np.int64],
+    sources: _Sources,
+    length: int,
+    home: Mapping[str, tuple[Instruction, Any]],
+) -> Buffer:
+    first_step = int(np.searchsorted(fullest, life[0]))
+    last_step = int(np.searchsorted(fullest, life[1], side="right")) - 1
+    counts = first_step <= last_step
+    if not counts:
+        first_step = last_step = min(bisect.bisect_left(step_ends, value.first), len(step_ends) - 1)
+    instruction = home[value.name][0]
+    kind: Kind = "temporary"
+    if instruction.opcode == "parameter" and value.allocation == "argument":
+        kind = "argument"
+    elif value.last >= length and value.allocation != "temporary":
+        kind = "result"
+    return Buffer(
+        instruction=value.name,
+        index=value.index,
+        size_bytes=value.size,
+        offset_bytes=value.offset,
+        allocation_number=value.number,
+        allocation=value.allocation,
+        kind=kind,
+        first_step=first_step,
+        last_step=last_step,
+        counts=counts,
+        op_name=instruction.op_name,
+        made_by=tuple(sources.names(value.name, value.index)),
+    )

@@ -1,0 +1,638 @@
+"""What the real compiler says a function needs, on a machine that need not be there.
+
+A program is compiled, not run. The compiler's buffer assignment then gives exact bytes:
+arguments, outputs, and *temporary bytes*, which are what a plan is about.
+
+Three things to know about the figures:
+
+*   The compiler's own ``peak_memory_in_bytes`` is not used: on a CPU it does not move with
+    what is kept, and it counts host bytes in. :attr:`Measurement.device_bytes`, the sum of
+    the parts, is what has to fit.
+*   FLOPs are the compiler's count: it takes the body of a loop once, and the compiler for
+    NVIDIA GPUs gives none.
+*   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). What
+    is measured is the program with that turned off, and the record says so in ``notes``.
+
+Whether the program's recomputation survived the compiler is read off the compiled program itself
+(``recomputation``), and what is alive when off what the compiler writes about it (``buffers``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from remat_opt import device as device_table
+from remat_opt.device import AttachedTarget, Device
+from remat_opt.errors import CompileError, DeviceError, PlanFileError
+from remat_opt.measurement.buffers import CompiledMemory, parse_memory
+from remat_opt.measurement.compile_only import compile_only_device
+from remat_opt.measurement.survival import survival
+from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation
+from remat_opt.units import format_bytes
+
+#: Our names for what ``jax.Device.device_kind`` says: of a TPU in full, of a GPU a part.
+_TPU_KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+_GPU_KINDS = {"A100-SXM": "a100", "H100 80GB HBM3": "h100", "H200": "h200", "B200": "b200"}
+
+#: What XLA says where it finds no tiles for a product of its own without the device, the options
+#: that leave products to the library, and what to say then.
+_NO_TILES = "output tile sizes"
+_LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+_TILES_NOTE = (
+    "compiled with xla_gpu_enable_triton_gemm=false: XLA finds no tiles for some product of this "
+    "program where the device is not attached"
+)
+
+#: The device a machine of each platform is taken for when it is not a known one: the
+#: smallest of its kind, so that nothing is planned that it could not do.
+_GENERIC_DEVICES = {"cpu": "cpu", "cuda": "a100", "tpu": "v5e"}
+
+#: Our names for JAX's platforms, where they differ.
+_PLATFORMS = {"gpu": "cuda"}
+
+#: The packages that hold the compiler of a platform; the first that is installed counts.
+#: Not libtpu: ``TPU_LIBRARY_PATH`` may name another, and it tells its version itself.
+_COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("jaxlib",),
+    "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"),
+    "tpu": (),
+}
+
+#: What XLA writes about memory: the last of the names of three files, the first alike in all.
+_DUMPED = "after_optimizations"
+_ASSIGNMENT, _LIVE_RANGES = "-buffer-assignment.txt", "-live-range.txt"
+_MODULE = re.compile(r"HloModule ([^\s,]+)")
+
+_DISABLED_PASSES = "xla_disable_hlo_passes"
+_BARRIER_PASS = "cse_barrier_expander"
+_BARRIER_NOTE = (
+    f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX "
+    f"{jax.__version__} on CPU removes what keeps recomputations apart from what they repeat, "
+    "and runs with as much memory as the plain function"
+)
+
+#: An amount as libtpu writes it, in powers of 1024.
+_FIGURE = r"[\d.]+[BKMGT]?"
+_OUT_OF_MEMORY = (
+    # "... required for HLO temporaries (20.09G) exceeds available HBM (15.75G)"
+    re.compile(rf"\((?P<needed>{_FIGURE})\) exceeds available HBM \((?P<available>{_FIGURE})\)"),
+    # "Ran out of memory in memory space hbm. Used 20.09G of 15.75G hbm."
+    re.compile(rf"Used (?P<needed>{_FIGURE}) of (?P<available>{_FIGURE}) hbm"),
+)
+_COMPILER_UNITS = {"": 1, "B": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What the compiler says about one function on one device.
+
+    Attributes:
+      device: name of the device compiled for.
+      argument_bytes: arguments, in device memory.
+      output_bytes: outputs, in device memory.
+      temporary_bytes: everything else in device memory while it runs.
+      host_bytes: arguments, outputs and temporaries in host memory, as offloading makes.
+      alias_bytes: outputs that lie in the buffers of donated arguments.
+      flops: the compiler's count, or None where it gives none. A loop's body counts once.
+      recomputation: what became of the program's recomputation; None where there is none.
+      compile_seconds: how long tracing, lowering and compiling took. The only figure that
+        differs from one run to the next; not part of equality.
+      jax_version: version of JAX.
+      compiler_version: what the compiler calls itself.
+      notes: what a reader of the figures has to know.
+      memory: what is alive when, where it was asked for and could be read. Neither part of
+        equality nor of the plain data that the record is written as.
+    """
+
+    device: str
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    host_bytes: int
+    alias_bytes: int
+    flops: int | None
+    recomputation: Recomputation | None
+    compile_seconds: float = dataclasses.field(compare=False)
+    jax_version: str
+    compiler_version: str
+    notes: tuple[str, ...] = ()
+    memory: CompiledMemory | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the program needs: arguments, outputs and temporaries."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """This record as plain data, fit for JSON."""
+        plain = dataclasses.asdict(dataclasses.replace(self, memory=None))
+        del plain["memory"]
+        return {**plain, "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """Reads what :meth:`to_dict` wrote.
+
+        Raises:
+          PlanFileError: if a field is missing, unknown or of the wrong type.
+        """
+        fields = {field.name for field in dataclasses.fields(cls)} - {"memory"}
+        if not isinstance(data, Mapping) or set(data) != fields:
+            raise PlanFileError(
+                f"A measurement has the fields {sorted(fields)}, not {_keys(data)}."
+            )
+        for name, value in data.items():
+            if not _has_type(name, value):
+                raise PlanFileError(f"A measurement cannot have {name} = {value!r}.")
+        found = data["recomputation"]
+        return cls(
+            **{
+                **data,
+                "recomputation": None if found is None else Recomputation.from_plain(found),
+                "notes": tuple(data["notes"]),
+            }
+        )
+
+
+def measure(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | Device = "attached",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    with_buffers: bool = False,
+    **kwargs: Any,
+) -> Measurement:
+    """Compiles ``fn`` as given for a device and reads what the compiler says.
+
+    To learn what training needs, pass the gradient: ``measure(jax.grad(loss), params, batch)``.
+
+    Args:
+      fn: any function that ``jax.jit`` takes.
+      *args: its arguments: arrays, NumPy arrays, ``jax.ShapeDtypeStruct`` or trees of them.
+        Only shapes and dtypes matter.
+      device: a name that ``device.available()`` lists, "attached", or a ``Device``.
+      static_argnums: as in ``jax.jit``.
+      static_argnames: as in ``jax.jit``.
+      donate_argnums: as in ``jax.jit``.
+      with_buffers: whether to read what is alive when, too (``memory``). Where it cannot be read,
+        a note says why.
+      **kwargs: its keyword arguments, likewise.
+
+    Raises:
+      DeviceError: if the device is unknown or cannot take these arguments.
+      MissingPackageError: if compiling for it needs a package that is not installed.
+      CompileError: if the compiler refuses the program, as for want of memory.
+    """
+    target = resolve_device(device)
+    start = time.perf_counter()
+    jitted = jax.jit(
+        fn,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+    )
+    lowered = _lower(jitted, args, kwargs, target)
+    memory: CompiledMemory | None = None
+    with _dump_folder() if with_buffers else contextlib.nullcontext() as folder:
+        compiled, notes = _compile(lowered, target, folder)
+        seconds = time.perf_counter() - start
+        if folder is not None:
+            try:
+                memory = _read_memory(compiled, folder, target)
+            except CompileError as error:
+                notes = (*notes, str(error))
+    found = _read(lowered, compiled, target, compile_seconds=seconds)
+    return dataclasses.replace(found, notes=(*found.notes, *notes), memory=memory)
+
+
+def compiled_memory(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | Device = "attached",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> CompiledMemory:
+    """Compiles ``fn`` for a device and reads what is alive when; see :func:`measure`.
+
+    Raises:
+      CompileError: also if what the compiler wrote about memory is missing or cannot be read.
+    """
+    target = resolve_device(device)
+    jitted = jax.jit(
+        fn,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+    )
+    lowered = _lower(jitted, args, kwargs, target)
+    with _dump_folder() as folder:
+        compiled, _ = _compile(lowered, target, folder)
+        return _read_memory(compiled, folder, target)
+
+
+def compile_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | Device = "attached",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> jax.stages.Compiled:
+    """Compiles ``fn`` for a device, attached or not; see :func:`measure` for arguments.
+
+    Returns:
+      What ``jax.jit(fn).lower(...).compile()`` gives: ``as_text()`` is the program after
+      all of the compiler's passes. It can be run only where the device is attached.
+    """
+    target = resolve_device(device)
+    jitted = jax.jit(
+        fn,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+    )
+    compiled, _ = _compile(_lower(jitted, args, kwargs, target), target)
+    return compiled
+
+
+def _lower(
+    jitted: jax.stages.Wrapped, args: Any, kwargs: Any, target: Device
+) -> jax.stages.Lowered:
+    place = _jax_device(target)
+    if not (target.attached and _span_devices((args, kwargs))):
+        args, kwargs = jax.tree.map(lambda leaf: _placed(leaf, place, target), (args, kwargs))
+    # Arguments alone do not place a function that has none, or only Python numbers.
+    with jax.default_device(place):
+        return jitted.lower(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _dump_folder() -> Iterator[Path]:
+    """A folder for XLA to write to, which is removed at the end.
+
+    What JAX has compiled before it takes from its cache, and nothing is written: options about
+    dumps are no part of the cache's key. So the cache is off meanwhile. JAX looks only once
+    whether it is on, hence the resets; where none is configured, nothing is touched.
+    """
+    settings = jax.config.values
+    cached = bool(
+        settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]
+    )
+    with tempfile.TemporaryDirectory(prefix="remat_opt_") as folder:
+        if not cached:
+            yield Path(folder)
+            return
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        try:
+            yield Path(folder)
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+            compilation_cache.reset_cache()
+
+
+def _read_memory(compiled: jax.stages.Compiled, folder: Path, device: Device) -> CompiledMemory:
+    """What XLA wrote to ``folder`` about the program; it may have compiled others for it."""
+    program = _MODULE.match(compiled.as_text() or "")
+    found = []
+    for path in sorted(folder.rglob(f"*{_DUMPED}{_ASSIGNMENT}")):
+        stem = path.name.removesuffix(_ASSIGNMENT)
+        text = path.with_name(f"{stem}.txt")
+        live_ranges = path.with_name(stem + _LIVE_RANGES)
+        if text.exists() and live_ranges.exists():
+            module = _MODULE.match(content := text.read_text())
+            if module is not None and program is not None and module[1] == program[1]:
+                found.append((content, live_ranges.read_text(), path.read_text()))
+    if len(found) != 1:
+        raise CompileError(
+            f"The compiler for {device} was to write what it decided about memory, and wrote it "
+            f"for {len(found)} programs of this name rather than one.",
+            device=device.name,
+        )
+    content, lives, assignment = found[0]
+    return parse_memory(
+        program=content, live_ranges=lives, assignment=assignment, device=device.name
+    )
+
+
+def _compile(
+    lowered: jax.stages.Lowered, target: Device, folder: Path | None = None
+) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
+    """The compiled program, and notes on what it took to compile it.
+
+    Args:
+      lowered: the program.
+      target: the device.
+      folder: where XLA is to write what it decides about memory, if anywhere.
+    """
+    options = compiler_options(target)
+    if folder is not None:
+        options |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    with jax.default_device(_jax_device(target)):
+        try:
+            try:
+                return lowered.compile(compiler_options=options or None), ()
+            except jax.errors.JaxRuntimeError as error:
+                if target.platform != "cuda" or target.attached or _NO_TILES not in str(error):
+                    raise
+            for path in folder.iterdir() if folder is not None else ():
+                # What was written of the program that did not compile.
+                if path.is_file():
+                    path.unlink()
+            return lowered.compile(compiler_options=options | _LIBRARY_PRODUCTS), (_TILES_NOTE,)
+        except jax.errors.JaxRuntimeError as error:
+            raise _compile_error(error, target) from error
+
+
+def _jax_device(device: Device) -> Any:
+    """What JAX knows the device as, attached or not."""
+    return _attached_jax_device(device) if device.attached else compile_only_device(device)
+
+
+def _read(
+    lowered: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
+    device: Device,
+    *,
+    compile_seconds: float,
+) -> Measurement:
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise CompileError(
+            f"The compiler for {device} gives no figures about memory.", device=device.name
+        )
+    text = compiled.as_text()
+    measurement = Measurement(
+        device=device.name,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temporary_bytes=_temporary_bytes(memory, device),
+        host_bytes=(
+            memory.host_temp_size_in_bytes
+            + memory.host_argument_size_in_bytes
+            + memory.host_output_size_in_bytes
+        ),
+        alias_bytes=memory.alias_size_in_bytes,
+        flops=_flops(compiled),
+        recomputation=survival(lowered.as_text(debug_info=True), text) if text else None,
+        compile_seconds=compile_seconds,
+        jax_version=jax.__version__,
+        compiler_version=_compiler_version(device),
+    )
+    notes = []
+    if compiler_options(device):
+        notes.append(_BARRIER_NOTE)
+    if measurement.device_bytes > device.memory_bytes:
+        notes.append(
+            f"needs {format_bytes(measurement.device_bytes)}, more than the "
+            f"{format_bytes(device.memory_bytes)} of {device.title}"
+        )
+    if measurement.recomputation is not None:
+        notes += _recomputation_notes(measurement.recomputation)
+    return dataclasses.replace(measurement, notes=tuple(notes))
+
+
+def _recomputation_notes(found: Recomputation) -> list[str]:
+    notes = []
+    if found.undone:
+        notes.append(
+            f"recomputation is undone, in whole or in part: {found.text()}. What was to be saved "
+            "by these is not, whatever is predicted. Plan for another budget, or with "
+            'verify="compile", which takes the plan that is best as compiled'
+        )
+    if found.compiler_values:
+        notes.append(
+            f"the compiler's own rematerialisation computes {found.compiler_values} more values "
+            f"again{in_brackets(found.not_kept)}, as it does where the device's memory runs "
+            "short; a plan with a smaller budget leaves it less to do"
+        )
+    return notes
+
+
+def _temporary_bytes(memory: Any, device: Device) -> int:
+    """Temporaries in device memory: the size of the compiler's heap.
+
+    XLA for TPU reports the heap plus its fragmentation, which the heap has in it already, and
+    as the peak the heap less its fragmentation (with arguments and outputs). Half the sum of
+    the two is the heap: checked against the buffer assignments of JAX 0.10 and 0.12, with and
+    without donation, to 0.1 %.
+    """
+    reported: int = memory.temp_size_in_bytes
+    if device.platform != "tpu":
+        return reported
+    others = (
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
+    live = memory.peak_memory_in_bytes - others
+    # With host memory in use the peak counts that in, and cannot be told apart.
+    return (reported + live) // 2 if 0 < live <= reported else reported
+
+
+def compiler_options(device: Device) -> dict[str, str | bool]:
+    """Compiler options without which a plan has no effect on a device; mostly none.
+
+    On a CPU with JAX before 0.11, the pass ``cse_barrier_expander`` removes the barriers
+    that ``jax.checkpoint`` puts round recomputation, and common subexpression elimination
+    then merges it with what it repeats. Who runs there passes these options on:
+    ``jax.jit(step, compiler_options=compiler_options(device))``.
+    """
+    if device.platform != "cpu" or jax.__version_info__ >= (0, 11):
+        return {}
+    # The option replaces what XLA_FLAGS says, so passes that are disabled there are kept.
+    flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    passes = [name for name in ",".join(flags).split(",") if name and name != _BARRIER_PASS]
+    return {_DISABLED_PASSES: ",".join([*passes, _BARRIER_PASS])}
+
+
+def resolve_device(device: str | Device) -> Device:
+    """The device that a user's ``device=`` means.
+
+    Args:
+      device: a name that ``device.available()`` lists, "attached", or a ``Device``.
+
+    Raises:
+      DeviceError: if there is none of that name.
+    """
+    if isinstance(device, Device):
+        return device
+    if device == "attached":
+        return attached_device()
+    return device_table.get_device(device)
+
+
+def attached_device() -> Device:
+    """The first of ``jax.devices()``, as a record.
+
+    Rates are those of the known device of that kind, or of the smallest known one of its
+    platform. Memory is what the backend says a program can have, where it says so (on a
+    CPU: the machine's), so that ``budget="fit"`` fits here.
+
+    Raises:
+      DeviceError: if it is of a platform this package knows nothing of.
+    """
+    place = jax.devices()[0]
+    platform = _PLATFORMS.get(place.platform, place.platform)
+    if platform not in _GENERIC_DEVICES or "rocm" in place.client.platform_version.lower():
+        raise DeviceError(
+            f"jax.devices() shows {place.device_kind!r}, about which nothing is known: pass "
+            f"device= one of {', '.join(device_table.available())}, or a Device of your own."
+        )
+    name = _known_name(place.device_kind)
+    known = device_table.get_device(name or _GENERIC_DEVICES[platform])
+    title = known.title if name or platform == "cpu" else place.device_kind
+    return dataclasses.replace(
+        known,
+        name=name or platform,
+        title=title,
+        memory_bytes=_memory_bytes(place) or known.memory_bytes,
+        target=AttachedTarget(),
+    )
+
+
+def _known_name(device_kind: str) -> str | None:
+    if device_kind in _TPU_KINDS:
+        return _TPU_KINDS[device_kind]
+    kinds = (name for part, name in _GPU_KINDS.items() if part in device_kind)
+    return next(kinds, None)
+
+
+def _memory_bytes(place: Any) -> int | None:
+    if place.platform == "cpu":
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, OSError, ValueError):
+            return None
+    return (place.memory_stats() or {}).get("bytes_limit")
+
+
+def _attached_jax_device(device: Device) -> Any:
+    """JAX's device for one that is attached: its default if it is of that platform."""
+    default = jax.devices()[0]
+    if _PLATFORMS.get(default.platform, default.platform) == device.platform:
+        return default
+    try:
+        return jax.devices(device.platform)[0]
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{device} cannot be compiled for: JAX has no {device.platform} backend in this "
+            f"process ({error}). JAX_PLATFORMS may leave it out."
+        ) from error
+
+
+def _placed(leaf: Any, place: Any, device: Device) -> Any:
+    """An argument as shape and dtype on ``place``; Python numbers and static values as is."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    if _span_devices(leaf):
+        raise DeviceError(
+            f"An argument of shape {leaf.shape} is spread over several devices, but {device} is "
+            "compiled for as one, which would measure something else. Pass shapes without a "
+            "sharding: those of the part that one device has."
+        )
+    # eval_shape knows the dtype that jit would give it, such as float32 for NumPy's float64.
+    aval = jax.eval_shape(lambda x: x, leaf)
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=jax.sharding.SingleDeviceSharding(place, memory_kind=_memory_kind(leaf)),
+    )
+
+
+def _span_devices(tree: Any) -> bool:
+    """Whether any array of ``tree`` is laid out over more than one device."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    return any(getattr(sharding, "num_devices", 1) > 1 for sharding in shardings)
+
+
+def _memory_kind(leaf: Any) -> str | None:
+    """Host memory where the argument is meant to lie there, else the device's default."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind if kind == "pinned_host" else None
+
+
+def _flops(compiled: jax.stages.Compiled) -> int | None:
+    analysis = compiled.cost_analysis()
+    flops = analysis.get("flops") if analysis else None
+    # -1 means unknown to XLA.
+    return None if flops is None or flops < 0 else int(flops)
+
+
+def _compiler_version(device: Device) -> str:
+    # The compilers for CPU and GPU say nothing of use about themselves; their packages do.
+    for package in _COMPILER_PACKAGES[device.platform]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{package} {importlib.metadata.version(package)}"
+    place = _jax_device(device)
+    # Several lines, among them a build date.
+    return " ".join(place.client.platform_version.split())
+
+
+def _compile_error(error: Exception, device: Device) -> CompileError:
+    text = str(error)
+    found = next((match for p in _OUT_OF_MEMORY if (match := p.search(text))), None)
+    if found is None:
+        return CompileError(
+            f"The compiler refused the program for {device}: {text}",
+            device=device.name,
+            compiler_message=text,
+        )
+    needed_bytes = _compiler_bytes(found["needed"])
+    available_bytes = _compiler_bytes(found["available"])
+    return CompileError(
+        f"The program does not fit {device}: the compiler needs {format_bytes(needed_bytes)} "
+        f"and has {format_bytes(available_bytes)}. Its own words: {text}",
+        device=device.name,
+        needed_bytes=needed_bytes,
+        available_bytes=available_bytes,
+        compiler_message=text,
+    )
+
+
+def _compiler_bytes(text: str) -> int:
+    """Reads the compiler's "15.75G", which is in powers of 1024."""
+    number = text.rstrip("BKMGT")
+    return int(float(number) * _COMPILER_UNITS[text[len(number) :]])
+
+
+def _keys(data: object) -> list[str]:
+    return sorted(map(str, data)) if isinstance(data, Mapping) else [type(data).__name__]
+
+
+def _has_type(name: str, value: object) -> bool:
+    if name == "recomputation":
+        return value is None or is_recomputation(value)
+    if name == "notes":
+        return isinstance(value, list | tuple) and all(isinstance(note, str) for note in value)
+    if name in ("device", "jax_version", "compiler_version"):
+        return isinstance(value, str)
+    if isinstance(value, bool):
+        return False
+    if name == "compile_seconds":
+        return isinstance(value, int | float) and value >= 0
+    return (name == "flops" and value is None) or (isinstance(value, int) and value >= 0)

@@ -1,0 +1,398 @@
+"""The training step: a function in which a decorated loss is differentiated, compiled as a whole.
+
+A gradient alone is not training. Its results lend their buffers to temporaries until they are
+written; in a step that updates donated parameters there are no such buffers, and gradients are
+temporaries themselves. So what a plan, or a policy of ``jax.checkpoint``, is worth is measured in
+the step in which it is to run: the step as it stands, with one thing run in place of the loss.
+
+Whoever calls a decorated function inside ``with running(how):`` gets what ``how`` makes of it.
+JAX keeps the traces of functions under ``jax.jit``, and would hand out one that was made before.
+So each ``running`` is a context of JAX's of its own (``jax.make_user_context``), which is part of
+the keys of its caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from remat_opt.device import Device
+from remat_opt.errors import RematError
+from remat_opt.measurement import compilation
+from remat_opt.measurement.compilation import Measurement
+from remat_opt.operation import ArrayType, Operation
+from remat_opt.program import flop_count, tracing
+from remat_opt.program.record import Program
+from remat_opt.program.tracing import Signature
+
+#: From the loss to a function with its results, to run in its place.
+How = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+#: From (which loss, the function in it, its signature) to what runs in its place; None for the
+#: decorated function itself.
+_Instead = Callable[[object, Callable[..., Any], Signature], Callable[..., Any] | None]
+
+#: The number of the innermost ``running``; a number, as JAX's caches hold on to it.
+_innermost = jax.make_user_context(default_value=None)
+_instead: dict[int, _Instead] = {}
+_numbers = itertools.count()
+
+_MARK = "remat_opt_call_"
+
+
+def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The way to run a loss that changes nothing."""
+    return fn
+
+
+@contextlib.contextmanager
+def _replacing(instead: _Instead) -> Iterator[None]:
+    number = next(_numbers)
+    _instead[number] = instead
+    try:
+        with _innermost(number):
+            yield
+    finally:
+        del _instead[number]
+
+
+@contextlib.contextmanager
+def running(how: How, loss: object = None) -> Iterator[None]:
+    """While this is open, calls of a decorated loss run something else.
+
+    Inside what runs in its place, decorated functions are themselves again.
+
+    Args:
+      how: gives what to run in the place of the undecorated function, such as the function
+        itself, or ``lambda fn: jax.checkpoint(fn)``.
+      loss: which loss, as ``LossCall.loss`` has it; every one if None.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from remat_opt import optimal_remat
+      >>> from remat_opt.measurement.step import running
+      >>> loss = optimal_remat(jnp.sum, device="cpu")
+      >>> with running(lambda fn: lambda x: fn(x) + 1):
+      ...     loss(jnp.ones(3)).item()
+      4.0
+    """
+
+    def instead(
+        called: object, fn: Callable[..., Any], signature: Signature
+    ) -> Callable[..., Any] | None:
+        return how(fn) if loss is None or called is loss else None
+
+    with _replacing(instead):
+        yield
+
+
+def instead_of(
+    loss: object, fn: Callable[..., Any], signature: Signature
+) -> Callable[..., Any] | None:
+    """What a call of a decorated function has to run in its place, or None for itself.
+
+    Args:
+      loss: which one it is: the same object for a method however it is bound.
+      fn: the undecorated function.
+      signature: how its arguments are read.
+    """
+    number = _innermost.value
+    # Gone where a trace outlives its context.
+    if number is None or number not in _instead:
+        return None
+    found = _instead[number](loss, fn, signature)
+    if found is None:
+        return None
+    function = found
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _innermost(None):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossCall:
+    """A call of a decorated loss, as it was seen in a step.
+
+    Attributes:
+      loss: which one; for ``running``.
+      fn: the undecorated function. Bound to what may have been a tracer, if it is a method.
+      signature: how its arguments are read.
+      program: what the call traces to.
+      arguments: its flat arguments, as shapes.
+      times: how often the step runs it: more than once in a loop.
+    """
+
+    loss: object
+    fn: Callable[..., Any]
+    signature: Signature
+    program: Program
+    arguments: tuple[Any, ...]
+    times: int = 1
+
+
+class Recorded:
+    """The calls of decorated losses that a trace has come across.
+
+    Attributes:
+      seen: whether there was any, differentiated or not.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[LossCall] = []
+        self._differentiated: set[int] = set()
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was any call, differentiated or not."""
+        return bool(self._calls)
+
+    def calls(self, traced: Program) -> tuple[LossCall, ...]:
+        """Those that were differentiated, in order.
+
+        Args:
+          traced: of the step: how often each call runs is read off it.
+        """
+        times = _times(one.operation for one in traced.equations)
+        found = [
+            dataclasses.replace(call, times=max(times[mark] for mark in _marks(number, call)))
+            for number, call in enumerate(self._calls)
+            if number in self._differentiated
+        ]
+        # A call that only asks for shapes is traced, and never runs.
+        return tuple(call for call in found if call.times)
+
+    def instead(
+        self, loss: object, fn: Callable[..., Any], signature: Signature
+    ) -> Callable[..., Any]:
+        """The function itself, noted down when it is called."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call = tracing.bind_static(fn, signature, args, kwargs)
+            number = len(self._calls)
+            leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+            self._calls.append(
+                LossCall(
+                    loss=loss,
+                    fn=fn,
+                    signature=signature,
+                    program=tracing.trace_call(call, has_aux=signature.has_aux),
+                    arguments=tuple(map(_shape, leaves)),
+                )
+            )
+            positional, keywords = jax.tree.unflatten(tree, self._marked(number, leaves))
+            return call.fn(*positional, **keywords)
+
+        return run
+
+    def _marked(self, number: int, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments, so that it shows whether they are differentiated and how often they run.
+
+        A derivative of the mark tells the first; its name, in the program of the step, the second.
+        """
+        places = [p for p, leaf in enumerate(leaves) if _has_derivative(leaf)]
+
+        @jax.custom_jvp
+        def mark(*given: Any) -> tuple[Any, ...]:
+            names = (_mark(number, place) for place in places)
+            return tuple(map(checkpoint_name, given, names))
+
+        @mark.defjvp
+        def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+            self._differentiated.add(number)
+            return mark(*primals), tangents
+
+        marked = list(leaves)
+        if places:
+            for place, value in zip(places, mark(*(leaves[p] for p in places)), strict=True):
+                marked[place] = value
+        return marked
+
+
+def _mark(number: int, place: int) -> str:
+    return f"{_MARK}{number}_{place}"
+
+
+def _marks(number: int, call: LossCall) -> list[str]:
+    return [_mark(number, place) for place in range(len(call.arguments))]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorded]:
+    """While this is open, calls of decorated losses run undecorated and are noted down."""
+    found = Recorded()
+    with _replacing(found.instead):
+        yield found
+
+
+def _has_derivative(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+
+
+def _shape(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.core.Tracer):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+
+
+def _times(operations: Iterable[Operation]) -> Counter[str]:
+    """How often each mark runs."""
+    found: Counter[str] = Counter()
+    for one in operations:
+        if one.primitive == "name":
+            found[one.params["name"]] += 1
+        for body in one.bodies:
+            for name, count in _times(body.operations).items():
+                found[name] += count * body.repeats
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A function as it is to be compiled, with a decorated loss inside.
+
+    Attributes:
+      fn: the step: it differentiates the loss and does what else there is to do.
+      args: its positional arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      kwargs: its keyword arguments.
+      static_argnums: as in ``jax.jit``.
+      static_argnames: as in ``jax.jit``.
+      donate_argnums: as in ``jax.jit``.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+
+    @property
+    def dynamic_argnums(self) -> tuple[int, ...]:
+        """The positional arguments that are not static."""
+        static = {number % len(self.args) for number in self.static_argnums}
+        return tuple(number for number in range(len(self.args)) if number not in static)
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    def measure(self, how: How, loss: object, device: Device) -> Measurement:
+        """Compiles the step with something run in the place of the loss.
+
+        Args:
+          how: what to run, as for ``running``.
+          loss: which loss.
+          device: the machine to compile for.
+
+        Raises:
+          CompileError: the compiler refuses it, as for want of memory.
+        """
+        with running(how, loss):
+            return compilation.measure(
+                self.fn,
+                *self.args,
+                device=device,
+                static_argnums=self.static_argnums,
+                static_argnames=self.static_argnames,
+                donate_argnums=self.donate_argnums,
+                **self.kwargs,
+            )
+
+    def flops(self, how: How, loss: object) -> int:
+        """FLOPs of the step with something run in the place of the loss; nothing is compiled."""
+        with running(how, loss):
+            return flop_count.forward_flops(
+                self.fn,
+                *self.args,
+                static_argnums=self.static_argnums,
+                static_argnames=self.static_argnames,
+                **self.kwargs,
+            )
+
+    def trace(self) -> tuple[Program, tuple[LossCall, ...]]:
+        """The step as a program, and the calls of decorated losses that it differentiates."""
+        signature = Signature(
+            argnums=(), static_argnums=self.static_argnums, static_argnames=self.static_argnames
+        )
+        with recording() as found:
+            program = tracing.trace(self.fn, *self.args, signature=signature, **self.kwargs)
+        return program, found.calls(program)
+
+    def resident_bytes(self, program: Program, device: Device) -> int:
+        """Arguments and outputs, less the outputs that may lie in donated arguments.
+
+        Args:
+          program: of the step.
+          device: where they lie.
+        """
+        arguments = [program.types[value] for value in (*program.constants, *program.arguments)]
+        outputs = [program.types[value] for value in program.output_values]
+        free: Counter[ArrayType] = Counter(self._donated(program))
+        total = sum(map(device.buffer_bytes, arguments))
+        for kind in outputs:
+            if free[kind]:
+                free[kind] -= 1
+            else:
+                total += device.buffer_bytes(kind)
+        return total
+
+    def _donated(self, program: Program) -> list[ArrayType]:
+        donated = {number % len(self.args) for number in self.donate_argnums}
+        found: list[ArrayType] = []
+        place = 0
+        for number in self.dynamic_argnums:
+            count = len(jax.tree.leaves(self.args[number]))
+            if number in donated:
+                found += [program.types[v] for v in program.arguments[place : place + count]]
+            place += count
+        return found
+
+
+def donated_by(fn: Callable[..., Any], step: Step) -> tuple[int, ...]:
+    """The positional arguments that a function under ``jax.jit`` donates; none for another.
+
+    Args:
+      fn: a function, under ``jax.jit`` or not.
+      step: with its arguments.
+    """
+    if not isinstance(fn, jax.stages.Wrapped):
+        return ()
+    with running(as_it_is):
+        positional, _ = fn.trace(*step.args, **step.kwargs).args_info
+    return tuple(
+        number
+        for number, argument in zip(step.dynamic_argnums, positional, strict=True)
+        if any(leaf.donated for leaf in jax.tree.leaves(argument))
+    )
+
+
+def the_one(calls: Sequence[LossCall]) -> LossCall:
+    """The call to plan for: of several of one loss the one that computes most.
+
+    Raises:
+      RematError: the calls are of different losses.
+    """
+    losses = {id(call.loss) for call in calls}
+    if len(losses) > 1:
+        names = ", ".join(dict.fromkeys(repr(call.program.name) for call in calls))
+        raise RematError(
+            f"The step differentiates {len(losses)} decorated losses: {names}. Leave the decorator "
+            "off all but the one that is asked about."
+        )
+    return max(calls, key=lambda call: flop_count.program_flops(call.program))
+
+
+def forward_flops(calls: Sequence[LossCall]) -> int:
+    """FLOPs of all forward passes of the losses in a step."""
+    return sum(call.times * flop_count.program_flops(call.program) for call in calls)

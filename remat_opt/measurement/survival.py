@@ -1,0 +1,217 @@
+"""Whether recomputation survived the compiler, read off two texts of one program.
+
+The first text is the program as it was asked for, before any pass. The second is what the compiler
+made of it, whose instructions stand in the order in which they run. JAX writes
+``rematted_computation`` into the name of everything that a ``jax.checkpoint`` computes again, and
+every compiler carries these names along. So three things can be told:
+
+*   *Merged*: products that are missing. A compiler fuses, splits and renames, but a product of
+    matrices or a convolution stays one, on CPU, GPU and TPU alike; where a recomputed one is gone,
+    the compiler took it for the one that it repeats, whose result then waits in memory.
+*   *Early*: recomputed values that wait while products of the forward pass run. They are computed
+    again, but long before the backward pass asks for them, and take the memory that was to be
+    saved.
+*   The compiler's own rematerialisation, which XLA does where memory runs out: its copies carry
+    ``.remat`` in their names.
+
+Doubt is not reported. Products with a vector are left out, since compilers make sums of them. Where
+other products are missing too (the program has them twice, or the compiler makes one large product
+of several with a common factor), as many of the recomputed ones may be missing for that reason; and
+a product without a name may be one of them. Where a compiler unrolls a loop, it hides what is
+missing elsewhere. Which products were merged is told where their names say it; the layers of a loop
+share one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from remat_opt.measurement.hlo_text import Instruction, Module, read_program
+from remat_opt.recomputation import MOST_PLACES, Recomputation
+from remat_opt.scopes import AGAIN, BACKWARD, is_scope
+
+#: In the names of the copies that XLA's own rematerialisation makes.
+_OWN = ".remat"
+
+#: What makes no value, but hands one on.
+_HANDING_ON = frozenset(
+    "bitcast copy copy-done copy-start get-tuple-element opt-barrier tuple".split()
+)
+
+#: What JAX writes round a name, and for a call.
+_TRANSFORMED = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap|shard_map)\(([^()]*)\)")
+_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "remat2"})
+
+# StableHLO.
+_FUNCTION = re.compile(r'\s*func\.func .*?@"?(?P<name>[^"(]+)"?\(')
+_ASKED = re.compile(
+    r'(?:^ *| = )"?(?:(?:stablehlo\.dot_general|stablehlo\.convolution|chlo\.ragged_dot)\b'
+    r'|(?:func\.)?call @"?(?P<called>[^"(]+))'
+)
+_CONTRACTED = re.compile(r"contracting_dims = \[([\d, ]*)\] x \[([\d, ]*)\]")
+_BATCHED = re.compile(r"batching_dims = \[([\d, ]*)\] x \[([\d, ]*)\]")
+_OPERANDS = re.compile(r": \(tensor<([^>]*)>, tensor<([^>]*)>\)")
+_PLACE = re.compile(r"loc\((#loc\d*)\)$")
+_LOCATION = re.compile(r'^(#loc\d*) = loc\("([^"]*)"', re.MULTILINE)
+
+
+def survival(asked: str, compiled: str) -> Recomputation | None:
+    """Compares a program as asked for with what the compiler made of it.
+
+    Args:
+      asked: StableHLO text with locations, as ``lowered.as_text(debug_info=True)`` gives it.
+      compiled: HLO text of the scheduled program, as ``compiled.as_text()`` gives it.
+
+    Returns:
+      What became of the recomputation; None where there is none, be it the compiler's own.
+    """
+    if AGAIN not in asked and _OWN not in compiled:
+        return None
+    before, after = _asked(asked), read_program(compiled)
+    asked_names, compiled_names = _product_names(before), _product_names(after)
+    wanted, found = Counter(map(_kind, asked_names)), Counter(map(_kind, compiled_names))
+    missing = wanted["again"] - found["again"]
+    doubtful = found["unnamed"] + max(0, wanted["other"] - found["other"])
+    merged = max(0, missing - doubtful)
+    gone = _recomputed_places(asked_names) - _recomputed_places(compiled_names)
+    own = _compilers_own(after)
+    return Recomputation(
+        asked_products=wanted["again"],
+        compiled_products=wanted["again"] - merged,
+        early_values=_early(after),
+        compiler_values=len(own),
+        merged=tuple(gone)[:MOST_PLACES] if gone.total() == merged else (),
+        not_kept=tuple(dict.fromkeys(filter(None, own)))[:MOST_PLACES],
+    )
+
+
+def _recomputed_places(names: Sequence[str]) -> Counter[str]:
+    """Where the recomputed ones of some products stand, each as often as it does."""
+    return Counter(_place(name) for name in names if _kind(name) == "again")
+
+
+def _place(name: str) -> str:
+    """A name without the transformations in it: that of a layer and of its primitive."""
+    place = "/".join(name.split()).rpartition(AGAIN)[2]
+    while (bare := _TRANSFORMED.sub(r"\1", place)) != place:
+        place = bare
+    return "/".join(
+        part for part in place.split("/") if part and part not in _CALLS and not is_scope(part)
+    )
+
+
+def _asked(text: str) -> Module:
+    """Products and calls of a StableHLO text; all that is asked of it is their number."""
+    locations = dict(_LOCATION.findall(text))
+    functions: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
+    for line in text.splitlines():
+        if (opened := _FUNCTION.match(line)) is not None:
+            body = functions.setdefault(opened["name"], [])
+        elif (match := _ASKED.search(line)) is not None:
+            place = _PLACE.search(line)
+            body.append(
+                Instruction(
+                    name="",
+                    opcode="",
+                    op_name=locations.get(place[1], "") if place else "",
+                    operands=(),
+                    called=(match["called"],) if match["called"] else (),
+                    is_product=not match["called"] and not _has_vector(line),
+                )
+            )
+    return Module(computations=functions, entry="main")
+
+
+def _has_vector(line: str) -> bool:
+    """Whether a product is one with a vector: of its dimensions, all of one kind have size one."""
+    operands, contracted = _OPERANDS.search(line), _CONTRACTED.search(line)
+    if operands is None or contracted is None:
+        return False
+    batched = _BATCHED.search(line)
+    for side in (1, 2):
+        sizes = operands[side].split("x")[:-1]
+        summed = {int(place) for place in contracted[side].split(",") if place}
+        batch = {int(place) for place in batched[side].split(",") if place} if batched else set()
+        free = set(range(len(sizes))) - summed - batch
+        if any(all(sizes[place] == "1" for place in places) for places in (summed, free)):
+            return True
+    return False
+
+
+def _walk(
+    module: Module, instruction: Instruction, callers: str = ""
+) -> Iterator[tuple[Instruction, str]]:
+    """An instruction and all that it calls, each with its own name and those of its callers."""
+    name = f"{callers} {instruction.op_name}"
+    yield instruction, name
+    for called in instruction.called:
+        for inner in module.computations.get(called, ()):
+            yield from _walk(module, inner, name)
+
+
+def _kind(name: str) -> str:
+    if not name.strip():
+        return "unnamed"
+    return "again" if AGAIN in name else "other"
+
+
+def _product_names(module: Module) -> list[str]:
+    """The names of all products that run, with those of their callers."""
+    return [
+        name
+        for top in module.computations.get(module.entry, ())
+        for instruction, name in _walk(module, top)
+        if instruction.is_product
+    ]
+
+
+def _early(module: Module) -> int:
+    """Recomputed values that wait while products of the forward pass run."""
+    steps = module.computations.get(module.entry, ())
+    last_read: dict[str, int] = {}
+    # Backwards: what a value is handed on to comes later, and is known by then.
+    for time in range(len(steps) - 1, -1, -1):
+        step = steps[time]
+        until = last_read.get(step.name, time) if step.opcode in _HANDING_ON else time
+        for operand in step.operands:
+            last_read[operand] = max(until, last_read.get(operand, until))
+    forward = [
+        time
+        for time, step in enumerate(steps)
+        if any(
+            inner.is_product and _kind(name) == "other" and BACKWARD not in name
+            for inner, name in _walk(module, step)
+        )
+    ]
+    # Constants depend on no argument, and may be made at any time.
+    varying: set[str] = set()
+    early = 0
+    for time, step in enumerate(steps):
+        if step.opcode == "parameter" or not varying.isdisjoint(step.operands):
+            varying.add(step.name)
+        if AGAIN in step.op_name and step.opcode not in _HANDING_ON and step.name in varying:
+            following = bisect.bisect_right(forward, time)
+            early += following < len(forward) and forward[following] < last_read.get(step.name, 0)
+    return early
+
+
+def _compilers_own(module: Module) -> list[str]:
+    """Where the copies stand that the compiler made to save memory; in a fusion is no array."""
+    fused = {
+        name
+        for body in module.computations.values()
+        for instruction in body
+        if instruction.opcode == "fusion"
+        for name in instruction.called
+    }
+    return [
+        _place(instruction.op_name)
+        for name, body in module.computations.items()
+        if name not in fused
+        for instruction in body
+        if _OWN in instruction.name and instruction.opcode not in _HANDING_ON
+    ]

@@ -1,0 +1,72 @@
+"""A program's values as compilers see them: who makes and reads them, and what is an alias."""
+
+from __future__ import annotations
+
+from remat_opt import costs
+from remat_opt.program.record import Equation, Linearization, Program
+
+#: Equations whose result has the bytes of their operand, and no kernel of its own.
+ALIASES = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "name", "copy_p", "rev_bitcast"}
+)
+
+
+class Dataflow:
+    """Who makes and reads what.
+
+    Attributes:
+      program: a traced function.
+      linearization: what its backward steps read.
+      costs: of each equation.
+      maker: for each computed value the number of its equation.
+      source: for each value the value whose bytes it shares (often itself).
+    """
+
+    def __init__(self, program: Program, linearization: Linearization) -> None:
+        self.program = program
+        self.linearization = linearization
+        self.costs = [costs.cost(equation.operation) for equation in program.equations]
+        self.maker = program.makers()
+        self.source = self._aliases()
+        self._reads = [self._distinct(equation) for equation in program.equations]
+
+    def _aliases(self) -> dict[int, int]:
+        source: dict[int, int] = {}
+        for value in range(len(self.program.types)):
+            source[value] = value
+        for equation in self.program.equations:
+            if equation.operation.primitive in ALIASES and len(equation.value_inputs) == 1:
+                (operand,) = equation.value_inputs
+                (result,) = equation.outputs
+                if self.program.types[operand].bytes == self.program.types[result].bytes:
+                    source[result] = source[operand]
+        return source
+
+    def _distinct(self, equation: Equation) -> tuple[int, ...]:
+        found = dict.fromkeys(self.source[value] for value in equation.value_inputs)
+        return tuple(value for value in found if value in self.maker)
+
+    def reads(self, index: int) -> tuple[int, ...]:
+        """The distinct computed values an equation reads, aliases resolved."""
+        return self._reads[index]
+
+    def derivative_reads(self, index: int) -> set[int]:
+        """The values that an equation's backward step reads, aliases resolved."""
+        derivative = self.linearization.derivatives.get(index)
+        if derivative is None:
+            return set()
+        equation = self.program.equations[index]
+        read = [equation.inputs[position] for position in derivative.inputs]
+        read += [equation.outputs[position] for position in derivative.outputs]
+        return {self.source[value] for value in read if isinstance(value, int)}
+
+    def is_alias(self, index: int) -> bool:
+        """Whether an equation's result is another name for its operand."""
+        outputs = self.program.equations[index].outputs
+        return len(outputs) == 1 and self.source[outputs[0]] != outputs[0]
+
+    def opaque(self, index: int) -> bool:
+        """Whether an equation is a kernel of its own."""
+        return (
+            self.costs[index].fusion is costs.Fusion.OPAQUE or self.program.equations[index].effects
+        )

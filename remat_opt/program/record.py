@@ -1,0 +1,187 @@
+"""A traced function as plain data: values, equations, arguments and outputs.
+
+``tracing`` makes a Program; everything below it (costs, materialization, plans)
+reads one without importing jax. What JAX needs to run an equation again rides along
+in ``Equation.jax_equation`` and ``Equation.name_stack``, opaque to all but
+``transform`` and ``linearization``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+from remat_opt.operation import ArrayType, Operation
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A literal that an equation reads in place; it costs nothing and is never planned."""
+
+    value: Any
+    text: str
+
+
+#: What an equation reads: the number of a value, or a literal.
+Atom = int | Constant
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Equation:
+    """One jaxpr equation.
+
+    Attributes:
+      operation: primitive, types and parameters; what the costs are computed from.
+      inputs: what it reads, in order.
+      outputs: the numbers of the values it makes, in order.
+      effects: whether it does more than compute its outputs.
+      parameters: text of its parameters, the same in every process.
+      module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
+      jax_equation: JAX's own equation, for running it again.
+      name_stack: JAX's own name stack, for running it again.
+      value_inputs: the numbers of the values among ``inputs``, in order.
+    """
+
+    operation: Operation
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    effects: bool
+    parameters: str
+    module: str
+    jax_equation: Any
+    name_stack: Any
+    value_inputs: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        read = tuple(atom for atom in self.inputs if isinstance(atom, int))
+        object.__setattr__(self, "value_inputs", read)
+
+    @property
+    def derivative_reads_kept(self) -> bool:
+        """Whether the equation's own derivative can be made to read a kept output.
+
+        JAX's derivative of ``tanh`` reads the output that its rule computes, not the named
+        copy of it. ``transform`` mends that for equations without inner programs or
+        functions whose inputs and outputs are all floating-point numbers; for others only
+        running the equation again provides what its derivative reads.
+        """
+        kinds = (*self.operation.inputs, *self.operation.outputs)
+        return not self.operation.bodies and all(
+            kind.dtype.startswith(("float", "bfloat")) for kind in kinds
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A function traced at given argument shapes, flat, with nested calls inlined.
+
+    Values are numbered: first the constants, then the arguments, then the outputs of
+    the equations in the order they were traced.
+
+    Attributes:
+      types: shape and dtype of each value.
+      constants: numbers of the closed-over arrays.
+      constant_values: those arrays (or tracers), in the same order.
+      arguments: numbers of the flat arguments.
+      differentiated: those of the arguments that derivatives are taken for.
+      equations: in the order they were traced.
+      outputs: the flat outputs.
+      loss_outputs: how many of the flat outputs, from the first, are differentiated;
+        the others are auxiliary.
+      input_tree: the tree structure of (positional, keyword) arguments.
+      output_tree: the tree structure of the result.
+      name: the function's name.
+    """
+
+    types: tuple[ArrayType, ...]
+    constants: tuple[int, ...]
+    constant_values: tuple[Any, ...]
+    arguments: tuple[int, ...]
+    differentiated: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+    loss_outputs: int
+    input_tree: Any
+    output_tree: Any
+    name: str
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of all arguments (parameters and batch); never planned."""
+        return sum(self.types[value].bytes for value in self.arguments)
+
+    @property
+    def output_values(self) -> tuple[int, ...]:
+        """The numbers of the values among the outputs, without literals."""
+        return tuple(atom for atom in self.outputs if isinstance(atom, int))
+
+    def makers(self) -> dict[int, int]:
+        """For each computed value the number of the equation that makes it."""
+        return {
+            value: number
+            for number, equation in enumerate(self.equations)
+            for value in equation.outputs
+        }
+
+    def fingerprint(self) -> str:
+        """A hash of what the program computes and of what is differentiated.
+
+        Two traces of the same function at the same argument shapes agree, on any
+        host and in any process; names, source lines and the arrays' contents do
+        not enter.
+        """
+        digest = hashlib.sha256()
+
+        def add(*words: object) -> None:
+            digest.update(("\x1f".join(str(word) for word in words) + "\x1e").encode())
+
+        def atoms(items: tuple[Atom, ...]) -> str:
+            return ",".join(str(a) if isinstance(a, int) else a.text for a in items)
+
+        for array_type in self.types:
+            add(array_type.dtype, array_type.shape)
+        add(self.constants, self.arguments, self.differentiated, self.loss_outputs)
+        for equation in self.equations:
+            add(
+                equation.operation.primitive,
+                equation.parameters,
+                atoms(equation.inputs),
+                equation.outputs,
+            )
+        add(atoms(self.outputs))
+        return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Derivative:
+    """What the backward step of one equation reads.
+
+    Attributes:
+      inputs: positions of the inputs it reads.
+      outputs: positions of the outputs it reads.
+      internal_bytes: bytes of residuals that only running the equation provides.
+      active_outputs: positions of the outputs that carry a derivative.
+      assumed: whether JAX could not differentiate the equation, so that all of its
+        inputs and outputs are taken as read.
+    """
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    internal_bytes: int = 0
+    active_outputs: tuple[int, ...] = ()
+    assumed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Linearization:
+    """The derivatives along the way from the differentiated arguments to the loss.
+
+    Attributes:
+      derivatives: by position of the equation in the program; equations without a
+        backward step are not there.
+      active_values: numbers of the values that get a cotangent.
+    """
+
+    derivatives: dict[int, Derivative]
+    active_values: frozenset[int]

@@ -1,0 +1,375 @@
+"""From a function and its arguments to a Program.
+
+The function is traced by ``jax.make_jaxpr`` with its positional and keyword arguments
+flattened; nested ``jit`` calls are inlined, everything else that holds an inner program
+(scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation.
+Equations that nothing reads and that have no side effects are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from remat_opt import _jax_internals as internals
+from remat_opt.errors import TraceError
+from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.program.record import Atom, Constant, Equation, Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """How the arguments of a function are to be read; the words are those of ``jax.grad``.
+
+    Attributes:
+      argnums: the positional argument(s) that derivatives are taken for.
+      has_aux: whether the function returns a pair (differentiated, auxiliary).
+      static_argnums: positional arguments that are Python values, not arrays.
+      static_argnames: keyword arguments that are Python values, not arrays.
+    """
+
+    argnums: tuple[int, ...] = (0,)
+    has_aux: bool = False
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call with its static arguments bound: what is left are arrays.
+
+    Attributes:
+      name: of the function that was called.
+      fn: takes the remaining positional and keyword arguments.
+      args: remaining positional arguments.
+      kwargs: remaining keyword arguments.
+      argnums: positions, among ``args``, of the differentiated ones.
+      argnames: names, among ``kwargs``, of the differentiated ones that were passed by name.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
+
+
+def bind_static(
+    fn: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Call:
+    """Binds the static arguments of a call, and finds the differentiated ones among the rest.
+
+    Raises:
+      TraceError: an argument number is out of range, or names a static argument.
+    """
+    count = len(args)
+    parameters = _parameters(fn)
+
+    def found(number: int, what: str) -> int | str | None:
+        """Where the argument is: its position, its name if passed by name, None if left out."""
+        if number < count or number >= len(parameters):
+            return _position(number, count, what)
+        return parameters[number] if parameters[number] in kwargs else None
+
+    differentiated = [found(number, "argnums") for number in signature.argnums]
+    static = {found(number, "static_argnums") for number in signature.static_argnums}
+    for name in signature.static_argnames:
+        if name in kwargs:
+            static.add(name)
+        elif name in parameters:
+            static.add(parameters.index(name))
+    for where in differentiated:
+        if where is not None and where in static:
+            raise TraceError(
+                f"Argument {where!r} is differentiated (argnums) and also static (static_argnums "
+                "or static_argnames); a static argument has no derivative. Take it out of one "
+                "of them."
+            )
+    dynamic = [number for number in range(count) if number not in static]
+    names = {name: value for name, value in kwargs.items() if name in static}
+
+    def bound(*dynamic_args: Any, **dynamic_kwargs: Any) -> Any:
+        given = list(args)
+        for number, argument in zip(dynamic, dynamic_args, strict=True):
+            given[number] = argument
+        return fn(*given, **dynamic_kwargs, **names)
+
+    return Call(
+        name=getattr(fn, "__name__", type(fn).__name__),
+        fn=bound if static else fn,
+        args=tuple(args[number] for number in dynamic),
+        kwargs={name: value for name, value in kwargs.items() if name not in names},
+        argnums=tuple(dynamic.index(where) for where in differentiated if isinstance(where, int)),
+        argnames=tuple(where for where in differentiated if isinstance(where, str)),
+    )
+
+
+def _position(number: int, count: int, what: str) -> int:
+    position = number + count if number < 0 else number
+    if not 0 <= position < count:
+        raise TraceError(
+            f"{what} names argument {number}, but the function was called with {count} positional "
+            "argument(s). Pass that argument by position, or change the number."
+        )
+    return position
+
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that may be passed by position; none where unknown."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in by_position]
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    signature: Signature | None = None,
+    **kwargs: Any,
+) -> Program:
+    """Traces ``fn`` at the shapes of its arguments.
+
+    Args:
+      fn: any function that ``jax.make_jaxpr`` can trace.
+      *args: arrays, numpy arrays, Python numbers, tracers or ``jax.ShapeDtypeStruct``,
+        in any pytree.
+      signature: which arguments are differentiated, static, and whether there is an
+        auxiliary output.
+      **kwargs: keyword arguments, likewise.
+
+    Returns:
+      The function as flat data.
+
+    Raises:
+      TraceError: an argument is neither array-like nor declared static, or the
+        result does not fit the signature.
+    """
+    signature = signature or Signature()
+    return trace_call(bind_static(fn, signature, args, kwargs), has_aux=signature.has_aux)
+
+
+def trace_call(call: Call, *, has_aux: bool) -> Program:
+    """Traces a call whose static arguments are bound; see ``trace``."""
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+    _check_leaves(call)
+
+    # Python numbers among the results are handed back as they are, not as arrays.
+    numbers: dict[int, Any] = {}
+
+    def flat_fn(*flat: Any) -> Any:
+        positional, keywords = jax.tree.unflatten(tree, flat)
+        result = call.fn(*positional, **keywords)
+        numbers.update(
+            (position, leaf)
+            for position, leaf in enumerate(jax.tree.leaves(result))
+            if type(leaf) in (bool, int, float, complex)
+        )
+        return result
+
+    closed, shapes = internals.make_jaxpr(flat_fn, *leaves)
+    output_leaves, output_tree = jax.tree.flatten(shapes)
+    loss_outputs = len(output_leaves)
+    if has_aux:
+        if not (isinstance(shapes, tuple) and len(shapes) == 2):
+            raise TraceError(
+                "has_aux=True says that the function returns a pair (loss, auxiliary), but it "
+                f"returns {_kind(shapes)}. Return a pair, or leave has_aux out."
+            )
+        loss_outputs = len(jax.tree.leaves(shapes[0]))
+    positions = [
+        position
+        for position, (path, _) in enumerate(
+            jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]
+        )
+        if _is_differentiated(path, call)
+    ]
+    return _Flattener().program(
+        closed,
+        positions,
+        numbers,
+        loss_outputs,
+        input_tree=tree,
+        output_tree=output_tree,
+        name=call.name,
+    )
+
+
+def _kind(shapes: Any) -> str:
+    if isinstance(shapes, tuple):
+        return f"a tuple of {len(shapes)}"
+    return f"a {type(shapes).__name__}"
+
+
+def _is_differentiated(path: tuple[Any, ...], call: Call) -> bool:
+    if path[0].idx == 0:
+        return path[1].idx in call.argnums
+    return path[1].key in call.argnames
+
+
+def _check_leaves(call: Call) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]:
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            continue
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            continue
+        where = jax.tree_util.keystr(path[1:])
+        group = "positional arguments" if path[0].idx == 0 else "keyword arguments"
+        raise TraceError(
+            f"{where} of the {group} is a {type(leaf).__name__} ({leaf!r:.60}), not an array. "
+            "Declare it with static_argnums= or static_argnames=, or close over it."
+        )
+
+
+def array_type(aval: Any) -> ArrayType:
+    """The shape and dtype of a JAX abstract value; tokens and the like take no bytes."""
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return ArrayType(shape=(0,), dtype="uint8")
+    return ArrayType(shape=tuple(int(size) for size in aval.shape), dtype=str(aval.dtype))
+
+
+def operation(equation: Any) -> Operation:
+    """One jaxpr equation as plain data, inner programs included."""
+    params = equation.params
+    bodies = tuple(
+        Body(
+            operations=tuple(operation(inner) for inner in internals.parts(jaxpr)[3]),
+            repeats=internals.scan_length(params) if equation.primitive.name == "scan" else 1,
+        )
+        for _, jaxpr in internals.inner_jaxprs(params)
+    )
+    return Operation(
+        primitive=equation.primitive.name,
+        inputs=tuple(array_type(variable.aval) for variable in equation.invars),
+        outputs=tuple(array_type(variable.aval) for variable in equation.outvars),
+        params=params,
+        bodies=bodies,
+    )
+
+
+class _Flattener:
+    """Numbers the values of a jaxpr and lists its equations, nested calls inlined."""
+
+    def __init__(self) -> None:
+        self.types: list[ArrayType] = []
+        self.constants: list[int] = []
+        self.constant_values: list[Any] = []
+        self.equations: list[Equation] = []
+
+    def program(
+        self,
+        closed: Any,
+        positions: Sequence[int],
+        numbers: Mapping[int, Any],
+        loss_outputs: int,
+        *,
+        input_tree: Any,
+        output_tree: Any,
+        name: str,
+    ) -> Program:
+        constant_variables, constants, inputs, equations, outputs = internals.parts(closed)
+        scope: dict[Any, Atom] = {}
+        for variable, value in zip(constant_variables, constants, strict=True):
+            scope[variable] = self._constant(variable, value)
+        for variable in inputs:
+            scope[variable] = self._value(variable)
+        arguments = tuple(atom for v in inputs if isinstance(atom := scope[v], int))
+        self._inline(equations, scope, prefix=None)
+        results = tuple(
+            self._result(variable, scope)
+            if number not in numbers
+            else Constant(value=numbers[number], text=f"{numbers[number]}:{variable.aval}")
+            for number, variable in enumerate(outputs)
+        )
+        return Program(
+            types=tuple(self.types),
+            constants=tuple(self.constants),
+            constant_values=tuple(self.constant_values),
+            arguments=arguments,
+            differentiated=tuple(
+                arguments[p] for p in positions if is_inexact(self.types[arguments[p]])
+            ),
+            equations=_live(self.equations, results),
+            outputs=results,
+            loss_outputs=loss_outputs,
+            input_tree=input_tree,
+            output_tree=output_tree,
+            name=name,
+        )
+
+    def _value(self, variable: Any) -> int:
+        self.types.append(array_type(variable.aval))
+        return len(self.types) - 1
+
+    def _constant(self, variable: Any, value: Any) -> int:
+        number = self._value(variable)
+        self.constants.append(number)
+        self.constant_values.append(value)
+        return number
+
+    def _read(self, variable: Any, scope: dict[Any, Atom]) -> Atom:
+        if isinstance(variable, internals.Literal):
+            return Constant(value=variable.val, text=f"{variable.val}:{variable.aval}")
+        return scope[variable]
+
+    def _result(self, variable: Any, scope: dict[Any, Atom]) -> Atom:
+        atom = self._read(variable, scope)
+        if isinstance(atom, Constant):
+            return dataclasses.replace(atom, value=internals.array_of(atom.value, variable.aval))
+        return atom
+
+    def _inline(self, equations: Iterable[Any], scope: dict[Any, Atom], prefix: Any) -> None:
+        for equation in equations:
+            inputs = tuple(self._read(variable, scope) for variable in equation.invars)
+            body = internals.inlinable_body(equation)
+            stack = internals.name_stack_of(equation, prefix)
+            if body is None:
+                outputs = tuple(self._value(variable) for variable in equation.outvars)
+                scope.update(zip(equation.outvars, outputs, strict=True))
+                self.equations.append(self._equation(equation, inputs, outputs, stack))
+                continue
+            variables, constants, body_inputs, body_equations, body_outputs = internals.parts(body)
+            inner: dict[Any, Atom] = dict(zip(body_inputs, inputs, strict=True))
+            for variable, value in zip(variables, constants, strict=True):
+                inner[variable] = self._constant(variable, value)
+            self._inline(body_equations, inner, stack)
+            for variable, result in zip(equation.outvars, body_outputs, strict=True):
+                scope[variable] = self._read(result, inner)
+
+    def _equation(
+        self, equation: Any, inputs: tuple[Atom, ...], outputs: tuple[int, ...], stack: Any
+    ) -> Equation:
+        return Equation(
+            operation=operation(equation),
+            inputs=inputs,
+            outputs=outputs,
+            effects=internals.has_effects(equation),
+            parameters=internals.describe_parameters(equation.params),
+            module=str(stack),
+            jax_equation=equation,
+            name_stack=stack,
+        )
+
+
+def is_inexact(kind: ArrayType) -> bool:
+    """Whether arrays of a type have derivatives."""
+    return kind.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _live(equations: Sequence[Equation], results: Sequence[Atom]) -> tuple[Equation, ...]:
+    """The equations that an output depends on, and those with effects."""
+    wanted = {atom for atom in results if isinstance(atom, int)}
+    kept = []
+    for equation in reversed(equations):
+        if equation.effects or any(output in wanted for output in equation.outputs):
+            wanted.update(equation.value_inputs)
+            kept.append(equation)
+    return tuple(reversed(kept))

@@ -1,0 +1,1 @@
+"""Plain data for the eye: tables and pictures, as text and as HTML."""

@@ -1,0 +1,88 @@
+"""Which axes a TPU's compiler stores innermost, beside what was seen compiled."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.compilers.matrix_axes import matrix_axes
+from remat_opt.device import get_device
+from remat_opt.operation import ArrayType
+from remat_opt.program import tracing
+
+TOKENS, WIDTH, HEADS, DEPTH = 24, 16, 2, 8
+
+
+def attention(parameters, x):
+    query, key, value = (
+        (jnp.einsum("btw,whd->bthd", x, weight) + bias) / 2 for weight, bias in parameters
+    )
+    weights = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+    return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", weights, value))
+
+
+def axes_by_shape(fn, *args):
+    program = tracing.trace(fn, *args)
+    found: dict[tuple[int, ...], set[tuple[int, int]]] = {}
+    for value, axes in matrix_axes(program).items():
+        found.setdefault(program.types[value].shape, set()).add(axes)
+    return program, found
+
+
+def test_of_attention_tokens_and_channels_are_innermost() -> None:
+    one = jnp.ones((WIDTH, HEADS, DEPTH)), jnp.ones((HEADS, DEPTH))
+    x = jnp.ones((3, TOKENS, WIDTH))
+    program, found = axes_by_shape(attention, [one] * 3, x)
+    # Of queries, keys and values, biases included, whatever lies between them and the product.
+    assert found[(3, TOKENS, HEADS, DEPTH)] == {(1, 3)}
+    assert found[(3, HEADS, TOKENS, TOKENS)] == {(2, 3)}
+    # What the projections read is no operand of a batched product; nor are weights.
+    assert (3, TOKENS, WIDTH) not in found
+    assert (WIDTH, HEADS, DEPTH) not in found
+    by_products = {
+        equation.outputs[0]
+        for equation in program.equations
+        if equation.operation.primitive == "dot_general"
+    }
+    assert by_products <= matrix_axes(program).keys()
+
+
+def test_a_transposed_operand_has_them_where_it_comes_from() -> None:
+    def loss(x, y):
+        moved = jnp.transpose(jnp.sin(x), (2, 0, 1))
+        return jnp.sum(jnp.einsum("bij,bjk->bik", moved, y))
+
+    program, found = axes_by_shape(loss, jnp.ones((4, 5, 3)), jnp.ones((3, 5, 6)))
+    assert found[(3, 4, 5)] == {(1, 2)}
+    assert found[(4, 5, 3)] == {(0, 1)}
+    assert program.equations[0].outputs[0] in matrix_axes(program)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.sum(x @ x),
+        # A matrix times a vector of each batch.
+        lambda x: jnp.sum(jnp.einsum("bi,bi->b", x, x)),
+        lambda x: jnp.sum(jnp.sin(x)),
+    ],
+)
+def test_without_matrices_in_a_batch_there_are_none(fn) -> None:
+    assert matrix_axes(tracing.trace(fn, jnp.ones((8, 8)))) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "axes", "mebibytes"),
+    [
+        # Of ViT-B/16 at batch 64, compiled for v5e: {1,3,2,0:T(8,128)}, and rounded.
+        ((64, 197, 12, 64), "float32", (1, 3), 48.0),
+        ((64, 197, 12, 64), "bfloat16", (1, 3), 24.0),
+        ((64, 12, 197, 197), "float32", (2, 3), 150.0),
+        # What no batched product reads: its last dimension is innermost.
+        ((64, 197, 12, 64), "float32", None, 73.875),
+    ],
+)
+def test_padding_as_compiled(shape, dtype, axes, mebibytes) -> None:
+    kind = ArrayType(shape=shape, dtype=dtype)
+    assert get_device("v5e").buffer_bytes(kind, axes) == mebibytes * 2**20
+    assert get_device("h200").buffer_bytes(kind, axes) == kind.bytes

@@ -1,0 +1,96 @@
+"""Which sums of products are stored as one array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.compilers.products import biases, stored_sums
+from remat_opt.operation import PRODUCTS
+from remat_opt.program import tracing
+
+X, W, B = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.ones(8)
+
+
+def two(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w + jnp.sin(x) @ w
+
+
+def with_a_bias(w: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
+    return x @ w + (jnp.sin(x) @ w + b)
+
+
+def in_gates(w: jax.Array, x: jax.Array) -> jax.Array:
+    gates = zip(jnp.split(x @ w, 2, axis=1), jnp.split(jnp.sin(x) @ w, 2, axis=1), strict=True)
+    return jnp.concatenate([one + other for one, other in gates])
+
+
+def narrowed(w: jax.Array, x: jax.Array) -> jax.Array:
+    return (x @ w).astype(jnp.bfloat16) - (jnp.sin(x) @ w).astype(jnp.bfloat16)
+
+
+def read_elsewhere(w: jax.Array, x: jax.Array) -> jax.Array:
+    first = x @ w
+    return first + jnp.sin(x) @ w + jnp.cos(first)
+
+
+def residual(w: jax.Array, x: jax.Array) -> jax.Array:
+    x = x + jnp.sin(x) @ w
+    return x + jnp.sin(x) @ w
+
+
+def of_three(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A product goes into two sums, one of them with a product that is read elsewhere."""
+    first, second, third = x @ w, jnp.sin(x) @ w, jnp.cos(x) @ w
+    return (first + second) * (second + third) + jnp.tanh(third)
+
+
+@pytest.mark.parametrize(
+    ("fn", "sums"),
+    [
+        (two, 1),
+        (with_a_bias, 1),
+        (in_gates, 2),
+        (narrowed, 1),
+        (read_elsewhere, 0),
+        (residual, 0),
+        (of_three, 0),
+    ],
+)
+def test_sums_of_two_products_that_nothing_else_reads(fn: Callable[..., Any], sums: int) -> None:
+    args = (W, X, B) if fn is with_a_bias else (W, X)
+    program = tracing.trace(lambda *given: jnp.sum(jnp.tanh(fn(*given)) ** 2), *args)
+    found = list(stored_sums(program, "cuda"))
+    assert len(found) == sums
+    for index, pair in found:
+        assert program.equations[index].operation.primitive in ("add", "sub")
+        assert {program.equations[one].operation.primitive for one in pair} <= PRODUCTS
+        assert pair[0] < pair[1] < index
+    assert not list(stored_sums(program, "tpu"))
+    assert not list(stored_sums(program, "cpu"))
+
+
+def test_what_is_put_out_is_no_part_of_a_sum() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = x @ w
+        return jnp.sum(jnp.tanh(first + jnp.sin(x) @ w)), first
+
+    program = tracing.trace(loss, W, X, signature=tracing.Signature(has_aux=True))
+    assert not list(stored_sums(program, "cuda"))
+
+
+def test_what_is_added_to_a_product_is_its_bias() -> None:
+    def loss(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        first = x @ w + b
+        second = (first @ w).reshape(-1, 2, 4) + b.reshape(2, 4)
+        # Neither a residual nor what is computed of it is a bias.
+        return jnp.sum(jnp.tanh(x + second.reshape(x.shape) @ w) @ w + jnp.sin(b))
+
+    program = tracing.trace(loss, W, B, X)
+    order = [equation.operation.primitive for equation in program.equations]
+    products = [index for index, primitive in enumerate(order) if primitive in PRODUCTS]
+    assert biases(program) == dict.fromkeys(products[:2], program.arguments[1])

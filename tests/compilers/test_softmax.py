@@ -1,0 +1,201 @@
+"""Softmax in mixed precision: which ones are found, what a TPU stores, what plans keep of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from remat_opt import _jax_internals as internals
+from remat_opt import planning
+from remat_opt.compilers import softmax
+from remat_opt.compilers.materialization import materialize
+from remat_opt.device import get_device
+from remat_opt.program import tracing
+from remat_opt.program.linearization import linearize
+from remat_opt.program.record import Program
+from remat_opt.schedule import Region, Schedule, Stage, plain
+from remat_opt.transform.rewriting import rewrite
+
+BATCH, TOKENS, HEADS, DEPTH = 2, 8, 3, 4
+SQUARE = (BATCH, HEADS, TOKENS, TOKENS)
+X = jnp.zeros((BATCH, TOKENS, HEADS * DEPTH), jnp.bfloat16)
+W = jnp.zeros((HEADS * DEPTH, 3 * HEADS * DEPTH), jnp.bfloat16)
+
+
+def attention(w, x, *, dtype=jnp.bfloat16, mask=True, shifted=True):
+    query, key, value = jnp.split((x @ w).reshape(BATCH, TOKENS, HEADS, 3 * DEPTH), 3, axis=-1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    if mask:
+        scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -jnp.inf)
+    unnormalized = jnp.exp(scores)
+    weights = unnormalized / jnp.sum(unnormalized, axis=-1, keepdims=True)
+    if shifted:
+        weights = jax.nn.softmax(scores, axis=-1)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(dtype), value.astype(dtype))
+    return mixed.reshape(x.shape)
+
+
+def loss(w, x, **options):
+    return jnp.sum(attention(w, x, **options).astype(jnp.float32))
+
+
+def traced(fn, *args, **options) -> Program:
+    return tracing.trace(lambda *given: fn(*given, **options), *args)
+
+
+def graph(fn, *args, device, **options):
+    program = traced(fn, *args, **options)
+    return materialize(program, linearize(program), get_device(device))
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_the_exponentials_and_what_the_product_reads_are_found(mask: bool) -> None:
+    program = traced(loss, W, X, mask=mask)
+    (found,) = softmax.rounded(program, "tpu")
+    maker = program.makers()
+    for value, primitive in (
+        (found.maxima, "reduce_max"),
+        (found.sums, "reduce_sum"),
+        (found.exponentials, "exp"),
+    ):
+        assert program.equations[maker[value]].operation.primitive == primitive
+    assert program.types[found.maxima].shape == SQUARE[:-1]
+    kinds = [program.types[value] for value in (found.exponentials, found.weights)]
+    assert [kind.dtype for kind in kinds] == ["float32", "bfloat16"]
+    assert {kind.shape for kind in kinds} == {SQUARE}
+    assert any(
+        found.weights in equation.value_inputs
+        for equation in program.equations
+        if equation.operation.primitive == "dot_general"
+    )
+    assert not list(softmax.rounded(program, "cuda"))
+
+
+@pytest.mark.parametrize("options", [{"dtype": jnp.float32}, {"shifted": False}])
+def test_weights_as_wide_as_the_exponentials_and_other_sums_are_not(options: Any) -> None:
+    assert not list(softmax.rounded(traced(loss, W, X, **options), "tpu"))
+
+
+def test_a_log_softmax_that_no_product_reads_is_not() -> None:
+    program = traced(lambda x: jnp.sum(jax.nn.log_softmax(x)), X.astype(jnp.float32))
+    assert not list(softmax.rounded(program, "tpu"))
+
+
+def squares(found) -> list[str]:
+    return [label for label in found.labels if label.endswith(f"[{','.join(map(str, SQUARE))}]")]
+
+
+def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None:
+    found = graph(loss, W, X, device="v5e").unchanged
+    scores, exponentials = (found.labels.index(text) for text in squares(found))
+    assert found.labels[exponentials].startswith("exp f32")
+    assert found.graph.predecessors[exponentials].count(scores) == 1
+    # The padding of a TPU hides the widths: what is compared is one array in two of them.
+    assert found.graph.cotangent_bytes[scores] == 0
+    assert 0 < found.graph.cotangent_bytes[exponentials] <= found.graph.bytes[exponentials]
+    # Backward the exponentials are read, and the scores no more.
+    read = {needed for needs in found.graph.needs for needed in needs}
+    assert exponentials in read
+    assert scores not in read
+
+
+def test_a_tpu_stores_the_scores_of_a_plan_and_the_gradient_of_the_weights() -> None:
+    found = graph(loss, W, X, device="v5e")
+    (scores,) = (found.labels.index(text) for text in squares(found))
+    assert [found.labels[vertex].split()[0] for vertex in found.row_statistics] == [
+        "reduce_max",
+        "reduce_sum",
+    ]
+    assert 0 < found.graph.cotangent_bytes[scores] <= found.graph.bytes[scores]
+    # The gradients of queries and keys are products that read the scores once more.
+    assert scores in found.graph.needs[scores]
+    as_it_is = found.unchanged_graph
+    assert len(as_it_is) == len(found.graph) + 1
+
+
+def test_row_statistics_are_kept_under_no_checkpoint() -> None:
+    found = graph(loss, W, X, device="v5e")
+    maxima, sums = found.row_statistics
+    everything = tuple(range(len(found.graph)))
+    inside = (
+        Region(vertices=everything[: maxima + 1], kept=(maxima - 1, maxima)),
+        Region(vertices=everything[maxima + 1 :], kept=(sums,)),
+    )
+    nested = Schedule(regions=(Region(vertices=everything, kept=(maxima,), inside=inside),))
+    (outer,) = found.without_row_statistics(nested).regions
+    assert outer.kept == ()
+    assert [one.kept for one in outer.inside] == [(maxima - 1,), ()]
+    uncut = plain(found.graph)
+    assert found.without_row_statistics(uncut) == uncut
+
+
+def test_no_plan_for_a_tpu_keeps_row_statistics_by_name() -> None:
+    def layers(w, x):
+        for _ in range(3):
+            x = x + jnp.tanh(attention(w, x))
+        return jnp.sum(x.astype(jnp.float32))
+
+    of = planning.problem(tracing.trace(layers, W, X), get_device("v5e"))
+    statistics = set(of.materialization.row_statistics)
+    assert len(statistics) == 6
+    under = [
+        region
+        for one in of.candidates
+        for region in one.schedule.regions
+        if region.checkpointed and not statistics.isdisjoint(region.vertices)
+    ]
+    assert under
+    assert all(statistics.isdisjoint(region.kept) for region in under)
+
+
+def test_for_nvidia_the_scores_stay_and_the_exponentials_are_no_array() -> None:
+    found = graph(loss, W, X, device="h200")
+    scores, weights = (found.labels.index(text) for text in squares(found))
+    assert found.labels[scores].startswith("dot_general f32")
+    assert found.labels[weights].startswith("convert_element_type bf16")
+    assert scores in found.graph.needs[weights]
+
+
+def barriers(jaxpr: Any) -> Iterator[Any]:
+    """The barriers, in regions too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "optimization_barrier":
+            yield equation
+        for _, inner in internals.inner_jaxprs(equation.params):
+            yield from barriers(getattr(inner, "jaxpr", inner))
+
+
+def rewritten(fn, platform, *args):
+    """The function as one region that is under a checkpoint and keeps nothing."""
+    program = tracing.trace(fn, *args)
+    roots = tuple(index for index, _ in enumerate(program.equations))
+    run = rewrite(program, [Stage(roots=roots, kept=(), checkpointed=True)], platform)
+    return lambda *given: run([], jax.tree.leaves(given))[0]
+
+
+def stored_shapes(platform: str) -> list[tuple[int, ...]]:
+    """The shapes of what passes a barrier in a rewritten attention."""
+    jaxpr = jax.make_jaxpr(rewritten(loss, platform, W, X))(W, X).jaxpr
+    return [atom.aval.shape for equation in barriers(jaxpr) for atom in equation.invars]
+
+
+def test_maxima_that_no_checkpoint_keeps_are_stored() -> None:
+    assert stored_shapes("tpu") == [SQUARE[:-1]]
+    assert SQUARE[:-1] not in stored_shapes("cuda")
+
+
+def test_storing_the_maxima_changes_no_gradient() -> None:
+    keys = jax.random.split(jax.random.key(0))
+    w, x = (
+        jax.random.normal(key, like.shape, like.dtype)
+        for key, like in zip(keys, (W, X), strict=True)
+    )
+    expected = np.asarray(jax.grad(loss)(w, x), "float32")
+    found = np.asarray(jax.grad(rewritten(loss, "tpu", w, x))(w, x), "float32")
+    # A CPU rounds to bfloat16 where it fuses, and fuses otherwise under a checkpoint.
+    np.testing.assert_allclose(found, expected, atol=0.01 * np.abs(expected).max())
