@@ -16,7 +16,8 @@ import jax
 
 from remat_opt import comparison, failure, planning, solvers, trade_off, verification
 from remat_opt.comparison import Comparison, Contender
-from remat_opt.compilers.materialization import computes_nothing
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, PlanFileError, RematError
 from remat_opt.gradients import Gradients
@@ -652,7 +653,8 @@ def _following(planner: Rematerialized, plan: Plan) -> step.How:
 
 def _gradient_bytes(call: LossCall, device: Device) -> int:
     program = call.program
-    return sum(device.buffer_bytes(program.types[value]) for value in program.differentiated)
+    compiler = Compiler(device=device)
+    return sum(compiler.buffer_bytes(program.types[value]) for value in program.differentiated)
 
 
 def _gradients_note(in_step: Step, call: LossCall, device: Device) -> str:

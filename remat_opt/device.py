@@ -18,14 +18,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from remat_opt.errors import DeviceError
-from remat_opt.operation import ArrayType
 from remat_opt.units import format_bytes
-
-#: A TPU's tile: sublanes x lanes of words (every TPU since v2; seen as T(8,128) in compiled
-#: programs).
-_TILE_SUBLANES: Final = 8
-_TILE_LANES: Final = 128
-_TILE_WORD_BYTES: Final = 4
 
 Platform = Literal["cpu", "cuda", "tpu"]
 
@@ -190,65 +183,6 @@ class Device:
         """Whether programs are compiled by a backend that JAX has in this process."""
         return isinstance(self.target, AttachedTarget)
 
-    @property
-    def fuses_into_products(self) -> bool:
-        """Whether a dot or convolution computes elementwise operands as it reads them.
-
-        XLA for TPU compiles both so: what lies between two products (an activation, a
-        normalisation, a softmax) is computed again inside each that reads it, forward and
-        backward, and never stored. It also reads float32 operands as bfloat16, unless the
-        program asks for more precision. NVIDIA's and the CPU's kernels are calls of a library,
-        and read what lies in memory.
-        """
-        return self.platform == "tpu"
-
-    @property
-    def fuses_into_sums(self) -> bool:
-        """Whether sums compute elementwise operands as they read them, dear ones too.
-
-        XLA for CPU multiplies two arrays as it sums, and computes no more than that: what is
-        multiplied is stored. Nor does it compute a transcendental function twice.
-        """
-        return self.platform != "cpu"
-
-    @property
-    def widens_bfloat16(self) -> bool:
-        """Whether bfloat16 values are stored as float32, because products read and write that."""
-        return self.platform == "cpu"
-
-    @property
-    def sums_beside(self) -> bool:
-        """Whether a cotangent is summed up by the kernel that makes it.
-
-        The gradient of a bias is such a sum. A kernel of XLA's for NVIDIA that sums does not write
-        over what it reads.
-        """
-        return self.platform == "cuda"
-
-    @property
-    def overwrites_values(self) -> bool:
-        """Whether a cotangent takes the place of the value that it is computed from, elementwise.
-
-        XLA for NVIDIA does that; of the others it is not known.
-        """
-        return self.platform == "cuda"
-
-    @property
-    def places_in_order(self) -> bool:
-        """Whether the compiler places arrays on its heap in the order of the program.
-
-        XLA for TPU does, while memory is plentiful. For NVIDIA and CPU it places the largest first.
-        """
-        return self.platform == "tpu"
-
-    @property
-    def vector_memory_bytes(self) -> int:
-        """What XLA keeps of a program's arrays in memory that is not the device's: 0 for most.
-
-        A TPU's is what its compiler was seen to give out on v5e; taken for every one.
-        """
-        return 112 * 2**20 if self.platform == "tpu" else 0
-
     def flops_rate(self, dtype: object) -> float:
         """Floating-point operations per second for matrix products of ``dtype``.
 
@@ -261,42 +195,8 @@ class Device:
         rate = self.flops_per_second.get(str(dtype))
         return min(self.flops_per_second.values()) if rate is None else rate
 
-    def buffer_bytes(self, kind: ArrayType, matrix_axes: tuple[int, int] | None = None) -> int:
-        """Bytes that one array takes in device memory, padding included.
-
-        A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of
-        32 bits, narrower types packed along the first; what does not fill its tiles is
-        padded. The compiler chooses which dimensions are innermost: taken here is the last
-        one for the lanes, as compiled convolutions and dots show, and the dimension that
-        pads least beside it.
-
-        Args:
-          kind: of the array.
-          matrix_axes: the two axes that are innermost, in either order, where that is known
-            (``remat_opt.matrix_axes``).
-        """
-        if self.platform != "tpu" or len(kind.shape) < 2 or not kind.size:
-            return kind.bytes
-        packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
-        rows = _TILE_SUBLANES * packing
-        if matrix_axes is None:
-            *others, lanes = kind.shape
-            choices = [(size, lanes) for size in others]
-        else:
-            one, other = (kind.shape[axis] for axis in matrix_axes)
-            choices = [(one, other), (other, one)]
-        growth = min(
-            _padded(size, rows) / size * (_padded(lanes, _TILE_LANES) / lanes)
-            for size, lanes in choices
-        )
-        return round(kind.bytes * growth)
-
     def __str__(self) -> str:
         return f"{self.title} ({self.name}, {format_bytes(self.memory_bytes)})"
-
-
-def _padded(size: int, tile: int) -> int:
-    return -(-size // tile) * tile
 
 
 def _rebuild(fields: Mapping[str, object]) -> Device:

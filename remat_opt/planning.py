@@ -11,15 +11,14 @@ import contextlib
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from remat_opt import __version__, policies
 from remat_opt import _jax_internals as internals
-from remat_opt.compilers.heap import decreasing_size_heap_bytes, heap_bytes
-from remat_opt.compilers.held import Cause
-from remat_opt.compilers.materialization import Materialization, computes_nothing, materialize
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.model import Model, computes_nothing, model
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
@@ -29,7 +28,7 @@ from remat_opt.program import blocks
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.recent import Recent
-from remat_opt.schedule import Region, Schedule, Stage, plain
+from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import Simulation, simulate
 from remat_opt.solvers.base import (
     Candidate,
@@ -43,7 +42,6 @@ from remat_opt.solvers.base import (
     smallest_within,
 )
 from remat_opt.solvers.catalogue import Portfolio, Solver
-from remat_opt.spans import Spans, spans
 from remat_opt.units import format_bytes
 
 #: What plans where nothing else is asked for.
@@ -66,13 +64,13 @@ class Sweep:
     It holds nothing of JAX's: what a function closes over may be large, or a tracer.
 
     Attributes:
-      materialization: the graph, and the way back to equations.
+      model: what the compiler is expected to make of the program.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
         need; of what is alive, no other solution of the solver's needs less for less overhead.
       unchanged: likewise, of the function as it is.
     """
 
-    materialization: Materialization
+    model: Model
     candidates: tuple[Candidate, ...]
     unchanged: Candidate
 
@@ -96,9 +94,9 @@ class Problem:
     sweep: Sweep
 
     @property
-    def materialization(self) -> Materialization:
-        """The graph, and the way back to equations."""
-        return self.sweep.materialization
+    def model(self) -> Model:
+        """What the compiler is expected to make of the program."""
+        return self.sweep.model
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -138,39 +136,34 @@ def problem(
 def _sweep(
     program: Program, device: Device, measure: Overhead, solver: Solver, gradients: Gradients
 ) -> Sweep:
-    materialization = materialize(program, linearize(program), device).in_step(gradients)
+    expected = model(program, linearize(program), Compiler(device=device), gradients)
+    graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
-    alone = _policies(program, materialization) if isinstance(solver, Portfolio) else ()
-    fronts = [
-        pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
-        for graph in materialization.searched_graphs
-    ]
-    as_it_is = judge(materialization.graph, plain(materialization.graph))
-    unchanged_graph = materialization.unchanged_graph
-    lives = spans(unchanged_graph, plain(unchanged_graph))
-    peak_bytes = _heap_bytes(device, lives) + materialization.unchanged_held_bytes()
+    alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()
+    front = pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
     return Sweep(
-        materialization=materialization,
-        candidates=tuple(
-            one for front in fronts for one in _as_compiled(materialization, device, front)
+        model=expected,
+        candidates=_as_compiled(expected, front),
+        unchanged=dataclasses.replace(
+            judge(graph, plain(graph)), peak_bytes=expected.unchanged_peak_bytes()
         ),
-        unchanged=dataclasses.replace(as_it_is, peak_bytes=peak_bytes),
     )
 
 
-def _policies(program: Program, materialization: Materialization) -> tuple[Schedule, ...]:
+def _policies(program: Program, expected: Model) -> tuple[Schedule, ...]:
     """What the policies of ``jax.checkpoint`` do alone, round the whole and round every block."""
-    roots, graph = materialization.roots, materialization.graph
     return (
-        *policies.schedules(program, roots, graph),
-        *policies.schedules_per_block(program, roots, graph, blocks.blocks(program)),
+        *policies.schedules(program, expected.roots, expected.graph),
+        *policies.schedules_per_block(
+            program, expected.roots, expected.graph, blocks.blocks(program)
+        ),
     )
 
 
 def defaults(of: Problem) -> tuple[Candidate, ...]:
     """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
-    found = judged(of.materialization.graph, _policies(of.program, of.materialization))
-    return _laid_out_all(of.materialization, of.device, found)
+    found = judged(of.model.graph, _policies(of.program, of.model))
+    return tuple(_expected(of.model, one) for one in found)
 
 
 @contextlib.contextmanager
@@ -201,57 +194,35 @@ def _candidates(
     return found
 
 
-def _as_compiled(
-    materialization: Materialization,
-    device: Device,
-    front: Sequence[Candidate],
-) -> tuple[Candidate, ...]:
+def _as_compiled(expected: Model, front: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
 
     Heaps take time to lay out, and are predicted less well: of candidates that are hardly apart,
     only the first is taken.
 
     Args:
-      materialization: the graph that the candidates are for.
-      device: whose compiler it is.
+      expected: the model that the candidates are for.
       front: candidates by ascending peak, and so by falling overhead.
     """
     spaced: list[Candidate] = []
     for one in front:
         if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
             spaced.append(one)
-    return _laid_out_all(materialization, device, spaced)
+    return tuple(_expected(expected, one) for one in spaced)
 
 
-def _laid_out_all(
-    materialization: Materialization, device: Device, found: Iterable[Candidate]
-) -> tuple[Candidate, ...]:
-    """The candidates with the heap that holds what is alive, and what is held all along beside."""
-    if materialization.row_statistics:
-        found = [
-            judge(materialization.graph, materialization.without_row_statistics(one.schedule))
-            for one in found
-        ]
-    return tuple(_laid_out(materialization, device, one) for one in found)
+def _expected(expected: Model, one: Candidate) -> Candidate:
+    """The candidate as the model admits it, with the temporaries that it is expected to need."""
+    schedule = expected.admitted(one.schedule)
+    if schedule != one.schedule:
+        one = judge(expected.graph, schedule)
+    return dataclasses.replace(one, peak_bytes=expected.peak_bytes(schedule))
 
 
-def _laid_out(materialization: Materialization, device: Device, one: Candidate) -> Candidate:
-    """The candidate with what the compiler lays out for it, and holds beside that."""
-    lives = spans(materialization.graph_of(one.schedule), one.schedule)
-    peak_bytes = _heap_bytes(device, lives) + materialization.held_bytes(one.schedule)
-    return dataclasses.replace(one, peak_bytes=peak_bytes)
-
-
-def _heap_bytes(device: Device, lives: Spans) -> int:
-    if not device.places_in_order:
-        return decreasing_size_heap_bytes(lives)
-    return heap_bytes(lives, device.vector_memory_bytes)
-
-
-def _simulate(materialization: Materialization, schedule: Schedule) -> Simulation:
+def _simulate(expected: Model, schedule: Schedule) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it."""
-    found = simulate(materialization.graph_of(schedule), schedule)
-    more = materialization.held_bytes(schedule)
+    found = simulate(expected.graph_of(schedule), schedule)
+    more = expected.held_bytes(schedule)
     return dataclasses.replace(
         found,
         peak_bytes=found.peak_bytes + more,
@@ -279,7 +250,7 @@ def solve(of: Problem, objective: Objective) -> Candidate:
     found = fastest_within(candidates, budget_bytes, measure)
     if found is None:
         least = smallest_within(candidates, float("inf"), measure)
-        pins = _pins(of, _simulate(of.materialization, least.schedule))[:5]
+        pins = _pins(of, _simulate(of.model, least.schedule))[:5]
         raise BudgetError(
             f"No plan has temporaries within {format_bytes(budget_bytes)}: the least peak that "
             f"remat_opt reaches is {format_bytes(least.peak_bytes)} (the unchanged function needs "
@@ -301,7 +272,7 @@ def overhead_limit(of: Problem, objective: Objective) -> float:
 
     Nested regions go deeper still, at a price that one has to ask for with a budget.
     """
-    graph = of.materialization.graph
+    graph = of.model.graph
     seconds = objective.overhead is Overhead.SECONDS
     forward = graph.forward_seconds if seconds else float(graph.forward_flops)
     return (MOST_PASSES if objective.max_overhead is None else objective.max_overhead) * forward
@@ -339,32 +310,16 @@ def step_bytes(program: Program, device: Device, gradients: Gradients) -> tuple[
     Outputs are those of the function, and where they are put out one gradient for each
     differentiated argument. Else these are temporaries, which the prediction counts.
     """
+    compiler = Compiler(device=device)
 
     def total(values: Sequence[int]) -> int:
-        return sum(device.buffer_bytes(program.types[value]) for value in values)
+        return sum(compiler.buffer_bytes(program.types[value]) for value in values)
 
     arguments = total((*program.constants, *program.arguments))
     outputs = total(program.output_values)
     if gradients is Gradients.RESULTS:
         outputs += total(program.differentiated)
     return arguments, outputs
-
-
-def stages(materialization: Materialization, schedule: Schedule) -> tuple[Stage, ...]:
-    """A schedule in terms of equations."""
-    return _stages(materialization.roots, schedule.regions)
-
-
-def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...]:
-    return tuple(
-        Stage(
-            roots=tuple(roots[vertex] for vertex in region.vertices),
-            kept=tuple(roots[vertex] for vertex in region.kept),
-            checkpointed=region.checkpointed,
-            inside=_stages(roots, region.inside),
-        )
-        for region in regions
-    )
 
 
 def make(
@@ -435,13 +390,13 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
 
 def describe(of: Problem, program: Program, chosen: Candidate, objective: Objective) -> Plan:
     """Writes a candidate down as a plan."""
-    materialization = of.materialization
-    graph = materialization.graph
-    simulation = _simulate(materialization, chosen.schedule)
+    expected = of.model
+    graph = expected.graph
+    simulation = _simulate(expected, chosen.schedule)
     region_of = chosen.schedule.region_of()
     stored, times = set(simulation.stored), Counter(simulation.recomputed)
     decisions = []
-    for vertex, root in enumerate(materialization.roots):
+    for vertex, root in enumerate(expected.roots):
         if vertex in stored:
             fate = "kept"
         elif times[vertex]:
@@ -451,7 +406,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         decisions.append(
             Decision(
                 root=root,
-                label=materialization.labels[vertex],
+                label=expected.labels[vertex],
                 module=program.equations[root].module,
                 source=internals.source_line(program.equations[root].jax_equation),
                 region=region_of[vertex],
@@ -470,7 +425,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         objective=objective,
         budget_bytes=budget_bytes_of(of, objective),
         solver=str(of.solver),
-        stages=stages(materialization, chosen.schedule),
+        stages=expected.stages(chosen.schedule),
         decisions=tuple(decisions),
         predicted=Prediction(
             temporary_bytes=chosen.peak_bytes,
@@ -492,13 +447,13 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
 
 def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
     """The largest arrays alive at the peak."""
-    materialization = of.materialization
+    expected = of.model
     pins = []
     for item in simulation.alive[:_MOST_PINS]:
-        equation = of.program.equations[materialization.roots[item.vertex]]
+        equation = of.program.equations[expected.roots[item.vertex]]
         pins.append(
             Pin(
-                label=materialization.labels[item.vertex],
+                label=expected.labels[item.vertex],
                 module=equation.module,
                 source=internals.source_line(equation.jax_equation),
                 role=item.role,
@@ -509,50 +464,17 @@ def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
 
 
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
-    materialization = of.materialization
-    notes = list(_notes_on_poolings(of, schedule))
-    if parts_bytes := materialization.shared_weights.parts_bytes:
-        sums_bytes = int(materialization.sums_bytes(schedule).max())
+    expected = of.model
+    notes = list(expected.notes(schedule))
+    if expected.estimated_flops_share > 0.005:
         notes.append(
-            f"Several products read the same weights. The unchanged function holds up to "
-            f"{format_bytes(parts_bytes)} of parts of their gradients until all are computed; this "
-            f"plan adds each to the others at once, and holds up to {format_bytes(sums_bytes)}."
-        )
-    if materialization.estimated_flops_share > 0.005:
-        notes.append(
-            f"{materialization.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
+            f"{expected.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
             "cost rules; remat_opt.costs.register adds exact ones."
         )
-    if materialization.assumed:
+    if expected.assumed:
         notes.append(
             "JAX gave no derivative for "
-            + ", ".join(materialization.assumed)
+            + ", ".join(expected.assumed)
             + "; all inputs and outputs of these equations are taken as needed."
         )
     return tuple(notes)
-
-
-def _notes_on_poolings(of: Problem, schedule: Schedule) -> Iterator[str]:
-    held_bytes = of.materialization.held_bytes(schedule, Cause.POOLING)
-    spared_bytes = of.materialization.unchanged_held_bytes(Cause.POOLING) - held_bytes
-    if of.device.platform == "cpu":
-        if held_bytes:
-            yield (
-                f"{format_bytes(held_bytes)} hold coordinates and zeros for the gradients of max "
-                "poolings, from the start of the program: XLA for CPU makes them there."
-            )
-        return
-    if spared_bytes:
-        yield (
-            f"The unchanged function holds {format_bytes(spared_bytes)} of zeros "
-            "from the forward pass to the backward pass of a max pooling right after a relu: XLA "
-            "for NVIDIA makes one array of the relu's zeros and the gradient's. This plan keeps "
-            "them apart, whatever else it does, and needs that much less."
-        )
-    if held_bytes:
-        yield (
-            f"{format_bytes(held_bytes)} hold zeros from the forward pass to "
-            "the backward pass of a max pooling right after a maximum with zero, whatever is "
-            "planned: XLA for NVIDIA makes one array of the zeros of both. jax.nn.relu in its "
-            "place lets remat_opt keep them apart and saves that memory."
-        )

@@ -106,7 +106,7 @@ class Frontier:
 
 def of(problem: Problem, measure: Overhead) -> Frontier:
     """The frontier of a problem whose candidates were found for ``measure``."""
-    graph = problem.materialization.graph
+    graph = problem.model.graph
     unchanged = problem.unchanged.peak_bytes
     rows = []
     for one in pareto(list(problem.candidates), measure):

@@ -13,21 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from remat_opt.compilers.held import Cause, Held
-from remat_opt.device import Device
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Held
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.record import Program
 
 
-def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
-    """What a device's compiler holds for such gathers from what products write.
+def held(program: Program, differentiated: Iterable[int], compiler: Compiler) -> Iterator[Held]:
+    """What a compiler holds for such gathers from what products write, in functions as they are.
 
     Args:
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
-      device: whose compiler it is.
+      compiler: which one it is.
     """
-    if not device.overwrites_values:
+    if not compiler.has("row_scatters"):
         return
     maker = program.makers()
     for index in differentiated:
@@ -36,13 +36,9 @@ def held(program: Program, differentiated: Iterable[int], device: Device) -> Ite
         if not isinstance(operand, int) or operand not in maker:
             continue
         if program.equations[maker[operand]].operation.primitive in PRODUCTS:
-            yield Held(
-                cause=Cause.ROWS,
-                values=(),
-                bytes=0,
-                checkpointed_bytes=0,
-                unchanged_bytes=device.buffer_bytes(program.types[operand]),
-            )
+            size = compiler.buffer_bytes(program.types[operand])
+            left = 0 if compiler.has("rows_picked") else size
+            yield Held(vertices=(), bytes=left, checkpointed_bytes=left, unchanged_bytes=size)
 
 
 def is_row_gather(operation: Operation) -> bool:

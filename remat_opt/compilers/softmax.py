@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from remat_opt.device import Platform
+from remat_opt.compilers.compiler import Rules
 from remat_opt.program.record import Equation, Program
 
 #: What still are the weights: exponentials divided, masked, rounded, laid out.
@@ -52,12 +52,12 @@ class Softmax:
     weights: int
 
 
-def rounded(program: Program, platform: Platform) -> Iterator[Softmax]:
+def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     """Each softmax whose weights are narrower than its exponentials where products read them.
 
     Of other compilers than that for TPU it is not known that it matters: none for these.
     """
-    if platform != "tpu":
+    if not rules.has("softmax"):
         return
     maker = program.makers()
     readers: dict[int, list[int]] = {}

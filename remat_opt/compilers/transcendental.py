@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from remat_opt.device import Device
+from remat_opt.compilers.compiler import Compiler
 from remat_opt.program.dataflow import Dataflow
 
 _DEAR = frozenset(
@@ -20,20 +20,21 @@ _DEAR = frozenset(
     "tanh".split()
 )
 _CHEAP = frozenset("div exp exp2 log logistic rem rsqrt sqrt".split())
-_STORED = {"cpu": _DEAR, "cuda": _DEAR - _CHEAP, "tpu": frozenset[str]()}
 
 
-def stored(flow: Dataflow, device: Device) -> set[int]:
+def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
     """The results of transcendental functions that are read twice, forward or backward.
 
     Args:
       flow: of the program.
-      device: whose compiler it is.
+      compiler: which one it is.
     """
-    primitives = _STORED[device.platform]
+    if not compiler.has("transcendental"):
+        return set()
+    primitives = _DEAR if compiler.device.platform == "cpu" else _DEAR - _CHEAP
     reads: Counter[int] = Counter()
     found: set[int] = set()
-    for index, equation in enumerate(flow.program.equations) if primitives else ():
+    for index, equation in enumerate(flow.program.equations):
         if flow.is_alias(index):
             continue
         reads.update(flow.reads(index))

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from remat_opt.compilers.compiler import Compiler
 from remat_opt.device import Device
 from remat_opt.errors import RematError
 from remat_opt.measurement import compilation
@@ -339,12 +340,13 @@ class Step:
         arguments = [program.types[value] for value in (*program.constants, *program.arguments)]
         outputs = [program.types[value] for value in program.output_values]
         free: Counter[ArrayType] = Counter(self._donated(program))
-        total = sum(map(device.buffer_bytes, arguments))
+        buffer_bytes = Compiler(device=device).buffer_bytes
+        total = sum(map(buffer_bytes, arguments))
         for kind in outputs:
             if free[kind]:
                 free[kind] -= 1
             else:
-                total += device.buffer_bytes(kind)
+                total += buffer_bytes(kind)
         return total
 
     def _donated(self, program: Program) -> list[ArrayType]:

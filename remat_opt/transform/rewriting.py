@@ -6,16 +6,11 @@ arrival of its own cotangents, so it cannot start before its turn. So each regio
 schedule becomes one ``jax.checkpoint`` whose policy keeps the region's kept values by
 name; every reader inside the region reads the named value. A region with regions inside is a
 checkpoint round theirs. Equations that are fused into several vertices are emitted again in
-each region that needs them. Activations whose zeros the compiler would share with the gradient of
-a pooling get zeros of their own (``pooling_gradients``).
+each region that needs them.
 
 Cotangents of what is read often are summed up as they come: barriers keep XLA from leaving that to
-the end, see ``_run`` and ``_multiplied_again``. Some things are done for NVIDIA alone: where there
-are checkpoints, the gradients of weights and biases are not put off, see ``_cotangents_together``,
-and products that are added to others do
-not run before their turn (``_with_partner``); the places that a pooling scatters to are not looked
-for too early (``pooling_gradients.searches``); and the gradient of picking from rows is elementwise
-(``row_gathers``). For TPU alone the maxima of a softmax's rows are stored (``softmax``).
+the end, see ``_run`` and ``_multiplied_again``. What else is written in another way than the
+function has it, so that a compiler does as planned, is said by ``compilers.rewrites``.
 """
 
 from __future__ import annotations
@@ -31,8 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt.compilers import pooling_gradients, products, softmax
-from remat_opt.compilers.row_gathers import is_row_gather
+from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.rewrites import Rewrites, rewrites
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, RewriteError
 from remat_opt.operation import PRODUCTS
@@ -41,8 +36,6 @@ from remat_opt.program.tracing import array_type, is_inexact
 from remat_opt.schedule import Stage
 from remat_opt.scopes import equation_scope, region_scope
 
-#: Equations that give their operand another type or shape.
-_FORMS = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
 #: Equations whose derivative is zero.
 _CONSTANT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
 
@@ -82,35 +75,16 @@ class _Rewriting:
     Attributes:
       program: what to run.
       summed: the values that derivatives are taken for, or of.
-      apart: equations whose constants the compiler is not to share.
-      waiting: equations whose derivative must not start before their cotangent is there.
-      picking: gathers whose gradient is to be elementwise.
-      whole: what is to be stored as an array: sums of products, maxima of a softmax's rows.
-      partner: for the first of two products that are summed up the second.
-      biases: for products the arguments that are added to them.
-      weight_place: for products the place of the input that is an argument, of some form.
-      ordered: whether no gradient of a product or a bias may be put off.
-      stored: whether what a checkpointed region hands on is to be stored.
-      in_turn: whether every product waits until the parts of its weight's gradient that come from
-        later ones are added.
+      ways: what is to be written in another way.
     """
 
     program: Program
     summed: frozenset[int]
-    apart: frozenset[int]
-    waiting: frozenset[int]
-    picking: frozenset[int]
-    whole: frozenset[int]
-    partner: Mapping[int, int]
-    biases: Mapping[int, int]
-    weight_place: Mapping[int, int]
-    ordered: bool
-    stored: bool
-    in_turn: bool
+    ways: Rewrites
 
 
 def rewrite(
-    program: Program, stages: Sequence[Stage], platform: Platform
+    program: Program, stages: Sequence[Stage], platform: Platform, off: Set[str] = frozenset()
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
 
@@ -120,6 +94,7 @@ def rewrite(
         computes and the result still needs is computed at the end, as it is.
       platform: whose compiler is expected. On another the results are the same, and the memory may
         not be.
+      off: names of rules about compilers that are switched off.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -129,37 +104,12 @@ def rewrite(
     """
     _check_stages(program, stages)
     steps = _steps(program, stages)
-    nvidia = platform == "cuda"
-    ordered = nvidia and any(stage.checkpointed for stage in stages)
-    maker = program.makers()
-    sums = dict(products.stored_sums(program, platform))
-    rewriting = _Rewriting(
-        program=program,
-        summed=_active(program),
-        apart=frozenset(
-            index
-            for index in pooling_gradients.activations(program)
-            if pooling_gradients.can_be_kept_apart(program.equations[index].operation)
-        ),
-        waiting=frozenset(pooling_gradients.searches(program) if nvidia else ()),
-        picking=frozenset(
-            index
-            for index, equation in enumerate(program.equations)
-            if nvidia and is_row_gather(equation.operation)
-        ),
-        whole=frozenset(
-            [
-                *sums,
-                *(maker[one.maxima] for one in softmax.rounded(program, platform)),
-            ]
-        ),
-        partner={min(pair): max(pair) for pair in sums.values()},
-        biases=products.biases(program) if nvidia else {},
-        weight_place=_weight_places(program) if ordered else {},
-        ordered=ordered,
-        stored=platform == "cpu",
-        in_turn=platform == "cpu",
+    ways = rewrites(
+        program,
+        Rules(platform=platform, off=frozenset(off)),
+        recomputes=any(stage.checkpointed for stage in stages),
     )
+    rewriting = _Rewriting(program=program, summed=_active(program), ways=ways)
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
@@ -218,7 +168,7 @@ def _run(
             results = _runner(rewriting, step, (*around, number))(*given)
         _check_types(program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
-        if rewriting.stored and step.checkpointed:
+        if rewriting.ways.stored and step.checkpointed:
             for value in step.outputs:
                 if last_reader.get(value, 0) > number:
                     (environment[value],) = _behind_barrier(environment[value])
@@ -310,15 +260,15 @@ def _runner(
                 for atom, value in zip(equation.inputs, inputs, strict=True)
                 if atom in before[index]
             )
-        elif index in tied and index not in rewriting.weight_place:
+        elif index in tied and index not in rewriting.ways.weight_place:
             places = tied[index]
             same = _cotangents_together(inputs[place] for place in places)
             for place, value in zip(places, same, strict=True):
                 inputs[place] = value
-        if index in rewriting.partner and not step.checkpointed:
-            partner = rewriting.partner[index]
+        if index in rewriting.ways.partner and not step.checkpointed:
+            partner = rewriting.ways.partner[index]
             inputs = list(_with_partner(program, partner, inputs, environment))
-        weight = rewriting.weight_place.get(index) if index in tied else None
+        weight = rewriting.ways.weight_place.get(index) if index in tied else None
         results = _run_one(rewriting, index, inputs, named=index in step.named, weight=weight)
         environment.update(zip(equation.outputs, results, strict=True))
         if index in behind:
@@ -364,24 +314,24 @@ def _run_one(
     """
     equation = rewriting.program.equations[index]
     named_as = functools.partial(_all_named, index)
-    if named and equation.derivative_reads_kept and index not in rewriting.waiting:
+    if named and equation.derivative_reads_kept and index not in rewriting.ways.waiting:
         return _run_kept(equation, inputs, named_as)
 
     def run(*given: Any) -> list[Any]:
         return internals.bind(equation.jax_equation, equation.name_stack, given)
 
-    if index in rewriting.apart:
+    if index in rewriting.ways.apart:
         results = internals.bind_apart(equation.jax_equation, equation.name_stack, inputs)
-    elif index in rewriting.picking:
+    elif index in rewriting.ways.picking:
         results = _run_picking(equation, inputs)
-    elif index in rewriting.waiting:
+    elif index in rewriting.ways.waiting:
         # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
         results = jax.checkpoint(run)(*inputs)
     elif weight is not None:
         results = _run_weight_first(run, inputs, weight)
     else:
         results = run(*inputs)
-    if index in rewriting.whole and not named:
+    if index in rewriting.ways.whole and not named:
         results = list(_stored(*results))
     return named_as(results) if named else results
 
@@ -455,30 +405,6 @@ def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
     return [pick(*inputs)]
 
 
-def _weight_places(program: Program) -> dict[int, int]:
-    """For products the place of the input that is an argument, as it is or in another form.
-
-    Only of those of which one of two inputs is.
-    """
-    forms = set(program.arguments)
-    found = {}
-    for index, equation in enumerate(program.equations):
-        read = [
-            place
-            for place, atom in enumerate(equation.inputs)
-            if isinstance(atom, int) and atom in forms
-        ]
-        if equation.operation.primitive in _FORMS and read:
-            forms.update(equation.outputs)
-        elif (
-            equation.operation.primitive in PRODUCTS
-            and len(equation.inputs) == 2
-            and len(read) == 1
-        ):
-            found[index] = read[0]
-    return found
-
-
 def _run_weight_first(
     run: Callable[..., list[Any]], inputs: Sequence[Any], weight: int
 ) -> list[Any]:
@@ -514,7 +440,7 @@ def _run_weight_first(
 
 def _tied_inputs(rewriting: _Rewriting, step: _Step) -> dict[int, tuple[int, ...]]:
     """For each product whose gradients must not be put off the places of what they are for."""
-    if not rewriting.ordered:
+    if not rewriting.ways.ordered:
         return {}
     found = {}
     for index in step.equations:
@@ -535,9 +461,9 @@ def _with_biases(
     then, where it is no part of a kernel that something waits for.
     """
     found = dict(behind)
-    if rewriting.ordered:
+    if rewriting.ways.ordered:
         for index in step.equations:
-            bias = rewriting.biases.get(index)
+            bias = rewriting.ways.biases.get(index)
             outputs = rewriting.program.equations[index].outputs
             if bias in step.inputs and rewriting.summed.issuperset((bias, *outputs)):
                 found[index] = found.get(index, frozenset()) | {bias}
@@ -591,7 +517,7 @@ def _multiplied_again(
     to_outputs: dict[int, frozenset[int]] = {}
     # A product is tied by its inputs if all of them have a cotangent, else by its outputs.
     by_inputs = {i for i in order if summed.issuperset(program.equations[i].value_inputs)}
-    by_outputs = set(order) if rewriting.in_turn else set(order) - by_inputs
+    by_outputs = set(order) if rewriting.ways.in_turn else set(order) - by_inputs
     for indices, tied, found in (
         (order, by_inputs, to_inputs),
         (order[::-1], by_outputs, to_outputs),

@@ -14,12 +14,7 @@ CPU. XLA finds the places to scatter to by a search over arrays of coordinates, 
 dimension and each as large as the padded operand. Nothing keeps it from making these, and the
 zeros, at the start of the program: ResNet-50 holds 1,003 MiB so at batch 64. Where the pooling is
 under no checkpoint the search is done in the forward pass, and the gradient reads its result, one
-place for each maximum, and no longer the operand. At that time constants are there, too, if an
-average pooling of a product follows: XLA has it computed with the product by a library, which reads
-what is divided by, and the zeros of a ``relu`` in front, as arrays. They depend on nothing and are
-made early: in a plan of DenseNet-121 at batch 32 95 MiB of them wait while the places of its only
-max pooling are searched. Where a plan stores what the product hands on to another
-region, there are no zeros.
+place for each maximum, and no longer the operand.
 """
 
 from __future__ import annotations
@@ -28,71 +23,116 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from remat_opt.compilers.held import Cause, Held
-from remat_opt.device import Device
-from remat_opt.operation import PRODUCTS, ArrayType, Operation
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Effect
+from remat_opt.graph import Graph
+from remat_opt.operation import ArrayType, Operation
 from remat_opt.program.record import Equation, Program
+from remat_opt.schedule import Schedule
+from remat_opt.units import format_bytes
 
 #: Bytes of a coordinate.
 _COORDINATE_BYTES = 4
 
 
-def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
-    """What a device's compiler holds for the poolings among the differentiated equations.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedZeros(Effect):
+    """Zeros that a relu and the gradient of the max pooling behind it share, on NVIDIA.
+
+    Attributes:
+      bytes: held by every plan.
+      unchanged_bytes: by the function as it is.
+    """
+
+    bytes: int
+    unchanged_bytes: int
+
+    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+        """The zeros."""
+        return self.unchanged_bytes if schedule is None else self.bytes
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """What is spared, and what is left."""
+        if spared_bytes := self.unchanged_bytes - self.bytes:
+            yield (
+                f"The unchanged function holds {format_bytes(spared_bytes)} of zeros "
+                "from the forward pass to the backward pass of a max pooling right after a relu: "
+                "XLA for NVIDIA makes one array of the relu's zeros and the gradient's. This plan "
+                "keeps them apart, whatever else it does, and needs that much less."
+            )
+        if self.bytes:
+            yield (
+                f"{format_bytes(self.bytes)} hold zeros from the forward pass to "
+                "the backward pass of a max pooling right after a maximum with zero, whatever is "
+                "planned: XLA for NVIDIA makes one array of the zeros of both. jax.nn.relu in its "
+                "place lets remat_opt keep them apart and saves that memory."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyZeros(Effect):
+    """Zeros that the gradients of max poolings scatter to, made at the start, on CPU.
+
+    Attributes:
+      bytes: their size.
+    """
+
+    bytes: int
+
+    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+        """The zeros."""
+        return self.bytes
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """How much that is."""
+        yield (
+            f"{format_bytes(self.bytes)} hold coordinates and zeros for the gradients of max "
+            "poolings, from the start of the program: XLA for CPU makes them there."
+        )
+
+
+def effects(
+    program: Program, differentiated: Iterable[int], compiler: Compiler
+) -> Iterator[Effect]:
+    """What a compiler holds for the poolings among the differentiated equations.
 
     Args:
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
-      device: whose compiler it is.
+      compiler: which one it is.
     """
     chosen = set(differentiated)
-    if device.platform == "cuda":
-        yield from _shared_zeros(program, chosen, device)
-    elif device.platform == "cpu":
-        yield from _coordinates(program, chosen, device)
+    if compiler.has("pooling_zeros"):
+        total = left = 0
+        for index, value in activations(program).items():
+            if index in chosen:
+                size = 2 * compiler.buffer_bytes(program.types[value])
+                apart = can_be_kept_apart(program.equations[index].operation)
+                total += size
+                left += 0 if apart and compiler.has("zeros_apart") else size
+        if total:
+            yield SharedZeros(bytes=left, unchanged_bytes=total)
+    if compiler.has("pooling_search") and (size := _early_zeros_bytes(program, chosen, compiler)):
+        yield EarlyZeros(bytes=size)
 
 
-def _shared_zeros(program: Program, chosen: set[int], device: Device) -> Iterator[Held]:
-    for index, value in activations(program).items():
-        if index not in chosen:
-            continue
-        size = 2 * device.buffer_bytes(program.types[value])
-        left = 0 if can_be_kept_apart(program.equations[index].operation) else size
-        yield Held(
-            cause=Cause.POOLING,
-            values=(value,),
-            bytes=left,
-            checkpointed_bytes=left,
-            unchanged_bytes=size,
-        )
-
-
-def _coordinates(program: Program, chosen: set[int], device: Device) -> Iterator[Held]:
-    alike: dict[ArrayType, list[Equation]] = {}
+def _early_zeros_bytes(program: Program, chosen: set[int], compiler: Compiler) -> int:
+    """Those of all poolings, alike ones shared."""
+    overlapping = set()
     for index, equation in enumerate(program.equations):
-        if index in chosen and _is_pooling(equation):
+        if index in chosen and _is_pooling(equation) and _windows_overlap(equation.operation):
             (operand,) = equation.value_inputs
-            kind = program.types[operand]
-            padded = dataclasses.replace(kind, shape=_padded_shape(program, equation))
-            alike.setdefault(padded, []).append(equation)
-    for padded, poolings in alike.items():
-        overlap = any(_windows_overlap(one.operation) for one in poolings)
-        zeros = device.buffer_bytes(padded) if overlap else 0
-        yield Held(
-            cause=Cause.POOLING,
-            values=tuple(one.outputs[0] for one in poolings),
-            bytes=zeros,
-            checkpointed_bytes=zeros,
-            unchanged_bytes=zeros,
-        )
+            shape = _padded_shape(program, equation)
+            overlapping.add(dataclasses.replace(program.types[operand], shape=shape))
+    return sum(map(compiler.buffer_bytes, overlapping))
 
 
-def places_bytes(program: Program, device: Device) -> dict[int, int]:
+def places_bytes(program: Program, compiler: Compiler) -> dict[int, int]:
     """For each pooled value the places of its maxima, where they replace the operand.
 
     On a CPU the gradient reads these and no more; they are found where the pooling is computed.
     """
-    if device.platform != "cpu":
+    if not compiler.has("pooling_search"):
         return {}
     return {
         one.outputs[0]: _places_bytes(program.types[one.outputs[0]])
@@ -104,42 +144,15 @@ def places_bytes(program: Program, device: Device) -> dict[int, int]:
 def search_bytes(program: Program, chosen: Iterable[int]) -> dict[int, int]:
     """What is there while the places of maxima are looked for, on a CPU, by number of equation.
 
-    Those are the arrays of coordinates of this and of all later poolings, alike ones shared; and
-    what later average poolings of products divide by.
+    Those are the arrays of coordinates of this and of all later poolings, alike ones shared.
     """
     found: dict[int, int] = {}
     coordinates: dict[tuple[int, ...], int] = {}
-    averages = [index for index, _ in _averaged_products(program)]
     for index in sorted(chosen, reverse=True):
-        equation = program.equations[index]
-        shape = _padded_shape(program, equation)
+        shape = _padded_shape(program, program.equations[index])
         coordinates[shape] = _COORDINATE_BYTES * len(shape) * math.prod(shape)
-        later = (program.equations[one].outputs[0] for one in averages if one > index)
-        found[index] = sum(coordinates.values()) + sum(program.types[one].bytes for one in later)
+        found[index] = sum(coordinates.values())
     return found
-
-
-def waiting_zeros(program: Program) -> Iterator[tuple[int, int]]:
-    """Activations whose zeros wait during such searches, each with the average pooling behind it.
-
-    Both as values. There are none where a barrier is between the two.
-    """
-    maker = program.makers()
-    for index, product in _averaged_products(program):
-        (pooled,) = program.equations[index].outputs
-        for value in program.equations[product].value_inputs:
-            if value in maker and _compares_with_scalar(program.equations[maker[value]].operation):
-                yield value, pooled
-
-
-def _averaged_products(program: Program) -> Iterator[tuple[int, int]]:
-    """Average poolings that read a product, and the product, by number of equation."""
-    maker = program.makers()
-    for index, equation in enumerate(program.equations):
-        if equation.operation.primitive == "reduce_window_sum":
-            product = maker.get(equation.value_inputs[0])
-            if product is not None and program.equations[product].operation.primitive in PRODUCTS:
-                yield index, product
 
 
 def _padded_shape(program: Program, pooling: Equation) -> tuple[int, ...]:
@@ -153,7 +166,7 @@ def _places_bytes(pooled: ArrayType) -> int:
     return _COORDINATE_BYTES * len(pooled.shape) * pooled.size
 
 
-def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
+def workspace_bytes(program: Program, compiler: Compiler) -> dict[int, int]:
     """For each pooled value what XLA for NVIDIA holds while its gradient is taken, and only then.
 
     That is where each maximum was found, four coordinates for images; and where windows overlap one
@@ -162,16 +175,16 @@ def workspace_bytes(program: Program, device: Device) -> dict[int, int]:
     The zeros are still there while the gradient of the activation before the pooling is taken.
     """
     found: dict[int, int] = {}
-    if device.platform != "cuda":
+    if not compiler.has("pooling_places"):
         return found
-    for value in beside_zeros(program, device):
-        found[value] = device.buffer_bytes(program.types[value])
+    for value in beside_zeros(program, compiler):
+        found[value] = compiler.buffer_bytes(program.types[value])
     for equation in program.equations:
         if _is_pooling(equation):
             (operand,) = equation.value_inputs
             (result,) = equation.outputs
             places = _places_bytes(program.types[result])
-            searched = device.buffer_bytes(program.types[operand])
+            searched = compiler.buffer_bytes(program.types[operand])
             zeros = searched if _windows_overlap(equation.operation) else 0
             found[result] = max(0, places + zeros - searched)
     return found
@@ -213,9 +226,9 @@ def searches(program: Program) -> list[int]:
     ]
 
 
-def beside_zeros(program: Program, device: Device) -> set[int]:
+def beside_zeros(program: Program, compiler: Compiler) -> set[int]:
     """The activations whose cotangents XLA for NVIDIA selects beside zeros, not in place."""
-    return set(activations(program).values()) if device.platform == "cuda" else set()
+    return set(activations(program).values()) if compiler.has("pooling_places") else set()
 
 
 def can_be_kept_apart(operation: Operation) -> bool:

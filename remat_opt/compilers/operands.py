@@ -1,10 +1,8 @@
-"""What XLA for TPU stores of what its products read (``Device.fuses_into_products``).
+"""What XLA for TPU stores of what its products read (``operands_fused``).
 
 Its products read float32 operands as bfloat16, unless the program asks for more precision. So what
 only they read is rounded before it is stored, and by the product's own kernel where another product
 makes it: the queries of attention, with their bias and scale.
-
-What its kernels read and write is copied to and from vector memory, ahead of time or behind it.
 """
 
 from __future__ import annotations
@@ -16,25 +14,8 @@ from remat_opt import costs
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
 
-#: What the signal of one copy takes, for as long as the program runs, and how many copies there
-#: are for each product that is computed, with all that lies between products: 3 in an LSTM, whose
-#: arrays are small, 5 to 9 in a GPT and in ViT-B/16.
-_SIGNAL_BYTES, _COPIES_OF_A_PRODUCT = 16 * 1024, 4
-#: A product of arrays that are all smaller than this is taken not to be copied for: they stay in
-#: vector memory. (So it was seen to be of programs that fit it altogether.)
-_COPIED_BYTES = 2**20
 #: What a product reads through: its operand is put together as it is read.
 _MOVES = frozenset({"concatenate", "slice"})
-
-
-def copied_for(product: Operation) -> bool:
-    """Whether arrays of a product are copied to vector memory and back."""
-    return any(kind.bytes >= _COPIED_BYTES for kind in (*product.inputs, *product.outputs))
-
-
-def copies_bytes(products: int) -> int:
-    """Bytes of the signals of copies, in a program that computes so many products."""
-    return _SIGNAL_BYTES * _COPIES_OF_A_PRODUCT * products
 
 
 def as_operand(kind: ArrayType) -> ArrayType:

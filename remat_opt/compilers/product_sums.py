@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from remat_opt.device import Platform
+from remat_opt.compilers.compiler import Rules
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
 
@@ -39,7 +39,7 @@ def biases(program: Program) -> dict[int, int]:
     return found
 
 
-def stored_sums(program: Program, platform: Platform) -> Iterator[tuple[int, tuple[int, int]]]:
+def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int, int]]]:
     """Each sum of two products that only such sums read, as in the gates of a recurrent cell.
 
     Between a product and the sum there may be a bias, or a split into gates. XLA for NVIDIA
@@ -51,7 +51,7 @@ def stored_sums(program: Program, platform: Platform) -> Iterator[tuple[int, tup
     Returns:
       The number of the sum's equation, and those of the products, in the order they are read.
     """
-    if platform != "cuda":
+    if not rules.has("product_sums"):
         return
     made = {
         equation.outputs[0]: index

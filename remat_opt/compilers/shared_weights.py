@@ -20,14 +20,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from remat_opt.device import Device
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.compilers.heap import vector_memory_bytes
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
-from remat_opt.schedule import Region
+from remat_opt.schedule import Region, Schedule
+from remat_opt.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +84,11 @@ class SharedWeight:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SharedWeights:
+class SharedWeights(Effect):
     """All weights of a program that several products read.
+
+    The graph's workspaces are those of ``expected_sums``; in their place come what a schedule's
+    sums take, or the parts of the function as it is.
 
     Attributes:
       weights: one after the other.
@@ -97,8 +103,25 @@ class SharedWeights:
     parts_wait: bool
     put_off: bool
 
-    def __bool__(self) -> bool:
-        return bool(self.weights)
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Writes sums and parts in the place of those that are expected."""
+        count = len(figures.workspace_bytes)
+        figures.workspace_bytes[:] -= self.expected_sums(count)
+        figures.workspace_bytes[:] += (
+            self.parts(count) if schedule is None else self.sums(schedule.regions, count)
+        )
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """What waits in the function as it is, and here."""
+        if parts_bytes := self.parts_bytes:
+            count = 1 + max(max(region.vertices) for region in schedule.regions)
+            sums_bytes = int(self.sums(schedule.regions, count).max())
+            yield (
+                f"Several products read the same weights. The unchanged function holds up to "
+                f"{format_bytes(parts_bytes)} of parts of their gradients until all are computed; "
+                f"this plan adds each to the others at once, and holds up to "
+                f"{format_bytes(sums_bytes)}."
+            )
 
     @property
     def parts_bytes(self) -> int:
@@ -165,7 +188,7 @@ def shared(
     program: Program,
     differentiated: Iterable[int],
     stored_sums: Iterable[tuple[int, int]],
-    device: Device,
+    compiler: Compiler,
     vertex_of: Mapping[int, int],
 ) -> SharedWeights:
     """The weights whose gradients have parts.
@@ -174,12 +197,13 @@ def shared(
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
       stored_sums: the products of each of ``products.stored_sums``.
-      device: whose compiler it is.
+      compiler: which one it is.
       vertex_of: for each value that is stored the vertex that holds it.
     """
     of: dict[int, list[int]] = {}
     weights = set(program.differentiated)
-    for index in sorted(differentiated):
+    platform = compiler.device.platform
+    for index in sorted(differentiated) if compiler.has("shared_weights") else ():
         equation = program.equations[index]
         if equation.operation.primitive in PRODUCTS:
             for weight in weights.intersection(equation.value_inputs):
@@ -187,7 +211,7 @@ def shared(
 
     def bytes_of(index: int) -> int:
         read = weights.intersection(program.equations[index].value_inputs)
-        return sum(device.buffer_bytes(program.types[weight]) for weight in read)
+        return sum(compiler.buffer_bytes(program.types[weight]) for weight in read)
 
     together = {}
     for pair in stored_sums:
@@ -197,14 +221,14 @@ def shared(
     found = []
     for weight, indices in sorted(of.items()):
         if len(indices) > 1:
-            size = device.buffer_bytes(program.types[weight])
+            size = compiler.buffer_bytes(program.types[weight])
             readers = {vertex_of[program.equations[one].outputs[0]]: one for one in indices}
             beside = {
                 "cuda": [together.get(readers[v], size) for v in sorted(readers)],
                 # A product adds to the sum as it writes it.
                 "tpu": [0] * len(readers),
                 "cpu": [],
-            }[device.platform]
+            }[platform]
             product = program.equations[indices[0]]
             read = {*product.value_inputs, *product.outputs} - {weight}
             found.append(
@@ -212,15 +236,15 @@ def shared(
                     bytes=size,
                     readers=tuple(sorted(readers)),
                     beside=tuple(beside),
-                    read_bytes=sum(device.buffer_bytes(program.types[one]) for one in read),
+                    read_bytes=sum(compiler.buffer_bytes(program.types[one]) for one in read),
                     group=groups[weight],
                 )
             )
     return SharedWeights(
         weights=tuple(found),
-        spared_bytes=device.vector_memory_bytes,
-        parts_wait=device.platform != "tpu",
-        put_off=device.platform == "cuda",
+        spared_bytes=vector_memory_bytes(compiler),
+        parts_wait=platform != "tpu",
+        put_off=platform == "cuda",
     )
 
 

@@ -1,4 +1,4 @@
-"""What XLA for CPU stores where others fuse (``Device.fuses_into_sums``).
+"""What XLA for CPU stores where others fuse, and what its products are given.
 
 A sum there multiplies two arrays as it reads them, and computes no more than that. So what the
 gradient of a broadcast operand multiplies is stored: what a scale was applied to, what a mean was
@@ -11,18 +11,81 @@ are widened, and for the gradient of a weight the cotangent is transposed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from remat_opt import costs
-from remat_opt.compilers.held import Cause, Held
-from remat_opt.device import Device
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name
+from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS, ArrayType
 from remat_opt.program.dataflow import Dataflow
 from remat_opt.program.record import Atom, Program
+from remat_opt.schedule import Schedule
 
 
-def held(program: Program, differentiated: Iterable[int], device: Device) -> Iterator[Held]:
-    """What a device's compiler holds for weights that are bfloat16.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Named(Effect):
+    """What a checkpoint keeps by name is neither widened nor kept with its divisor.
+
+    Attributes:
+      bytes: for some vertices what they take where they are kept so.
+      widened_bytes: for some vertices how much more they take when the turn has come of the
+        checkpoint that keeps them: all at once.
+    """
+
+    bytes: Mapping[int, int]
+    widened_bytes: Mapping[int, int]
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Writes what is kept by name."""
+        if schedule is not None:
+            for vertex in self.bytes.keys() & set(kept_by_name(schedule.regions)):
+                figures.bytes[vertex] = self.bytes[vertex]
+
+    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+        """Bytes by which the values grow that one checkpoint keeps."""
+        if schedule is None:
+            return 0
+        return max(
+            sum(self.widened_bytes.get(vertex, 0) for vertex in kept_by_name([region]))
+            for region in schedule.regions
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transposed(Effect):
+    """What convolutions read, transposed for the gradients of their weights as soon as it is there.
+
+    Attributes:
+      pairs: of a convolution's vertex and of one that it reads.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+
+    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+        """Bytes of what is there twice: transposed, and as it is for regions with a checkpoint."""
+        checkpointed = {
+            vertex
+            for region in (schedule.regions if schedule else ())
+            if region.checkpointed
+            for vertex in region.vertices
+        }
+        read = {
+            one
+            for vertex in checkpointed
+            for one in (*graph.predecessors[vertex], *graph.needs[vertex])
+        }
+        twice = {one for by, one in self.pairs if by not in checkpointed and one in read}
+        return sum(graph.bytes[one] for one in twice)
+
+
+def held(
+    program: Program,
+    differentiated: Iterable[int],
+    compiler: Compiler,
+    vertex_of: Mapping[int, int],
+) -> Iterator[Held]:
+    """What a compiler holds for weights that are bfloat16.
 
     A product's weight is widened once, and read so in the forward and in the backward pass; under a
     checkpoint again in each. The gradient of looking up rows adds to an array of zeros, which
@@ -31,9 +94,10 @@ def held(program: Program, differentiated: Iterable[int], device: Device) -> Ite
     Args:
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
-      device: whose compiler it is.
+      compiler: which one it is.
+      vertex_of: for each value that is stored the vertex that holds it.
     """
-    if not device.widens_bfloat16:
+    if not compiler.has("widened"):
         return
     products: dict[int, list[int]] = {}
     looked_up: set[int] = set()
@@ -46,22 +110,14 @@ def held(program: Program, differentiated: Iterable[int], device: Device) -> Ite
                 products.setdefault(value, []).extend(equation.outputs)
             elif equation.operation.primitive == "gather":
                 looked_up.add(value)
-    for value in sorted(looked_up):
-        yield _held((), program.types[value], device)
-    for value, results in sorted(products.items()):
-        yield _held(results, program.types[value], device)
-
-
-def _held(results: Sequence[int], kind: ArrayType, device: Device) -> Held:
-    """What is there throughout, unless what is computed with it is under a checkpoint."""
-    size = device.buffer_bytes(widened(kind))
-    return Held(
-        cause=Cause.WIDENED,
-        values=tuple(results),
-        bytes=size,
-        checkpointed_bytes=0,
-        unchanged_bytes=size,
-    )
+    for value, results in (*((one, []) for one in sorted(looked_up)), *sorted(products.items())):
+        size = compiler.buffer_bytes(widened(program.types[value]))
+        yield Held(
+            vertices=tuple(vertex_of[result] for result in results),
+            bytes=size,
+            checkpointed_bytes=0,
+            unchanged_bytes=size,
+        )
 
 
 def widened(kind: ArrayType) -> ArrayType:
@@ -69,7 +125,7 @@ def widened(kind: ArrayType) -> ArrayType:
     return dataclasses.replace(kind, dtype="float32") if kind.dtype == "bfloat16" else kind
 
 
-def gradient_bytes(program: Program, index: int, device: Device) -> int:
+def gradient_bytes(program: Program, index: int, compiler: Compiler) -> int:
     """What the gradient of a product's weight takes, in the product's backward step alone.
 
     Where it sums over several dimensions, such as examples and tokens, XLA makes them one: the
@@ -79,11 +135,11 @@ def gradient_bytes(program: Program, index: int, device: Device) -> int:
     Args:
       program: a traced function.
       index: of an equation.
-      device: whose compiler it is.
+      compiler: which one it is.
     """
     equation = program.equations[index]
     operation = equation.operation
-    if operation.primitive != "dot_general" or device.fuses_into_sums:
+    if operation.primitive != "dot_general":
         return 0
     (contracted, _), (batch, _) = operation.params["dimension_numbers"]
     is_weight = [value in program.differentiated for value in equation.inputs]
@@ -95,9 +151,12 @@ def gradient_bytes(program: Program, index: int, device: Device) -> int:
         operation.inputs[1 - place],
         operation.outputs[0],
     )
-    transposed = len(other.shape) - len(contracted) > 1
-    size = device.buffer_bytes(widened(result)) if transposed else 0
-    return size + (device.buffer_bytes(widened(weight)) if widened(weight) != weight else 0)
+    size = 0
+    if compiler.has("transposed_cotangents") and len(other.shape) - len(contracted) > 1:
+        size += compiler.buffer_bytes(widened(result))
+    if compiler.has("widened") and widened(weight) != weight:
+        size += compiler.buffer_bytes(widened(weight))
+    return size
 
 
 def read_by_sums(flow: Dataflow) -> set[int]:

@@ -1,0 +1,100 @@
+"""One device's compiler, as this room sees it: which rules hold, and what an array takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Final
+
+from remat_opt.compilers.rules import RULES
+from remat_opt.device import Device, Platform
+from remat_opt.errors import RematError
+from remat_opt.operation import ArrayType
+
+#: A TPU's tile: sublanes x lanes of words (every TPU since v2; seen as T(8,128) in compiled
+#: programs).
+_TILE_SUBLANES: Final = 8
+_TILE_LANES: Final = 128
+_TILE_WORD_BYTES: Final = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Which rules hold.
+
+    Attributes:
+      platform: whose compiler it is.
+      off: names of ``RULES`` that are switched off.
+
+    Raises:
+      RematError: there is no rule of such a name.
+    """
+
+    platform: Platform
+    off: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in sorted(self.off - RULES.keys()):
+            near = difflib.get_close_matches(name, RULES, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise RematError(f"There is no rule {name!r} about compilers.{meant}")
+
+    def has(self, rule: str) -> bool:
+        """Whether a rule holds here: it is one about this compiler, and not switched off."""
+        return self.platform in RULES[rule].platforms and rule not in self.off
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """What compiles for a device.
+
+    Attributes:
+      device: the device.
+      off: names of ``RULES`` that are switched off.
+    """
+
+    device: Device
+    off: frozenset[str] = frozenset()
+
+    @property
+    def rules(self) -> Rules:
+        """The rules that hold."""
+        return Rules(platform=self.device.platform, off=self.off)
+
+    def has(self, rule: str) -> bool:
+        """Whether a rule holds here."""
+        return self.rules.has(rule)
+
+    def buffer_bytes(self, kind: ArrayType, matrix_axes: tuple[int, int] | None = None) -> int:
+        """Bytes that one array takes in device memory, padding included.
+
+        A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of
+        32 bits, narrower types packed along the first; what does not fill its tiles is
+        padded. The compiler chooses which dimensions are innermost: taken here is the last
+        one for the lanes, as compiled convolutions and dots show, and the dimension that
+        pads least beside it.
+
+        Args:
+          kind: of the array.
+          matrix_axes: the two axes that are innermost, in either order, where that is known
+            (``compilers.matrix_axes``).
+        """
+        if not self.has("tiles") or len(kind.shape) < 2 or not kind.size:
+            return kind.bytes
+        packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
+        rows = _TILE_SUBLANES * packing
+        if matrix_axes is None:
+            *others, lanes = kind.shape
+            choices = [(size, lanes) for size in others]
+        else:
+            one, other = (kind.shape[axis] for axis in matrix_axes)
+            choices = [(one, other), (other, one)]
+        growth = min(
+            _padded(size, rows) / size * (_padded(lanes, _TILE_LANES) / lanes)
+            for size, lanes in choices
+        )
+        return round(kind.bytes * growth)
+
+
+def _padded(size: int, tile: int) -> int:
+    return -(-size // tile) * tile

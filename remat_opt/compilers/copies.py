@@ -1,0 +1,45 @@
+"""The signals of the copies that a TPU makes to and from its vector memory.
+
+What its kernels read and write is copied ahead of time or behind it. Each copy has a signal, which
+lies in the device's memory for as long as the program runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat_opt.compilers.effects import Effect
+from remat_opt.graph import Graph
+from remat_opt.operation import Operation
+from remat_opt.schedule import Schedule, plain
+from remat_opt.simulator import demand
+
+#: What the signal of one copy takes, and how many copies there are for each product that is
+#: computed, with all that lies between products: 3 in an LSTM, whose arrays are small, 5 to 9 in a
+#: GPT and in ViT-B/16.
+_SIGNAL_BYTES, _COPIES_OF_A_PRODUCT = 16 * 1024, 4
+#: A product of arrays that are all smaller than this is taken not to be copied for: they stay in
+#: vector memory. (So it was seen to be of programs that fit it altogether.)
+_COPIED_BYTES = 2**20
+
+
+def copied_for(product: Operation) -> bool:
+    """Whether arrays of a product are copied to vector memory and back."""
+    return any(kind.bytes >= _COPIED_BYTES for kind in (*product.inputs, *product.outputs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copies(Effect):
+    """The signals: of the forward pass, of two gradients for each product, and of all run again.
+
+    Attributes:
+      products: for each vertex how many products it computes whose arrays are copied.
+    """
+
+    products: tuple[int, ...]
+
+    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+        """The signals' bytes."""
+        again = demand(graph, schedule or plain(graph)).all_recomputed()
+        count = 3 * sum(self.products) + sum(self.products[vertex] for vertex in again)
+        return _SIGNAL_BYTES * _COPIES_OF_A_PRODUCT * count

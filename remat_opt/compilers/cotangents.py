@@ -1,0 +1,274 @@
+"""What the cotangents of stored values take: most are arrays as large as the value, some are none.
+
+Three things may become of a cotangent beside that: the kernels that read it compute it (it is
+*fused*), it takes the place of the value, or it is written narrower than the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+from remat_opt import costs
+from remat_opt.compilers import operands
+from remat_opt.compilers.effects import Effect, Figures, checkpoints
+from remat_opt.compilers.row_gathers import is_row_gather
+from remat_opt.compilers.storage import Storage
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.record import Equation
+from remat_opt.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HandedIn(Effect):
+    """Fused cotangents, which are arrays all the same where they enter a checkpoint.
+
+    Attributes:
+      bytes: for vertices whose cotangent is fused what it takes there.
+      readers: for each vertex those that read it.
+    """
+
+    bytes: Mapping[int, int]
+    readers: tuple[tuple[int, ...], ...]
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Writes those that come from outside a checkpoint that their vertex is under."""
+        if schedule is None:
+            return
+        around = dict(checkpoints(schedule.regions))
+        for vertex, size in self.bytes.items():
+            if any(not around[vertex] <= around[reader] for reader in self.readers[vertex]):
+                figures.cotangent_bytes[vertex] = size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cotangents:
+    """What the cotangents take.
+
+    Attributes:
+      bytes: of each.
+      held_until_own_step: the vertices whose value is there until their own backward step, since
+        their cotangent, or what comes in its place, is computed from it.
+      in_value: of what lies in the place of another's value, in its own step alone, the bytes.
+      handed_in_bytes: see ``HandedIn``.
+    """
+
+    bytes: tuple[int, ...]
+    held_until_own_step: frozenset[int]
+    in_value: Mapping[int, int]
+    handed_in_bytes: Mapping[int, int]
+
+
+def cotangents(
+    storage: Storage,
+    predecessors: Sequence[tuple[int, ...]],
+    needs: Sequence[tuple[int, ...]],
+    value_bytes: Sequence[int],
+    active: Sequence[Sequence[int]],
+) -> Cotangents:
+    """Finds what the cotangents take.
+
+    Args:
+      storage: what is stored.
+      predecessors: for each vertex those that it reads.
+      needs: for each vertex those that its backward step reads.
+      value_bytes: of each vertex's value.
+      active: for each vertex those of its values that have a cotangent.
+    """
+    of = _Vertices(
+        storage=storage,
+        predecessors=predecessors,
+        needs=needs,
+        bytes=value_bytes,
+        active=active,
+        readers=_readers(predecessors),
+    )
+    fused = _fused(of)
+    computed = {vertex for vertex in fused if storage.is_fusing_product(storage.roots[vertex])}
+    fused |= _overwritten(of)
+    in_its_place = dict(_broadcast(of))
+    fused |= in_its_place.keys() | set(in_its_place.values())
+    narrow = {vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of)}
+    narrow.update(dict.fromkeys(fused, 0))
+    return Cotangents(
+        bytes=tuple(
+            narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
+            for vertex, values in enumerate(active)
+        ),
+        # From scores, too, products compute a cotangent as they read them.
+        held_until_own_step=frozenset(
+            {*storage.vertices_of(storage.scores), *_read_by_readers(of, fused)}
+        ),
+        in_value={
+            vertex: storage.cotangent_bytes(active[vertex]) for vertex in in_its_place.values()
+        },
+        handed_in_bytes={v: storage.operand_bytes(storage.roots[v]) for v in computed},
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Vertices:
+    """The vertices so far: the arguments of ``cotangents``, and for each those that read it."""
+
+    storage: Storage
+    predecessors: Sequence[tuple[int, ...]]
+    needs: Sequence[tuple[int, ...]]
+    bytes: Sequence[int]
+    active: Sequence[Sequence[int]]
+    readers: Sequence[Sequence[int]]
+
+    def active_readers(self, vertex: int) -> list[int]:
+        """Those that read it and have a cotangent."""
+        return [reader for reader in self.readers[vertex] if self.active[reader]]
+
+    def equation(self, vertex: int) -> Equation:
+        """The equation that makes the vertex."""
+        return self.storage.flow.program.equations[self.storage.roots[vertex]]
+
+    def kind(self, vertex: int) -> costs.Fusion:
+        """How that equation is compiled."""
+        return self.storage.flow.costs[self.storage.roots[vertex]].fusion
+
+    def is_output(self, vertex: int) -> bool:
+        """Whether the program puts it out."""
+        return not self.storage.outputs.isdisjoint(self.equation(vertex).outputs)
+
+
+def _fused(of: _Vertices) -> set[int]:
+    """The vertices whose cotangent never reaches memory.
+
+    Where products compute their operands as they read them, a cotangent that comes out of
+    reductions alone (a small array, broadcast, times what is stored) needs no buffer: so
+    the one of a cross-entropy's logits. What a product writes does. That of scores is computed
+    from that of their exponentials (``softmax``).
+    """
+    if not of.storage.compiler.has("cotangents_fused"):
+        return set()
+    exponentials = {
+        vertex
+        for vertex, values in enumerate(of.active)
+        if not of.storage.weights_of.keys().isdisjoint(values)
+    }
+    fused: set[int] = set()
+    for vertex in reversed(range(len(of.active))):
+        readers = of.active_readers(vertex)
+        product = of.storage.is_fusing_product(of.storage.roots[vertex])
+        if (
+            (product or of.kind(vertex) is costs.Fusion.FUSIBLE)
+            and readers
+            and all(
+                of.kind(reader) is costs.Fusion.REDUCTION
+                or (
+                    of.kind(reader) is costs.Fusion.FUSIBLE
+                    and (reader in fused or reader in exponentials)
+                )
+                for reader in readers
+            )
+        ):
+            fused.add(vertex)
+    return fused
+
+
+def _rounded(of: _Vertices) -> Iterator[int]:
+    """The products whose cotangent is written by another product's kernel, as products read it.
+
+    So it is where nothing but that product reads their result, through an activation or none.
+    """
+    if not of.storage.compiler.has("cotangents_rounded"):
+        return
+    for vertex in range(len(of.active)):
+        if operands.rounds_operands(of.equation(vertex).operation) and not of.is_output(vertex):
+            readers = of.active_readers(vertex)
+            if len(readers) == 1 and of.storage.is_fusing_product(of.storage.roots[readers[0]]):
+                yield vertex
+
+
+def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
+    """On a CPU, what only plain sums read of what is computed elementwise, and its predecessor.
+
+    The cotangent of the one is a broadcast and takes no memory. That of the other is computed
+    from it and the value, in the value's place. Such are the exponentials of a cross-entropy,
+    and its logits.
+    """
+    if not of.storage.compiler.has("broadcast_cotangents"):
+        return
+    for vertex, needs in enumerate(of.needs):
+        before = [one for one in of.predecessors[vertex] if of.active[one]]
+        readers = of.active_readers(vertex)
+        if (
+            of.kind(vertex) is costs.Fusion.FUSIBLE
+            and needs == (vertex,)
+            and readers
+            and all(
+                of.kind(reader) is costs.Fusion.REDUCTION and not of.needs[reader]
+                for reader in readers
+            )
+            and len(before) == 1
+            and of.bytes[vertex] == of.storage.cotangent_bytes(of.active[before[0]])
+        ):
+            yield vertex, before[0]
+
+
+def _overwritten(of: _Vertices) -> set[int]:
+    """The vertices whose cotangent is computed in the place of their value.
+
+    Such are logits: one kernel reads them, last of all, and writes their cotangent. That is so
+    where only reductions read a product, and gathers whose gradient is elementwise
+    (``row_gathers``), and the derivative of one of them needs it.
+    """
+    if not of.storage.compiler.has("values_overwritten"):
+        return set()
+    return {
+        vertex
+        for vertex, readers in enumerate(of.readers)
+        if of.equation(vertex).operation.primitive in PRODUCTS
+        and not of.is_output(vertex)
+        and all(
+            of.kind(reader) is costs.Fusion.REDUCTION
+            or is_row_gather(of.equation(reader).operation)
+            for reader in readers
+        )
+        and any(vertex in of.needs[reader] for reader in readers)
+    }
+
+
+def _read_by_readers(of: _Vertices, vertices: Set[int]) -> set[int]:
+    """Those of the vertices whose readers' derivatives need them."""
+    return {
+        read
+        for vertex, values in enumerate(of.predecessors)
+        for read in values
+        if read in vertices and read in of.needs[vertex]
+    }
+
+
+def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """For each vertex those that read it, ascending."""
+    found: list[list[int]] = [[] for _ in predecessors]
+    for vertex, read in enumerate(predecessors):
+        for predecessor in read:
+            found[predecessor].append(vertex)
+    return found
+
+
+def hands_on(
+    vertex: int, predecessors: Sequence[tuple[int, ...]], cotangent_bytes: Sequence[int]
+) -> bool:
+    """Whether the buffer of a vertex's cotangent becomes that of one of its predecessors.
+
+    It takes one of the same size. And where the vertex also reads a reduction of that predecessor,
+    as a normalisation reads a mean, the old cotangent is read twice: by the sums that are the
+    reduction's cotangent, then together with them. The compiler writes the new one beside it.
+    """
+    size = cotangent_bytes[vertex]
+    reduced: set[int] = set()
+    pending = [read for read in predecessors[vertex] if cotangent_bytes[read] < size]
+    while pending:
+        for read in predecessors[pending.pop()]:
+            if read not in reduced:
+                reduced.add(read)
+                if cotangent_bytes[read] < size:
+                    pending.append(read)
+    return any(
+        cotangent_bytes[read] == size and read not in reduced for read in predecessors[vertex]
+    )

@@ -1,0 +1,110 @@
+"""What compilers hold beside a graph, or change about it, by what a schedule does.
+
+A graph has one size for each value, whatever is decided. Where what a compiler does depends on the
+decision, the rule that knows gives an ``Effect``; the model applies all of them to the graph of a
+schedule. Of the function as it is, for which nothing is rewritten, the schedule is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence, Set
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Figures:
+    """Of each vertex of a graph what may be changed, in bytes: arrays to write to.
+
+    Attributes:
+      bytes: of its value.
+      cotangent_bytes: of its cotangent.
+      workspace_bytes: held beside its backward step.
+      forward_workspace_bytes: held beside its step where it runs once.
+    """
+
+    bytes: NDArray[np.int64]
+    cotangent_bytes: NDArray[np.int64]
+    workspace_bytes: NDArray[np.int64]
+    forward_workspace_bytes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Figures:
+        """Those of a graph."""
+        return cls(**{name: np.array(getattr(graph, name), np.int64) for name in cls.__slots__})
+
+    def put_into(self, graph: Graph) -> Graph:
+        """The graph with these figures."""
+        found = {name: tuple(getattr(self, name).tolist()) for name in self.__slots__}
+        return dataclasses.replace(graph, **found)
+
+
+class Effect:
+    """Something that depends on the schedule. Each subclass says one thing."""
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Writes what the vertices take under a schedule."""
+
+    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+        """Bytes that are there all along beside what is alive."""
+        return 0
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """What a user should know of it."""
+        return iter(())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held(Effect):
+    """Bytes that are held from the forward pass, or early in the backward pass, on.
+
+    Attributes:
+      vertices: what computes the values whose gradients they are for.
+      bytes: held by a plan that has none of them under a checkpoint.
+      checkpointed_bytes: by one that has.
+      unchanged_bytes: by the function as it is.
+    """
+
+    vertices: tuple[int, ...]
+    bytes: int
+    checkpointed_bytes: int
+    unchanged_bytes: int
+
+    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+        """One of the three."""
+        if schedule is None:
+            return self.unchanged_bytes
+        under = set(self.vertices)
+        checkpointed = any(
+            region.checkpointed and not under.isdisjoint(region.vertices)
+            for region in schedule.regions
+        )
+        return self.checkpointed_bytes if checkpointed else self.bytes
+
+
+def kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
+    """The vertices that checkpoints keep."""
+    for region in regions:
+        if region.checkpointed:
+            yield from region.kept
+            yield from kept_by_name(region.inside)
+
+
+def checkpoints(
+    regions: Sequence[Region],
+    around: Set[tuple[int, ...]] = frozenset(),
+    path: tuple[int, ...] = (),
+) -> Iterator[tuple[int, Set[tuple[int, ...]]]]:
+    """Each vertex with the checkpoints round it, each named by its place in the nest."""
+    for number, region in enumerate(regions):
+        place = (*path, number)
+        inside = {*around, place} if region.checkpointed else around
+        if region.inside:
+            yield from checkpoints(region.inside, inside, place)
+        else:
+            yield from ((vertex, inside) for vertex in region.vertices)

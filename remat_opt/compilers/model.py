@@ -1,0 +1,176 @@
+"""What a device's compiler is expected to make of a program: the interface of this room.
+
+``model`` gives a graph of numbers and the way back from its vertices to equations. What a schedule
+takes is asked of the model: it applies what depends on the schedule (``effects``), plays the
+lives of all arrays and lays them out as the compiler does (``heap``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence, Set
+
+import numpy as np
+
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.compilers.heap import laid_out_bytes
+from remat_opt.compilers.storage import Storage
+from remat_opt.compilers.vertices import vertices
+from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
+from remat_opt.graph import Graph
+from remat_opt.program.dataflow import ALIASES, Dataflow
+from remat_opt.program.record import Linearization, Program
+from remat_opt.schedule import Region, Schedule, Stage, plain
+from remat_opt.spans import spans
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Model:
+    """What is expected of one program.
+
+    Attributes:
+      compiler: which one it is.
+      graph: what solvers see.
+      roots: for each vertex the position of the equation that makes it.
+      labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
+      estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
+      assumed: names of primitives that JAX could not differentiate.
+      effects: what depends on the schedule.
+      never_named: the vertices that no checkpoint is to keep (``softmax``).
+      as_it_is: the same of the function as it is, where rewriting changes what is stored.
+    """
+
+    compiler: Compiler
+    graph: Graph
+    roots: tuple[int, ...]
+    labels: tuple[str, ...]
+    estimated_flops_share: float
+    assumed: tuple[str, ...]
+    effects: tuple[Effect, ...]
+    never_named: frozenset[int]
+    as_it_is: Model | None
+
+    def graph_of(self, schedule: Schedule) -> Graph:
+        """The graph with what it takes under a schedule."""
+        return self._changed(schedule)
+
+    def held_bytes(self, schedule: Schedule) -> int:
+        """Bytes that are there all along, beside what is alive under a schedule."""
+        return sum(effect.held_bytes(self.graph, schedule) for effect in self.effects)
+
+    def peak_bytes(self, schedule: Schedule) -> int:
+        """The temporaries that a schedule is expected to need: the heap, and what is beside."""
+        lives = spans(self.graph_of(schedule), schedule)
+        return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
+
+    def unchanged_peak_bytes(self) -> int:
+        """Those of the function as it is."""
+        if self.as_it_is is not None:
+            return self.as_it_is.unchanged_peak_bytes()
+        graph = self._changed(None)
+        held_bytes = sum(effect.held_bytes(self.graph, None) for effect in self.effects)
+        return laid_out_bytes(spans(graph, plain(graph)), self.compiler) + held_bytes
+
+    def admitted(self, schedule: Schedule) -> Schedule:
+        """The schedule, with no vertex kept by name that the compiler is better not told of."""
+        if not self.never_named:
+            return schedule
+        return Schedule(regions=_without(schedule.regions, self.never_named))
+
+    def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
+        """A schedule in terms of equations."""
+        return _stages(self.roots, schedule.regions)
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """What a user should know."""
+        for effect in self.effects:
+            yield from effect.notes(schedule)
+
+    def _changed(self, schedule: Schedule | None) -> Graph:
+        if not self.effects:
+            return self.graph
+        figures = Figures.of(self.graph)
+        for effect in self.effects:
+            effect.change(figures, schedule)
+        return figures.put_into(self.graph)
+
+
+def model(
+    program: Program,
+    linearization: Linearization,
+    compiler: Compiler,
+    gradients: Gradients = Gradients.RESULTS,
+) -> Model:
+    """Builds the model of a program.
+
+    Args:
+      program: a traced function.
+      linearization: what its backward steps read.
+      compiler: which one it is.
+      gradients: what becomes of them.
+    """
+    flow = Dataflow(program, linearization)
+    storage = Storage(flow, compiler)
+    as_it_is = None
+    if storage.softmaxes:
+        as_it_is = _built(Storage(flow, compiler, unchanged=True), gradients, None)
+    return _built(storage, gradients, as_it_is)
+
+
+def computes_nothing(program: Program) -> bool:
+    """Whether the program only hands on arguments and constants, so that its graph is empty."""
+    return all(equation.operation.primitive in ALIASES for equation in program.equations)
+
+
+def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Model:
+    found = vertices(storage)
+    program, derivatives = storage.flow.program, storage.flow.linearization.derivatives
+    assumed = {
+        program.equations[index].operation.primitive
+        for index, derivative in derivatives.items()
+        if derivative.assumed
+    }
+    row_statistics = (value for one in storage.softmaxes for value in (one.maxima, one.sums))
+    return Model(
+        compiler=storage.compiler,
+        graph=_in_step(found.graph, found.parameter_gradients, gradients),
+        roots=storage.roots,
+        labels=found.labels,
+        estimated_flops_share=found.estimated_flops_share,
+        assumed=tuple(sorted(assumed)),
+        effects=found.effects,
+        never_named=frozenset(storage.vertices_of(row_statistics)),
+        as_it_is=as_it_is,
+    )
+
+
+def _in_step(graph: Graph, parameters: Sequence[ParameterGradient], fate: Gradients) -> Graph:
+    """The graph in a step that does so with the gradients."""
+    workspaces = np.array(graph.workspace_bytes, dtype=np.int64)
+    workspaces += workspace_bytes(parameters, fate, len(graph))
+    return dataclasses.replace(graph, workspace_bytes=tuple(workspaces.tolist()))
+
+
+def _without(regions: Sequence[Region], never: Set[int]) -> tuple[Region, ...]:
+    """The regions with some vertices kept at no checkpoint."""
+    return tuple(
+        dataclasses.replace(
+            region,
+            kept=tuple(vertex for vertex in region.kept if vertex not in never),
+            inside=_without(region.inside, never),
+        )
+        for region in regions
+    )
+
+
+def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...]:
+    return tuple(
+        Stage(
+            roots=tuple(roots[vertex] for vertex in region.vertices),
+            kept=tuple(roots[vertex] for vertex in region.kept),
+            checkpointed=region.checkpointed,
+            inside=_stages(roots, region.inside),
+        )
+        for region in regions
+    )

@@ -1,0 +1,112 @@
+"""What ``transform`` is to write so that a compiler does as planned, by equation and value.
+
+``transform`` knows how to write each of these, and nothing of compilers. Which of them pay, and
+where, is said here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from remat_opt.compilers import pooling, product_sums, softmax
+from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.row_gathers import is_row_gather
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.record import Program
+
+#: Equations that give their operand another type or shape.
+_FORMS = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrites:
+    """What to write in another way.
+
+    Attributes:
+      apart: equations whose constants the compiler is not to share.
+      waiting: equations whose derivative must not start before their cotangent is there.
+      picking: gathers whose gradient is to be elementwise.
+      whole: equations whose results are to be stored as arrays.
+      partner: for the first of two products that are summed up the second.
+      biases: for products the arguments that are added to them.
+      weight_place: for products the place of the input that is an argument, of some form.
+      ordered: whether no gradient of a product or a bias may be put off.
+      stored: whether what a checkpointed region hands on is to be stored.
+      in_turn: whether every product waits until the parts of its weight's gradient that come from
+        later ones are added.
+    """
+
+    apart: frozenset[int]
+    waiting: frozenset[int]
+    picking: frozenset[int]
+    whole: frozenset[int]
+    partner: Mapping[int, int]
+    biases: Mapping[int, int]
+    weight_place: Mapping[int, int]
+    ordered: bool
+    stored: bool
+    in_turn: bool
+
+
+def rewrites(program: Program, rules: Rules, *, recomputes: bool) -> Rewrites:
+    """What pays for a program.
+
+    Args:
+      program: a traced function.
+      rules: those about the compiler that is expected. On another the results are
+        the same, and the memory may not be.
+      recomputes: whether anything is under a checkpoint.
+    """
+    ordered = recomputes and rules.has("gradients_in_turn")
+    sums = dict(product_sums.stored_sums(program, rules))
+    maxima: set[int] = set()
+    if rules.has("maxima_stored"):
+        maker = program.makers()
+        maxima = {maker[one.maxima] for one in softmax.rounded(program, rules)}
+    return Rewrites(
+        apart=frozenset(
+            index
+            for index in (pooling.activations(program) if rules.has("zeros_apart") else ())
+            if pooling.can_be_kept_apart(program.equations[index].operation)
+        ),
+        waiting=frozenset(pooling.searches(program) if rules.has("searches_wait") else ()),
+        picking=frozenset(
+            index
+            for index, equation in enumerate(program.equations)
+            if rules.has("rows_picked") and is_row_gather(equation.operation)
+        ),
+        whole=frozenset({*sums, *maxima}),
+        partner={min(pair): max(pair) for pair in sums.values()}
+        if rules.has("partners_wait")
+        else {},
+        biases=product_sums.biases(program) if ordered else {},
+        weight_place=_weight_places(program) if ordered else {},
+        ordered=ordered,
+        stored=rules.has("boundaries_stored"),
+        in_turn=rules.has("parts_in_turn"),
+    )
+
+
+def _weight_places(program: Program) -> dict[int, int]:
+    """For products the place of the input that is an argument, as it is or in another form.
+
+    Only of those of which one of two inputs is.
+    """
+    forms = set(program.arguments)
+    found = {}
+    for index, equation in enumerate(program.equations):
+        read = [
+            place
+            for place, atom in enumerate(equation.inputs)
+            if isinstance(atom, int) and atom in forms
+        ]
+        if equation.operation.primitive in _FORMS and read:
+            forms.update(equation.outputs)
+        elif (
+            equation.operation.primitive in PRODUCTS
+            and len(equation.inputs) == 2
+            and len(read) == 1
+        ):
+            found[index] = read[0]
+    return found

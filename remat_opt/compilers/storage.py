@@ -1,0 +1,294 @@
+"""Which values of a program a compiler stores, and how large they are then.
+
+XLA fuses: a cheap elementwise result lives inside the kernels that read it and is never
+written to memory. A planner that counts every jaxpr value keeps the wrong things. A value
+is taken as stored where
+
+* an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
+* an opaque equation reads it,
+* it is an output of the program,
+* several vertices would have to read more bytes to compute it again than it has itself
+  (the sum that forms a residual stream), or
+* a rule about the compiler says so (``rules``).
+
+Reshapes and the like are other names for the same bytes. All other values belong to the
+cones of the vertices that read them: the transform emits them again where needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+from remat_opt import costs
+from remat_opt.compilers import cpu_sums, operands, product_sums, softmax, transcendental
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.matrix_axes import Axes, matrix_axes
+from remat_opt.operation import PRODUCTS, ArrayType, Operation
+from remat_opt.program.dataflow import Dataflow
+
+#: A fused value is given a buffer when computing it again in each of several readers would
+#: read more than this many times its own bytes.
+_REREAD_LIMIT = 1.25
+
+#: ... or when it would repeat more than this many equations in each of them.
+_CONE_LIMIT = 64
+
+#: Equations that read no more than they give.
+_SLICES = frozenset({"slice", "split", "dynamic_slice"})
+
+
+class Storage:
+    """What is stored of a program.
+
+    Attributes:
+      flow: of the program.
+      compiler: which one it is.
+      outputs: the program's output values, aliases resolved.
+      softmaxes: those of which exponentials are stored.
+      scores: the scores that are stored of these, each with the weights that come of it.
+      weights_of: the same, or of functions as they are of exponentials.
+      completed: for what a product writes the form of it that is stored in its place.
+      product_sums: the sums of two products that are stored, with the products.
+      stored: the values that are arrays.
+      leaves: for each fused value the arrays and arguments it is computed from.
+      roots: the equations that make arrays, or have effects, ascending.
+      vertex_of: for each array the number of its root among them.
+    """
+
+    def __init__(self, flow: Dataflow, compiler: Compiler, *, unchanged: bool = False) -> None:
+        """Finds what is stored.
+
+        Args:
+          flow: of the program.
+          compiler: which one it is.
+          unchanged: whether nothing is rewritten for it.
+        """
+        program = flow.program
+        self.flow, self.compiler = flow, compiler
+        self.outputs = {flow.source[value] for value in program.output_values}
+        self.softmaxes = tuple(softmax.rounded(program, compiler.rules))
+        self.weights_of: dict[int, int] = {}
+        if unchanged or not compiler.has("maxima_stored"):
+            self.weights_of = {one.exponentials: one.weights for one in self.softmaxes}
+        self.product_sums = dict(product_sums.stored_sums(program, compiler.rules))
+        self._rounded: dict[int, int] = {}
+        self.completed: dict[int, int] = {}
+        if compiler.has("operands_rounded"):
+            self._rounded = operands.rounded(flow, self.outputs)
+        if compiler.has("forms_completed"):
+            self.completed = operands.completed(flow, self.outputs, self._rounded)
+        axes = compiler.has("matrix_axes")
+        self._matrix_axes: dict[int, Axes] = matrix_axes(program) if axes else {}
+        self._divided = cpu_sums.divided(flow) if compiler.has("divisors") else set()
+        self.stored, self.leaves = self._find()
+        self.scores = {} if self.weights_of else dict(self._scores())
+        self.weights_of |= self.scores
+        self.roots = tuple(
+            index
+            for index, equation in enumerate(program.equations)
+            if not flow.is_alias(index)
+            and (equation.effects or any(value in self.stored for value in equation.outputs))
+        )
+        self.vertex_of = {
+            value: vertex
+            for vertex, root in enumerate(self.roots)
+            for value in program.equations[root].outputs
+        }
+
+    # --------------------------------------------------------------------------- how large
+
+    def bytes_of(self, value: int) -> int:
+        """Bytes of a value where it is stored."""
+        kind = self.flow.program.types[value]
+        if value in self._rounded:
+            kind = operands.as_operand(kind)
+        return self._laid_out_bytes(value, kind) * (2 if value in self._divided else 1)
+
+    def named_bytes(self, value: int) -> int:
+        """Bytes of a value where a checkpoint keeps it by name."""
+        if self.compiler.has("widened") or self.compiler.has("divisors"):
+            return self.compiler.buffer_bytes(self.flow.program.types[value])
+        return self.bytes_of(value)
+
+    def read_bytes(self, value: int) -> int:
+        """Bytes of a value as products read it that are given whole arrays."""
+        return self._laid_out_bytes(value, self.flow.program.types[value])
+
+    def cotangent_bytes(self, values: Iterable[int]) -> int:
+        """Bytes of the gradients with respect to some values: products write them in full.
+
+        That of scores or exponentials is written as that of their weights.
+        """
+        types = self.flow.program.types
+        return sum(
+            self._laid_out_bytes(value, types[self.weights_of.get(value, value)])
+            for value in values
+        )
+
+    def operand_bytes(self, index: int) -> int:
+        """Bytes of the gradient with respect to a product, as products read it."""
+        types = self.flow.program.types
+        return sum(
+            self._laid_out_bytes(value, operands.as_operand(types[value]))
+            for value in self.flow.program.equations[index].outputs
+        )
+
+    def _laid_out_bytes(self, value: int, kind: ArrayType) -> int:
+        """Bytes of an array of some kind that is laid out like a value."""
+        if self.compiler.has("widened"):
+            kind = cpu_sums.widened(kind)
+        return self.compiler.buffer_bytes(kind, self._matrix_axes.get(value))
+
+    # ------------------------------------------------------------------------ what and where
+
+    def is_fusing_product(self, index: int) -> bool:
+        """Whether the equation computes elementwise operands as it reads them."""
+        operation = self.flow.program.equations[index].operation
+        return self.compiler.has("operands_fused") and operation.primitive in PRODUCTS
+
+    def holders(self, value: int) -> Sequence[int]:
+        """The vertices to hold in order to have a value."""
+        value = self.flow.source[value]
+        if value in self.vertex_of:
+            return (self.vertex_of[value],)
+        leaves = self.leaves.get(value, ())
+        return tuple(self.vertex_of[leaf] for leaf in leaves if leaf in self.vertex_of)
+
+    def vertices_of(self, values: Iterable[int]) -> tuple[int, ...]:
+        """The vertices that hold those of some values that are arrays."""
+        found = {self.vertex_of[value] for value in values if value in self.vertex_of}
+        return tuple(sorted(found))
+
+    def cone(self, root: int) -> list[int]:
+        """The root equation and the fused equations behind it, in program order."""
+        found = {root}
+        pending = [root]
+        while pending:
+            for value in self.flow.program.equations[pending.pop()].value_inputs:
+                maker = self.flow.maker.get(value)
+                if maker is None or maker in found:
+                    continue
+                if self.flow.source[value] in self.stored and not self.flow.is_alias(maker):
+                    continue
+                found.add(maker)
+                pending.append(maker)
+        return sorted(found)
+
+    def _forced(self) -> set[int]:
+        """Values that are stored whatever the fan-out."""
+        forced: set[int] = set()
+        for index, equation in enumerate(self.flow.program.equations):
+            if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
+                forced.update(equation.outputs)
+            if self.flow.opaque(index) and not self.is_fusing_product(index):
+                forced.update(self.flow.reads(index))
+        if self.compiler.has("stored_for_sums"):
+            forced |= cpu_sums.read_by_sums(self.flow)
+        forced |= transcendental.stored(self.flow, self.compiler)
+        for index in self.product_sums:
+            forced.update(self.flow.program.equations[index].outputs)
+        forced.update(self.weights_of)
+        forced -= self.completed.keys()
+        forced.update(self.completed.values())
+        # One array of half the width for several products is less than what it is made of.
+        forced.update(value for value, readers in self._rounded.items() if readers > 1)
+        forced.update(
+            self.flow.source[value]
+            for value in self.flow.program.output_values
+            if self.flow.source[value] in self.flow.maker
+        )
+        return forced
+
+    def _find(self) -> tuple[set[int], dict[int, frozenset[int]]]:
+        """The stored values, and for each fused one what it is computed from.
+
+        What reads a value depends on what else is stored, so this is found twice: a value
+        that only goes into another one, which is stored itself, has one reader.
+        """
+        forced = self._forced()
+        stored, leaves = self._with_shared(forced, self._reader_counts(forced))
+        if self.compiler.has("readers_recounted"):
+            readers = self._reader_counts(stored)
+            if any(readers.get(value, 0) < 2 for value in stored - forced):
+                stored, leaves = self._with_shared(forced, readers)
+        return stored, leaves
+
+    def _with_shared(
+        self, forced: Set[int], readers: Mapping[int, int]
+    ) -> tuple[set[int], dict[int, frozenset[int]]]:
+        """The forced values and those that are shared and dear to compute again; and the leaves.
+
+        Args:
+          forced: what is stored anyway.
+          readers: how many vertices would read each fused value.
+        """
+        stored = set(forced)
+        # Of each leaf the bytes that are read, and how many equations lie in between.
+        read_bytes: dict[int, dict[int, float]] = {}
+        sizes: dict[int, int] = {}
+        types = self.flow.program.types
+        for index, equation in enumerate(self.flow.program.equations):
+            if self.flow.is_alias(index):
+                continue
+            found: dict[int, float] = {}
+            size = 1
+            for value in {self.flow.source[value] for value in equation.value_inputs}:
+                if value in read_bytes and value not in stored:
+                    size += sizes[value]
+                    own = read_bytes[value]
+                else:
+                    own = {value: types[value].bytes}
+                for leaf, amount in own.items():
+                    found[leaf] = max(amount, found.get(leaf, 0))
+            for value in equation.outputs:
+                part = self._part(equation.operation, types[value])
+                read_bytes[value] = {leaf: amount * part for leaf, amount in found.items()}
+                sizes[value] = size
+                if value in stored or readers.get(value, 0) < 2:
+                    continue
+                total = sum(read_bytes[value].values())
+                if (
+                    self._put_together(equation.operation)
+                    or total > _REREAD_LIMIT * types[value].bytes
+                    or size > _CONE_LIMIT
+                ):
+                    stored.add(value)
+        return stored, {value: frozenset(found) for value, found in read_bytes.items()}
+
+    def _part(self, operation: Operation, result: ArrayType) -> float:
+        """The part of its operand that an operation reads for a result."""
+        sliced = self.compiler.has("slices_read_parts") and operation.primitive in _SLICES
+        if not sliced or not operation.inputs[0].bytes:
+            return 1.0
+        return result.bytes / operation.inputs[0].bytes
+
+    def _put_together(self, operation: Operation) -> bool:
+        """Whether a result is stored as soon as it is read twice."""
+        return self.compiler.has("concatenations") and operation.primitive == "concatenate"
+
+    def _reader_counts(self, stored: Set[int]) -> dict[int, int]:
+        """How many vertices (counted up to 2) would read each fused value."""
+        roots: dict[int, set[int]] = {}
+        for index in reversed(range(len(self.flow.program.equations))):
+            if self.flow.is_alias(index):
+                continue
+            outputs = self.flow.program.equations[index].outputs
+            if not stored.isdisjoint(outputs) or self.flow.opaque(index):
+                reached = {index}
+            else:
+                reached = set().union(*(roots.get(value, ()) for value in outputs))
+            for value in self.flow.reads(index):
+                known = roots.setdefault(value, set())
+                if len(known) < 2:
+                    # Of any two of them at least one is new.
+                    known.update(itertools.islice(reached, 2))
+        return {value: min(2, len(found)) for value, found in roots.items()}
+
+    def _scores(self) -> Iterator[tuple[int, int]]:
+        """The scores that are stored of a softmax whose maxima are, and the weights."""
+        types = self.flow.program.types
+        for one in self.softmaxes:
+            for leaf in self.leaves.get(self.flow.source[one.weights], ()):
+                if leaf in self.flow.maker and types[leaf].size == types[one.weights].size:
+                    yield leaf, one.weights

@@ -1,0 +1,342 @@
+"""From what is stored to the graph that solvers see, and what depends on the schedule beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from remat_opt import costs
+from remat_opt.compilers import (
+    copies,
+    cpu_sums,
+    pooling,
+    row_gathers,
+    shared_weights,
+)
+from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
+from remat_opt.compilers.effects import Effect
+from remat_opt.compilers.shared_weights import SharedWeights
+from remat_opt.compilers.storage import Storage
+from remat_opt.gradients import ParameterGradient
+from remat_opt.graph import Graph
+from remat_opt.operation import PRODUCTS, Operation
+from remat_opt.program.record import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """One vertex, before what its cotangent takes is known.
+
+    Attributes:
+      bytes: of its value.
+      named_bytes: of its value where a checkpoint keeps it by name.
+      seconds: of computing it.
+      flops: likewise.
+      predecessors: the vertices that it reads, ascending.
+      needs: those that its backward step reads, ascending.
+      internal_bytes: of residuals that only running it provides.
+      active: its values that have a cotangent.
+      estimated_flops: those of ``flops`` that come from an estimate.
+      copied_products: how many products it computes whose arrays are copied.
+      multiplies: whether it computes a product that reads operands as it computes them.
+      parameters: the differentiated arguments that it reads and has a derivative for.
+      sums_beside: whether its cotangent is summed up by the kernel that makes it.
+    """
+
+    bytes: int
+    named_bytes: int
+    seconds: float
+    flops: int
+    predecessors: tuple[int, ...]
+    needs: tuple[int, ...]
+    internal_bytes: int
+    active: tuple[int, ...]
+    estimated_flops: int
+    copied_products: int
+    multiplies: bool
+    parameters: frozenset[int]
+    sums_beside: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Vertices:
+    """The graph, and what goes with it.
+
+    Attributes:
+      graph: what solvers see.
+      labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
+      estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
+      parameter_gradients: of each parameter.
+      effects: what depends on the schedule.
+    """
+
+    graph: Graph
+    labels: tuple[str, ...]
+    estimated_flops_share: float
+    parameter_gradients: tuple[ParameterGradient, ...]
+    effects: tuple[Effect, ...]
+
+
+def vertices(storage: Storage) -> Vertices:
+    """Puts the graph together."""
+    flow, compiler = storage.flow, storage.compiler
+    program, derivatives = flow.program, flow.linearization.derivatives
+    equations = [program.equations[root] for root in storage.roots]
+    found_places = {
+        flow.maker[value]: size
+        for value, size in pooling.places_bytes(program, compiler).items()
+        if flow.maker[value] in derivatives
+    }
+    drafts = list(_drafts(storage, found_places))
+    predecessors = [draft.predecessors for draft in drafts]
+    of_cotangents = cotangents(
+        storage,
+        predecessors,
+        [draft.needs for draft in drafts],
+        [draft.bytes for draft in drafts],
+        [draft.active for draft in drafts],
+    )
+    needs = [
+        tuple(sorted({*draft.needs, vertex}))
+        if vertex in of_cotangents.held_until_own_step
+        else draft.needs
+        for vertex, draft in enumerate(drafts)
+    ]
+    beside_zeros = pooling.beside_zeros(program, compiler)
+    forward_workspaces = [0] * len(drafts)
+    for index, size in pooling.search_bytes(program, found_places).items():
+        (value,) = program.equations[index].outputs
+        forward_workspaces[storage.vertex_of[value]] = size
+    transposed = tuple(_transposed(storage))
+    weights = shared_weights.shared(
+        program,
+        derivatives,
+        storage.product_sums.values(),
+        compiler,
+        # A product that is completed before it is stored is the vertex of that form.
+        storage.vertex_of
+        | {made: storage.vertex_of[last] for made, last in storage.completed.items()},
+    )
+    sizes = of_cotangents.bytes
+    graph = Graph(
+        names=tuple(
+            f"{vertex}:{equation.operation.primitive}" for vertex, equation in enumerate(equations)
+        ),
+        bytes=tuple(draft.bytes for draft in drafts),
+        seconds=tuple(draft.seconds for draft in drafts),
+        flops=tuple(draft.flops for draft in drafts),
+        predecessors=tuple(predecessors),
+        needs=tuple(needs),
+        cotangent_bytes=sizes,
+        internal_bytes=tuple(draft.internal_bytes for draft in drafts),
+        workspace_bytes=_workspaces(storage, drafts, needs, of_cotangents, transposed, weights),
+        forward_workspace_bytes=tuple(forward_workspaces),
+        in_place=tuple(
+            flow.costs[root].fusion is costs.Fusion.FUSIBLE
+            and not draft.sums_beside
+            and not draft.multiplies
+            and beside_zeros.isdisjoint(program.equations[root].outputs)
+            and hands_on(vertex, predecessors, sizes)
+            for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
+        ),
+        pinned=tuple(
+            equation.effects or root in found_places
+            for root, equation in zip(storage.roots, equations, strict=True)
+        ),
+    )
+    flops = graph.forward_flops
+    return Vertices(
+        graph=graph,
+        labels=tuple(_label(program, root) for root in storage.roots),
+        estimated_flops_share=sum(draft.estimated_flops for draft in drafts) / flops
+        if flops
+        else 0.0,
+        parameter_gradients=tuple(_parameter_gradients(storage, drafts)),
+        effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
+    )
+
+
+def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draft]:
+    flow, compiler = storage.flow, storage.compiler
+    program, derivatives = flow.program, flow.linearization.derivatives
+    differentiated = frozenset(program.differentiated)
+    read = {v for index in range(len(program.equations)) for v in flow.reads(index)}
+    for vertex, root in enumerate(storage.roots):
+        equation = program.equations[root]
+        predecessors: set[int] = set()
+        read_values: set[int] = set()
+        needs: set[int] = set()
+        parameters: set[int] = set()
+        internal_bytes = flops = estimated = copied = 0
+        multiplies = False
+        for index in storage.cone(root):
+            member = program.equations[index]
+            if storage.is_fusing_product(index):
+                multiplies = True
+                copied += copies.copied_for(member.operation)
+            flops += flow.costs[index].flops
+            estimated += flow.costs[index].flops if flow.costs[index].estimated else 0
+            for value in {flow.source[value] for value in member.value_inputs}:
+                if value in storage.vertex_of:
+                    predecessors.add(storage.vertex_of[value])
+                if value in storage.vertex_of or value not in flow.maker:
+                    read_values.add(value)
+            derivative = derivatives.get(index)
+            if derivative is None:
+                continue
+            parameters |= differentiated.intersection(member.value_inputs)
+            if index == root and root in found_places:
+                continue
+            internal_bytes += derivative.internal_bytes
+            for position in derivative.inputs:
+                atom = member.inputs[position]
+                if isinstance(atom, int):
+                    needs.update(storage.holders(atom))
+            for position in derivative.outputs:
+                value = member.outputs[position]
+                if index == root and not member.derivative_reads_kept:
+                    internal_bytes += storage.bytes_of(value)
+                else:
+                    needs.update(storage.holders(value))
+        needs = {needed for needed in needs if needed <= vertex}
+        if internal_bytes:
+            # The residuals are remade by running the vertex again.
+            needs.update(predecessors)
+        held = [value for value in equation.outputs if value in read or value in storage.outputs]
+        kept = [value for value in held if value not in storage.outputs]
+        moved_bytes = sum(storage.bytes_of(value) for value in {*held, *read_values})
+        dtype = _rate_dtype(equation.operation)
+        if flow.opaque(root):
+            seconds = costs.seconds(flow.costs[root], compiler.device, dtype)
+        else:
+            seconds = max(
+                flops / compiler.device.flops_rate(dtype),
+                moved_bytes / compiler.device.memory_bandwidth,
+            )
+        yield _Draft(
+            bytes=sum(map(storage.bytes_of, kept)),
+            named_bytes=sum(map(storage.named_bytes, kept)),
+            seconds=seconds,
+            flops=flops,
+            predecessors=tuple(sorted(predecessors)),
+            needs=tuple(sorted(needs)),
+            internal_bytes=internal_bytes + found_places.get(root, 0),
+            active=tuple(v for v in held if v in flow.linearization.active_values),
+            estimated_flops=estimated,
+            copied_products=copied,
+            multiplies=multiplies,
+            parameters=frozenset(parameters),
+            sums_beside=compiler.has("sums_beside") and not read_values.isdisjoint(differentiated),
+        )
+
+
+def _workspaces(
+    storage: Storage,
+    drafts: Sequence[_Draft],
+    needs: Sequence[tuple[int, ...]],
+    of_cotangents: Cotangents,
+    transposed: Sequence[tuple[int, int]],
+    weights: SharedWeights,
+) -> tuple[int, ...]:
+    """What is held beside each vertex's backward step, in any schedule."""
+    program, compiler = storage.flow.program, storage.compiler
+    found = weights.expected_sums(len(drafts)).tolist()
+    own = [0] * len(drafts)
+    for value, size in pooling.workspace_bytes(program, compiler).items():
+        if value in storage.vertex_of:
+            own[storage.vertex_of[value]] = size
+    for vertex, operand in transposed:
+        beside = of_cotangents.bytes[vertex]
+        if operand not in needs[operand]:
+            beside += drafts[operand].bytes
+        own[operand] = max(own[operand], beside)
+    for vertex, size in of_cotangents.in_value.items():
+        own[vertex] += size
+    for vertex, root in enumerate(storage.roots):
+        if drafts[vertex].active:
+            own[vertex] += cpu_sums.gradient_bytes(program, root, compiler)
+    return tuple(one + other for one, other in zip(found, own, strict=True))
+
+
+def _transposed(storage: Storage) -> Iterator[tuple[int, int]]:
+    """Convolutions, each with what it reads that is transposed for the gradient of its weight."""
+    if not storage.compiler.has("transposed_operands"):
+        return
+    for vertex, root in enumerate(storage.roots):
+        equation = storage.flow.program.equations[root]
+        if equation.operation.primitive == "conv_general_dilated":
+            for value in storage.flow.derivative_reads(root):
+                if value in storage.vertex_of:
+                    yield vertex, storage.vertex_of[value]
+
+
+def _widened(storage: Storage) -> Iterator[tuple[int, int]]:
+    """Vertices that products read, with the bytes by which they grow where that is wider."""
+    if not storage.compiler.has("widened"):
+        return
+    for root in storage.roots:
+        if storage.flow.program.equations[root].operation.primitive in PRODUCTS:
+            for value in storage.flow.derivative_reads(root):
+                more = storage.read_bytes(value) - storage.named_bytes(value)
+                if value in storage.vertex_of and more:
+                    yield storage.vertex_of[value], more
+
+
+def _effects(
+    storage: Storage,
+    drafts: Sequence[_Draft],
+    of_cotangents: Cotangents,
+    transposed: tuple[tuple[int, int], ...],
+    weights: SharedWeights,
+    graph: Graph,
+) -> Iterator[Effect]:
+    """What depends on the schedule."""
+    program, compiler = storage.flow.program, storage.compiler
+    derivatives = storage.flow.linearization.derivatives
+    yield from pooling.effects(program, derivatives, compiler)
+    yield from row_gathers.held(program, derivatives, compiler)
+    yield from cpu_sums.held(program, derivatives, compiler, storage.vertex_of)
+    if weights.weights:
+        yield weights
+    named = {n: d.named_bytes for n, d in enumerate(drafts) if d.named_bytes != d.bytes}
+    widened = dict(_widened(storage))
+    if named or widened:
+        yield cpu_sums.Named(bytes=named, widened_bytes=widened)
+    if transposed:
+        yield cpu_sums.Transposed(pairs=transposed)
+    if of_cotangents.handed_in_bytes:
+        yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
+    copied = tuple(draft.copied_products for draft in drafts)
+    if compiler.has("copies") and any(copied):
+        yield copies.Copies(products=copied)
+
+
+def _parameter_gradients(storage: Storage, drafts: Sequence[_Draft]) -> Iterator[ParameterGradient]:
+    readers: dict[int, list[int]] = {}
+    for vertex, draft in enumerate(drafts):
+        for value in draft.parameters:
+            readers.setdefault(value, []).append(vertex)
+    for value, found in sorted(readers.items()):
+        kind = storage.flow.program.types[value]
+        size = storage.compiler.buffer_bytes(kind)
+        yield ParameterGradient(first=min(found), last=max(found), bytes=size)
+
+
+def _rate_dtype(operation: Operation) -> str:
+    kinds = [kind.dtype for kind in operation.inputs] or [kind.dtype for kind in operation.outputs]
+    return kinds[0] if kinds else "float32"
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+def _label(program: Program, root: int) -> str:
+    equation = program.equations[root]
+    kinds = []
+    for value in equation.outputs[:2]:
+        kind = program.types[value]
+        name = re.sub(r"^(bfloat|float|uint|int|complex)", lambda m: _SHORT[m[0]], kind.dtype)
+        kinds.append(f"{name}[{','.join(map(str, kind.shape))}]")
+    more = ", ..." if len(equation.outputs) > 2 else ""
+    return f"{equation.operation.primitive} {', '.join(kinds)}{more}"
