@@ -10,12 +10,14 @@ and the worst. Networks of the set ``tuned`` are those that rules were found on;
 counts as evidence.
 
 Each row is appended to ``--rows`` when it is there, and what is there with the same version of JAX
-is not done again: a run that was cut off goes on.
+is not done again: a run that was cut off goes on. With ``--stages`` rows hold the plans too, for
+``benchmarks.ablation``.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -79,9 +81,11 @@ class Subject:
       name: of the network.
       device: name of the device.
       step: one of ``STEPS``.
+      with_stages: whether rows hold the plans.
     """
 
-    def __init__(self, name: str, device: str, step: str) -> None:
+    def __init__(self, name: str, device: str, step: str, *, with_stages: bool = False) -> None:
+        self._with_stages = with_stages
         network = networks.build(name, networks.default_batch(name))
         self._device = get_device(device)
         self._fate = STEPS[step]
@@ -138,6 +142,7 @@ class Subject:
 
     def _figures(self, plan: Plan, found: Measurement) -> dict[str, Any]:
         said = plan.predicted
+        stages = list(map(dataclasses.asdict, plan.stages)) if self._with_stages else None
         return {
             "budget_bytes": plan.budget_bytes,
             "predicted_bytes": said.temporary_bytes,
@@ -145,11 +150,18 @@ class Subject:
             "recomputed_flops_share": round(said.recomputed_share, 4),
             "overhead_share": round(said.overhead_share, 4),
             "compile_seconds": round(found.compile_seconds, 1),
+            **({} if stages is None else {"stages": stages}),
         }
 
 
 def rows(
-    names: Sequence[str], device: str, steps: Sequence[str], on_file: Rows, *, loop: bool
+    names: Sequence[str],
+    device: str,
+    steps: Sequence[str],
+    on_file: Rows,
+    *,
+    loop: bool,
+    with_stages: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """All rows of some networks."""
     for name in names:
@@ -167,7 +179,7 @@ def rows(
                 }
                 found = on_file.find(heading)
                 if found is None:
-                    subject = subject or Subject(name, device, step)
+                    subject = subject or Subject(name, device, step, with_stages=with_stages)
                     try:
                         figures = subject.row(share, loop=loop)
                     except remat_opt.CompileError as error:
@@ -213,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", action="append", help="one of them; all if left out")
     parser.add_argument("--step", action="append", choices=sorted(STEPS), help="both if left out")
     parser.add_argument("--loop", action="store_true", help="choose by compiling")
+    parser.add_argument("--stages", action="store_true", help="put plans into the rows")
     parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args(arguments)
@@ -220,7 +233,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = []
     names = given.network or [*NETWORKS, *networks.JUDGED]
     for row in rows(
-        names, given.device, given.step or list(STEPS), Rows(given.rows), loop=given.loop
+        names,
+        given.device,
+        given.step or list(STEPS),
+        Rows(given.rows),
+        loop=given.loop,
+        with_stages=given.stages,
     ):
         found.append(row)
         print(json.dumps(row) if given.json else _line(row), flush=True)

@@ -109,7 +109,7 @@ class Problem:
         return self.sweep.unchanged
 
 
-_sweeps: Recent[tuple[str, Device, Overhead, Solver, Gradients], Sweep] = Recent(_MOST_SWEEPS)
+_sweeps: Recent[tuple[str, Compiler, Overhead, Solver, Gradients], Sweep] = Recent(_MOST_SWEEPS)
 
 
 def problem(
@@ -119,24 +119,34 @@ def problem(
     measure: Overhead = Overhead.SECONDS,
     solver: Solver = DEFAULT_SOLVER,
     gradients: Gradients = Gradients.CONSUMED,
+    off: frozenset[str] = frozenset(),
 ) -> Problem:
     """Builds the graph and sweeps all budgets, or takes both from an earlier call.
+
+    Args:
+      program: a traced function.
+      device: whose rates and compiler to plan with.
+      measure: what recomputation is counted in.
+      solver: where the schedules to choose from come from.
+      gradients: what becomes of them.
+      off: names of rules about compilers that are switched off (``compilers.rules``).
 
     Raises:
       RematError: the solver does not take this program.
     """
-    key = (program.fingerprint(), device, measure, solver, gradients)
+    compiler = Compiler(device=device, off=off)
+    key = (program.fingerprint(), compiler, measure, solver, gradients)
     found = _sweeps.get(key)
     if found is None:
         with _no_collection():
-            found = _sweeps.put(key, _sweep(program, device, measure, solver, gradients))
+            found = _sweeps.put(key, _sweep(program, compiler, measure, solver, gradients))
     return Problem(program=program, fingerprint=key[0], device=device, solver=solver, sweep=found)
 
 
 def _sweep(
-    program: Program, device: Device, measure: Overhead, solver: Solver, gradients: Gradients
+    program: Program, compiler: Compiler, measure: Overhead, solver: Solver, gradients: Gradients
 ) -> Sweep:
-    expected = model(program, linearize(program), Compiler(device=device), gradients)
+    expected = model(program, linearize(program), compiler, gradients)
     graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
     alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()

@@ -51,7 +51,12 @@ MOST_FOR_LEAST = 3
 
 
 def measure_plan(
-    plan: Plan, program: Program, arguments: Sequence[Any], device: Device
+    plan: Plan,
+    program: Program,
+    arguments: Sequence[Any],
+    device: Device,
+    *,
+    off: frozenset[str] = frozenset(),
 ) -> Measurement:
     """Compiles a program under a plan in the step that it is for.
 
@@ -63,6 +68,7 @@ def measure_plan(
       program: a traced function.
       arguments: its flat arguments: arrays, shapes or tracers, of which only shapes matter.
       device: the machine to compile for.
+      off: names of rules about compilers that are switched off.
 
     Raises:
       CompileError: the compiler refuses it, as for want of memory.
@@ -75,7 +81,7 @@ def measure_plan(
             f"axes {', '.join(axes)} of a vmap or shard_map round it. Leave verify= out, or "
             "decorate a function that has the vmap or shard_map inside."
         )
-    run = rewriting.rewrite(program, plan.stages, plan.platform)
+    run = rewriting.rewrite(program, plan.stages, plan.platform, off)
     traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]
