@@ -7,8 +7,8 @@ The first command compiles plans; the second predicts each of them once more wit
 switched off (``remat_opt.compilers.rules``), which compiles nothing, and prints for every rule and
 both sets: the median of the errors and the ninth decile without it, beside those with all rules;
 how many networks it helps and how many it hurts, by half a per cent of the mean error and more; and
-what the least plan that is chosen without it takes, by the model with all rules, beside the one chosen with
-it (the mean over networks, and how many change).
+what the least plan that is chosen without it takes, by the model with all rules, beside the one
+chosen with it (the mean over networks, and how many change).
 
 A rule of kind ``rewrite`` changes what is compiled. With ``--compile`` each recorded plan that such
 a rule changes is compiled without it, and what it takes then is set against what it took: the mean,

@@ -18,7 +18,7 @@ from remat_opt.program import tracing
 from remat_opt.program.record import Program
 from remat_opt.program.tracing import Signature
 from remat_opt.schedule import Stage
-from remat_opt.transform import rewriting
+from remat_opt.transform import equations, rewriting
 
 X, W = jnp.ones((4, 8)), [jnp.ones((8, 8))] * 3
 
@@ -98,7 +98,7 @@ def test_readers_inside_a_region_read_the_named_value() -> None:
     stages = (Stage(roots=(0, 1, 2, 3, 4, 5), kept=(0,), checkpointed=True),)
     _, _, closed = rewritten(stages, loss, W[0], X)
     dot, name, *readers = body(*checkpoints(closed))
-    assert name.params["name"] == rewriting.name_of(0, 0)
+    assert name.params["name"] == equations.name_of(0, 0)
     assert name.invars == dot.outvars
     # The pair runs inside an equation of its own, whose result is the named value.
     (kept, *_) = internals.parts(checkpoints(closed)[0].params["jaxpr"])[3]
@@ -292,7 +292,7 @@ def test_an_activation_before_a_pooling_has_zeros_of_its_own(kept: tuple[int, ..
         Stage(roots=(0, 1, 2), kept=kept, checkpointed=True),
         Stage(roots=(3,), kept=(), checkpointed=False),
     )
-    program, call, _ = rewritten(stages, pooled, *args)
+    program, call, _ = rewritten(stages, pooled, *args, platform="cuda")
     primitives = [equation.operation.primitive for equation in program.equations]
     assert primitives[1:3] == ["custom_jvp_call", "reduce_window_max"]
     gradient = str(jax.make_jaxpr(jax.grad(call))(*args))

@@ -1,0 +1,194 @@
+"""One equation, written in the way that the plan and the compiler ask for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from remat_opt import _jax_internals as internals
+from remat_opt.program.record import Equation
+from remat_opt.transform.barriers import stored
+from remat_opt.transform.steps import Rewriting
+
+
+def name_of(root: int, position: int) -> str:
+    """The checkpoint name of one output of an equation."""
+    return f"remat_opt_{root}_{position}"
+
+
+def run_one(
+    rewriting: Rewriting,
+    index: int,
+    inputs: Sequence[Any],
+    *,
+    named: bool,
+    weight: int | None = None,
+) -> list[Any]:
+    """Runs an equation, its outputs named or not.
+
+    Args:
+      rewriting: what holds for all steps.
+      index: of the equation.
+      inputs: its inputs.
+      named: whether a policy asks for its outputs.
+      weight: for a product the place of the input whose gradient comes first, if any.
+    """
+    equation = rewriting.program.equations[index]
+    named_as = functools.partial(_all_named, index)
+    if named and equation.derivative_reads_kept and index not in rewriting.ways.waiting:
+        return _run_kept(equation, inputs, named_as)
+
+    def run(*given: Any) -> list[Any]:
+        return internals.bind(equation.jax_equation, equation.name_stack, given)
+
+    if index in rewriting.ways.apart:
+        results = internals.bind_apart(equation.jax_equation, equation.name_stack, inputs)
+    elif index in rewriting.ways.picking:
+        results = _run_picking(equation, inputs)
+    elif index in rewriting.ways.waiting:
+        # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
+        results = jax.checkpoint(run)(*inputs)
+    elif weight is not None:
+        results = _run_weight_first(run, inputs, weight)
+    else:
+        results = run(*inputs)
+    if index in rewriting.ways.whole and not named:
+        results = list(stored(*results))
+    return named_as(results) if named else results
+
+
+def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """Runs a gather from rows so that its gradient is elementwise (``row_gathers``)."""
+
+    @jax.custom_jvp
+    def pick(operand: Any, indices: Any) -> Any:
+        (result,) = internals.bind(equation.jax_equation, equation.name_stack, (operand, indices))
+        return result
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        operand, indices = primals
+        result = pick(operand, indices)
+        if isinstance(tangents[0], SymbolicZero):
+            return result, internals.zero_tangent(result)
+        axis = operand.ndim - 1
+        chosen = indices.reshape(*operand.shape[:-1], 1)
+        if equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
+        here = jax.lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen
+        picked = jnp.sum(jnp.where(here, tangents[0], 0), axis=axis)
+        return result, picked.reshape(result.shape).astype(result.dtype)
+
+    pick.defjvp(rule, symbolic_zeros=True)
+    return [pick(*inputs)]
+
+
+def _run_weight_first(
+    run: Callable[..., list[Any]], inputs: Sequence[Any], weight: int
+) -> list[Any]:
+    """Runs a product so that backward, its weight's gradient is computed before the other one.
+
+    What the gradient of the weight reads may have been recomputed for it alone, as the result of an
+    activation is. It is free then before the cotangent of the other operand, which is as large,
+    takes its room; XLA for NVIDIA would hold what it is made of to the end of the backward pass.
+    """
+    (other,) = [p for p in range(len(inputs)) if p != weight]
+
+    @jax.custom_jvp
+    def product(of_weight: Any, of_other: Any) -> Any:
+        given = [of_weight, of_other] if weight < other else [of_other, of_weight]
+        (result,) = run(*given)
+        return result
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        result = product(*primals)
+        to_weight, to_other = tangents
+        if isinstance(to_weight, SymbolicZero):
+            if isinstance(to_other, SymbolicZero):
+                return result, internals.zero_tangent(result)
+            return result, product.fun(primals[0], to_other)
+        if isinstance(to_other, SymbolicZero):
+            return result, product.fun(to_weight, primals[1])
+        moved, to_weight = internals.tie_cotangents((product.fun(primals[0], to_other), to_weight))
+        return result, moved + product.fun(to_weight, primals[1])
+
+    product.defjvp(rule, symbolic_zeros=True)
+    return [product(inputs[weight], inputs[other])]
+
+
+def _run_kept(
+    equation: Equation, inputs: Sequence[Any], named_as: Callable[[Sequence[Any]], list[Any]]
+) -> list[Any]:
+    """Runs an equation so that its own derivative, too, reads the named outputs.
+
+    The derivative rule of ``tanh`` computes the output and reads that, not the named copy:
+    the policy would keep the copy, and the equation would run again, with all before it. So
+    the equation gets a derivative in which it is not run: the named outputs stand in for it.
+    """
+    places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
+    # Without the inputs themselves: the rule outlives the trace that they belong to.
+    literals = {
+        p: atom.value for p, atom in enumerate(equation.inputs) if not isinstance(atom, int)
+    }
+
+    def fill(*given: Any) -> list[Any]:
+        filled = literals | dict(zip(places, given, strict=True))
+        return [filled[place] for place in range(len(filled))]
+
+    @jax.custom_jvp
+    def kept(*given: Any) -> tuple[Any, ...]:
+        results = internals.bind(equation.jax_equation, equation.name_stack, fill(*given))
+        return tuple(named_as(results))
+
+    def tangent_rule(
+        primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs = kept.fun(*primals)
+        varying = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def directional(given: Sequence[Any], directions: Sequence[Any]) -> Any:
+            def of_varying(*moved: Any) -> tuple[Any, ...]:
+                all_given = list(given)
+                for number, value in zip(varying, moved, strict=True):
+                    all_given[number] = value
+                return tuple(
+                    internals.bind(equation.jax_equation, equation.name_stack, fill(*all_given))
+                )
+
+            return jax.jvp(of_varying, [given[number] for number in varying], directions)
+
+        directions = [tangents[number] for number in varying]
+        closed, _ = internals.make_jaxpr(directional, list(primals), directions)
+        results = internals.run_with_known(
+            closed, [*primals, *directions], equation.jax_equation, literals, outputs
+        )
+        moved = internals.depends_on(closed, len(primals))
+        # What depends on no direction is zero, and what has no derivative may read that output.
+        return outputs, tuple(
+            tangent if moves else internals.zero_tangent(output)
+            for output, tangent, moves in zip(
+                outputs, results[len(outputs) :], moved[len(outputs) :], strict=True
+            )
+        )
+
+    kept.defjvp(tangent_rule, symbolic_zeros=True)
+    return list(kept(*(inputs[place] for place in places)))
+
+
+def _all_named(index: int, results: Sequence[Any]) -> list[Any]:
+    return [_named(result, name_of(index, position)) for position, result in enumerate(results)]
+
+
+def _named(value: Any, name: str) -> Any:
+    # JAX rounds what a policy keeps to its own precision, and cannot do so for complex
+    # numbers; so their parts are kept.
+    if jnp.iscomplexobj(value):
+        return jax.lax.complex(
+            checkpoint_name(jnp.real(value), name), checkpoint_name(jnp.imag(value), name)
+        )
+    return checkpoint_name(value, name)

@@ -1,0 +1,166 @@
+"""A plan's stages made ready to run: which equations, what goes in and what comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from remat_opt.compilers.rewrites import Rewrites
+from remat_opt.program.record import Program
+from remat_opt.schedule import Stage
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A stage made ready to run: which equations, what goes in and what comes out.
+
+    Attributes:
+      equations: those to emit, in order; none where there are steps inside.
+      inputs: values that it reads.
+      outputs: values that later steps or the result read.
+      kept: equations whose outputs are saved by the step's own policy.
+      named: those whose outputs carry a name, for its policy or that of a step round it.
+      checkpointed: whether it runs under ``jax.checkpoint``.
+      inside: steps to run in the place of ``equations``.
+    """
+
+    equations: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kept: frozenset[int]
+    named: frozenset[int]
+    checkpointed: bool
+    inside: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rewriting:
+    """What holds for all steps.
+
+    Attributes:
+      program: what to run.
+      summed: the values that derivatives are taken for, or of.
+      ways: what is to be written in another way.
+    """
+
+    program: Program
+    summed: frozenset[int]
+    ways: Rewrites
+
+
+def steps_of(program: Program, stages: Sequence[Stage]) -> list[Step]:
+    """The stages in order, and one more for what none of them has and the result needs."""
+    maker = program.makers()
+    all_roots = {root for stage in stages for root in stage.roots}
+    available = set(program.constants) | set(program.arguments)
+    drafts = _drafts(program, stages, frozenset(), maker, available)
+    # Outputs that are only another shape of a root are emitted without a checkpoint at the end.
+    # So is, where no stage has it, what has side effects.
+    left = {maker[value] for value in program.output_values if value in maker} | {
+        index for index, equation in enumerate(program.equations) if equation.effects
+    }
+    trailing = _emitted(program, sorted(left - all_roots), maker, available)
+    if trailing:
+        drafts.append(
+            Step(
+                outputs=tuple(v for index in trailing for v in program.equations[index].outputs),
+                equations=tuple(trailing),
+                inputs=_inputs(program, trailing),
+                kept=frozenset(),
+                named=frozenset(),
+                checkpointed=False,
+                inside=(),
+            )
+        )
+    return _finished(drafts, set(program.output_values))
+
+
+def _drafts(
+    program: Program,
+    stages: Sequence[Stage],
+    named: frozenset[int],
+    maker: Mapping[int, int],
+    available: set[int],
+) -> list[Step]:
+    """Stages one after the other, with all that they provide as outputs.
+
+    What they provide is added to ``available``.
+    """
+    drafts = []
+    for stage in stages:
+        own = frozenset(stage.kept) if stage.checkpointed else frozenset()
+        provided = tuple(v for root in stage.roots for v in program.equations[root].outputs)
+        if stage.inside:
+            equations: tuple[int, ...] = ()
+            inside = tuple(_drafts(program, stage.inside, named | own, maker, set(available)))
+            made: set[int] = set()
+            read = []
+            for one in inside:
+                read += [value for value in one.inputs if value not in made]
+                made.update(one.outputs)
+            inputs = _distinct(read)
+        else:
+            equations = tuple(_emitted(program, stage.roots, maker, available))
+            inside = ()
+            inputs = _inputs(program, equations)
+        drafts.append(
+            Step(
+                equations=equations,
+                inputs=inputs,
+                outputs=provided,
+                kept=own,
+                named=named | own,
+                checkpointed=stage.checkpointed,
+                inside=inside,
+            )
+        )
+        available.update(provided)
+    return drafts
+
+
+def _finished(drafts: Sequence[Step], wanted: set[int]) -> list[Step]:
+    """The drafts with those outputs alone that are ``wanted`` in the end or by a later one."""
+    wanted = set(wanted)
+    steps = []
+    for draft in reversed(drafts):
+        outputs = tuple(value for value in draft.outputs if value in wanted)
+        inside = tuple(_finished(draft.inside, set(outputs)))
+        steps.append(dataclasses.replace(draft, outputs=outputs, inside=inside))
+        wanted.difference_update(draft.outputs)
+        wanted.update(draft.inputs)
+    return steps[::-1]
+
+
+def _inputs(program: Program, equations: Sequence[int]) -> tuple[int, ...]:
+    """What the equations read and do not make themselves."""
+    made = {value for index in equations for value in program.equations[index].outputs}
+    return _distinct(
+        value
+        for index in equations
+        for value in program.equations[index].value_inputs
+        if value not in made
+    )
+
+
+def _emitted(
+    program: Program,
+    roots: Iterable[int],
+    maker: Mapping[int, int],
+    available: Set[int],
+) -> list[int]:
+    """The roots and the fused equations behind them, in program order."""
+    found: set[int] = set()
+    pending = list(roots)
+    while pending:
+        index = pending.pop()
+        if index in found:
+            continue
+        found.add(index)
+        for value in program.equations[index].value_inputs:
+            if value not in available and value in maker:
+                pending.append(maker[value])
+    return sorted(found)
+
+
+def _distinct(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))

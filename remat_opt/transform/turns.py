@@ -1,0 +1,94 @@
+"""Whose turn it is: what the products of a step wait for, so that no gradient is put off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.record import Program
+from remat_opt.transform.barriers import stored
+from remat_opt.transform.steps import Rewriting, Step
+
+
+def tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]:
+    """For each product whose gradients must not be put off the places of what they are for."""
+    if not rewriting.ways.ordered:
+        return {}
+    found = {}
+    for index in step.equations:
+        equation = rewriting.program.equations[index]
+        if equation.operation.primitive in PRODUCTS:
+            places = [p for p, atom in enumerate(equation.inputs) if atom in rewriting.summed]
+            if len(places) > 1:
+                found[index] = tuple(places)
+    return found
+
+
+def with_biases(
+    rewriting: Rewriting, step: Step, behind: Mapping[int, frozenset[int]]
+) -> dict[int, frozenset[int]]:
+    """What to tie to products' outputs, with those biases whose gradients must not be put off.
+
+    Their sums are small, and are read at the end; XLA for NVIDIA would hold a whole cotangent till
+    then, where it is no part of a kernel that something waits for.
+    """
+    found = dict(behind)
+    if rewriting.ways.ordered:
+        for index in step.equations:
+            bias = rewriting.ways.biases.get(index)
+            outputs = rewriting.program.equations[index].outputs
+            if bias in step.inputs and rewriting.summed.issuperset((bias, *outputs)):
+                found[index] = found.get(index, frozenset()) | {bias}
+    return found
+
+
+def multiplied_again(
+    rewriting: Rewriting, step: Step
+) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
+    """For products of a step the arguments that other products of it read too.
+
+    These pass a barrier together with what they are multiplied by. Backward, that has the product
+    add its part to their cotangent before it hands on the other one; XLA would compute the parts of
+    all products, such as the steps of a recurrent network, before it adds the first two. What has
+    no cotangent, such as the batch, would get one there: then the barrier is one behind the
+    product, which has its cotangent only when the later parts are added. XLA for CPU needs both: it
+    would compute the parts of a layer whose input nothing waits for, and add them later.
+
+    Returns:
+      What to tie to a product's inputs, where an earlier product reads it, and what to tie to its
+      outputs, where a later one does.
+    """
+    program, summed = rewriting.program, rewriting.summed
+    arguments = summed.intersection(program.arguments)
+    order = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]
+    to_inputs: dict[int, frozenset[int]] = {}
+    to_outputs: dict[int, frozenset[int]] = {}
+    # A product is tied by its inputs if all of them have a cotangent, else by its outputs.
+    by_inputs = {i for i in order if summed.issuperset(program.equations[i].value_inputs)}
+    by_outputs = set(order) if rewriting.ways.in_turn else set(order) - by_inputs
+    for indices, tied, found in (
+        (order, by_inputs, to_inputs),
+        (order[::-1], by_outputs, to_outputs),
+    ):
+        seen: set[int] = set()
+        for index in indices:
+            read = arguments.intersection(program.equations[index].value_inputs)
+            if not seen.isdisjoint(read) and index in tied:
+                found[index] = read & seen
+            seen |= read
+    return to_inputs, to_outputs
+
+
+def with_partner(
+    program: Program, partner: int, inputs: Sequence[Any], environment: Mapping[int, Any]
+) -> Sequence[Any]:
+    """A product's inputs, which are not there before those of the product it is summed up with.
+
+    XLA for NVIDIA would compute it for all steps of a recurrent layer as soon as the layer below
+    is done, and hold the results, or what it has split them into, until their partners come.
+    """
+    waited_for = set(program.equations[partner].value_inputs).difference(program.arguments)
+    if not waited_for <= environment.keys():
+        return inputs
+    return stored(*inputs, *(environment[value] for value in sorted(waited_for)))[: len(inputs)]
