@@ -30,8 +30,8 @@ from typing import Any
 import jax
 
 from benchmarks import networks
+from benchmarks.compiled import STEPS
 from benchmarks.json_lines import JsonLines
-from benchmarks.truth import STEPS
 from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Compiler, Rules
 from remat_opt.compilers.model import Model, model

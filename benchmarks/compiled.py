@@ -1,4 +1,4 @@
-"""A network on a device: its gradients compiled and their FLOPs counted, as rows to print."""
+"""A network on a device: its training steps compiled, their FLOPs counted, as rows to print."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from functools import partial
 from typing import Any
 
 import jax
+import optax
 
 import remat_opt
 from benchmarks import networks
 from benchmarks.kept import Kept
 from benchmarks.networks import Network
+from remat_opt.gradients import Gradients
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
 from remat_opt.program import flop_count
+from remat_opt.training import training_step
 from remat_opt.units import format_bytes, format_share
+
+#: The steps, and what becomes of gradients in each: ``adam`` updates parameters and state, which
+#: are donated; ``gradient`` is the gradient alone.
+STEPS = {"adam": Gradients.CONSUMED, "gradient": Gradients.RESULTS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,7 @@ class Subject:
       name: of the network, as ``benchmarks.networks`` lists it.
       batch: examples in a batch.
       device: name of the device compiled for.
+      step: one of ``STEPS``.
       network: the network as it is.
       forward_flops: of one forward pass.
       gradient_flops: of its gradient, without any checkpoint.
@@ -37,6 +45,7 @@ class Subject:
     name: str
     batch: int
     device: str
+    step: str
     network: Network
     forward_flops: int
     gradient_flops: int
@@ -50,20 +59,34 @@ class Subject:
         return flops - self.gradient_flops
 
     def measure(self, loss_fn: Callable[..., Any]) -> Measurement:
-        """Compiles the gradient of a loss that takes the network's arguments.
+        """Compiles the step with a loss that takes the network's arguments.
 
         Raises:
           CompileError: the compiler refused.
         """
-        gradient = jax.grad(loss_fn, has_aux=self.network.has_aux)
-        if self.kept is None:
-            return compilation.measure(gradient, *self.network.arguments, device=self.device)
-        key = self.kept.key(self.device, gradient, self.network.arguments)
-        found = self.kept.get(key)
+        step, arguments, donated = self._step(loss_fn)
+        key = None if self.kept is None else self.kept.key(self.device, step, arguments)
+        found = None if self.kept is None or key is None else self.kept.get(key)
         if found is None:
-            found = compilation.measure(gradient, *self.network.arguments, device=self.device)
-            self.kept.put(key, found)
+            found = compilation.measure(
+                step, *arguments, device=self.device, donate_argnums=donated
+            )
+            if self.kept is not None and key is not None:
+                self.kept.put(key, found)
         return found
+
+    def _step(
+        self, loss_fn: Callable[..., Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+        """The step with a loss, its arguments, and the numbers of those that are donated."""
+        has_aux = self.network.has_aux
+        if self.step == "gradient":
+            return jax.grad(loss_fn, has_aux=has_aux), self.network.arguments, ()
+        params, batch = self.network.arguments
+        optimizer = optax.adam(1e-3)
+        state = jax.eval_shape(optimizer.init, params)
+        step = training_step(loss_fn, optimizer, has_aux=has_aux)
+        return step, (params, state, batch), (0, 1)
 
     def planned(self, plan: Plan) -> Callable[..., Any]:
         """The network's loss, rewritten by a plan."""
@@ -75,9 +98,11 @@ class Subject:
     def heading(self, kind: str, label: str) -> dict[str, Any]:
         """The entries that every row begins with."""
         return {
+            "set": "judged" if self.name in networks.JUDGED else "tuned",
             "network": self.name,
             "batch": self.batch,
             "device": self.device,
+            "step": self.step,
             "jax": jax.__version__,
             "kind": kind,
             "label": label,
@@ -141,13 +166,16 @@ class Subject:
         return networks.build(self.name, self.batch, block_policy=policy).loss_fn
 
 
-def subject(name: str, batch: int | None, device: str, kept: Kept | None = None) -> Subject:
+def subject(
+    name: str, batch: int | None, device: str, step: str, kept: Kept | None = None
+) -> Subject:
     """Builds a network and counts its FLOPs; compiles nothing.
 
     Args:
       name: as ``benchmarks.networks`` lists it.
       batch: examples in a batch; the network's own if None.
       device: name of the device to compile for.
+      step: one of ``STEPS``.
       kept: where to look up first what the compiler says.
     """
     batch = networks.default_batch(name) if batch is None else batch
@@ -156,6 +184,7 @@ def subject(name: str, batch: int | None, device: str, kept: Kept | None = None)
         name=name,
         batch=batch,
         device=device,
+        step=step,
         network=network,
         forward_flops=flop_count.forward_flops(network.loss_fn, *network.arguments),
         gradient_flops=flop_count.gradient_flops(

@@ -1,33 +1,34 @@
 """For every default of JAX on every network: a plan of ours that is better, or that there is none.
 
-    python -m benchmarks.dominance --device h200 --json --network densenet121
+    python -m benchmarks.dominance --device h200 --rows results.jsonl --network densenet121
 
-prints one JSON object a line, each compiled for the device: the plain gradient, the default
-policies round the whole function and round every block, and our plans; then one summary. Without
-``--network``, all networks of the benchmark, one after the other.
+prints rows, each compiled for the device in a training step (``adam``, with parameters and state
+donated, or ``gradient``, the gradient alone): the function as it is, the default policies round the
+whole function and round every block, and our plans; then one summary. Without ``--network``, all
+networks of both sets, one after the other; only the set ``judged`` counts as evidence.
 
-A plan *dominates* a default if it needs no more memory, recomputes no more FLOPs, and is better by
-at least 5 % in one of the two. Memory is the compiler's temporary bytes. Recomputed FLOPs are those
-of the gradient beyond the plain one's, and 5 % are of what the default itself recomputes; where it
-recomputes nothing, a plan has to be better in memory.
+A plan *matches* a default that is better by at most 1 % in memory and in recomputed FLOPs. It
+*beats* one if it needs no more memory, recomputes no more FLOPs, and is better by at least 5 % in
+one of the two. Memory is the compiler's temporary bytes. Recomputed FLOPs are those of the gradient
+beyond the plain one's, and per cents are of what the default itself takes; where it recomputes
+nothing, a plan has to be better in memory, without recomputation.
 
 Our plans are chosen by compiling (``remat_opt.verification``): the least memory for at most one
 forward pass; for each default the least recomputation within the bytes that it compiles to; and
-where none of all these dominates a default, the least memory for the FLOPs that it recomputes.
-Every plan that was compiled on the way is a row, and may dominate any default. No plan is compiled
+where none of all these beats a default, the least memory for the FLOPs that it recomputes. Every
+plan that was compiled on the way is a row, and may match or beat any default. No plan is compiled
 twice.
 
-    python -m benchmarks.dominance --device v5e --json --known earlier.jsonl
-
-takes the plain gradient and the defaults from an earlier run with the same version of JAX: they do
-not change with this package, and some compilers take minutes for each. With ``--keep FILE`` all
-that the compiler says is written to a file, and not asked again (``benchmarks.kept``).
+Every row is appended to ``--rows`` when it is there, and all that the compiler says to ``--keep``:
+a run that was cut off goes on, without compiling a program twice. Networks whose summary is there
+are passed over.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -38,7 +39,8 @@ from typing import Any
 
 import remat_opt
 from benchmarks import networks
-from benchmarks.compiled import Subject, prediction, subject, table_line
+from benchmarks.compiled import STEPS, Subject, prediction, subject, table_line
+from benchmarks.json_lines import JsonLines
 from benchmarks.kept import Kept
 from remat_opt import planning, verification
 from remat_opt.api import objective_of
@@ -50,7 +52,7 @@ from remat_opt.schedule import Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.units import format_bytes, format_share
 
-#: The networks of the benchmark, the quickest to compile first.
+#: The tuned networks of the benchmark, the quickest to compile first.
 NETWORKS = (
     "lstm",
     "vit_b16",
@@ -63,15 +65,17 @@ NETWORKS = (
 )
 #: The defaults: each is taken round the whole function and round every block.
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
-#: How much better a dominating plan is at least, as a share of the default's figure.
+#: How much better a plan is at least that beats a default, as a share of the default's figure.
 LEAST_GAIN = 0.05
+#: By how much a default may be better that is matched, likewise.
+MOST_LOSS = 0.01
 #: By how much of a forward pass the limit is below a plan that exceeds it.
 _SHARE_STEP = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """By how much a plan is better than a default that it dominates.
+    """By how much a plan is better than a default that it beats.
 
     Attributes:
       memory_share: memory saved, as a share of the default's.
@@ -83,7 +87,7 @@ class Gain:
 
 
 def gain(ours: dict[str, Any], default: dict[str, Any]) -> Gain | None:
-    """How one row dominates another, or None if it does not.
+    """How one row beats another, or None if it does not.
 
     Args:
       ours: a row with ``temporary_bytes`` and ``recomputed_flops``.
@@ -100,6 +104,14 @@ def gain(ours: dict[str, Any], default: dict[str, Any]) -> Gain | None:
     return found if max(found.memory_share, found.flops_share) >= LEAST_GAIN else None
 
 
+def matches(ours: dict[str, Any], default: dict[str, Any]) -> bool:
+    """Whether a default is better than a plan by at most 1 %, in memory and in recomputed FLOPs."""
+    return all(
+        ours[axis] <= default[axis] * (1 + MOST_LOSS)
+        for axis in ("temporary_bytes", "recomputed_flops")
+    )
+
+
 def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any]:
     """What the rows of one network show.
 
@@ -108,12 +120,12 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
       forward_flops: FLOPs of a forward pass.
 
     Returns:
-      ``defaults``: for each default row its figures, the plan that dominates it
-      (``dominated_by``, its label, or None) with ``memory_saved_share`` and
+      ``defaults``: for each default row its figures, the plan that matches it (``matched_by``, its
+      label, or None), the one that beats it (``beaten_by``) with ``memory_saved_share`` and
       ``recomputation_saved_share``, and what is the best of ours beside it:
       ``our_least_bytes_for_its_flops`` and ``our_least_flops_share_within_its_bytes``.
-      ``not_dominated``: labels. ``least_temporary_bytes``: of our plans that recompute at most one
-      forward pass. ``prediction_error_median`` and ``prediction_error_worst``: of predicted beside
+      ``not_matched`` and ``not_beaten``: labels. ``least_temporary_bytes``: of our plans that
+      recompute at most one forward pass. ``prediction_error_median`` and ``prediction_error_worst``: of predicted beside
       compiled bytes over our rows, as shares of the compiled. What there is no row for is None.
     """
     compiled = [row for row in rows if "error" not in row]
@@ -130,8 +142,11 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
             (row["temporary_bytes"] for row in compiled if row["kind"] == "plain"), None
         ),
         "defaults": defaults,
-        "not_dominated": [
-            one["label"] for one in defaults if "error" not in one and one["dominated_by"] is None
+        "not_matched": [
+            one["label"] for one in defaults if "error" not in one and one["matched_by"] is None
+        ],
+        "not_beaten": [
+            one["label"] for one in defaults if "error" not in one and one["beaten_by"] is None
         ],
         "least_temporary_bytes": least and least["temporary_bytes"],
         "least_label": least and least["label"],
@@ -143,7 +158,7 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
 
 
 def _beside(default: dict[str, Any], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A default, the plan that dominates it by most, and the best of ours within its figures."""
+    """A default, the plan that beats it by most, and the best of ours within its figures."""
     if "error" in default:
         return {"label": default["label"], "error": default["error"]}
     gains = [(gain(row, default), row["label"]) for row in ours]
@@ -157,7 +172,8 @@ def _beside(default: dict[str, Any], ours: Sequence[dict[str, Any]]) -> dict[str
         "label": default["label"],
         "temporary_bytes": default["temporary_bytes"],
         "recomputed_flops_share": default["recomputed_flops_share"],
-        "dominated_by": by,
+        "matched_by": next((row["label"] for row in ours if matches(row, default)), None),
+        "beaten_by": by,
         "memory_saved_share": best and round(best.memory_share, 4),
         "recomputation_saved_share": best and round(best.flops_share, 4),
         "our_least_bytes_for_its_flops": min(
@@ -196,9 +212,16 @@ class _Plans:
             signature=tracing.Signature(has_aux=of.network.has_aux),
         )
         self._problem = planning.problem(
-            program, compilation.resolve_device(of.device), measure=Overhead.FLOPS
+            program,
+            compilation.resolve_device(of.device),
+            measure=Overhead.FLOPS,
+            gradients=STEPS[of.step],
         )
         self.plan_seconds = time.perf_counter() - start
+
+    def objective(self, **wanted: Any) -> Objective:
+        """What is asked for, with FLOPs for recomputation."""
+        return objective_of(overhead="flops", gradients=STEPS[self._of.step].value, **wanted)
 
     def for_flops(self, most: int) -> Objective:
         """The least memory for at most so many recomputed FLOPs, as they are counted.
@@ -207,7 +230,7 @@ class _Plans:
         """
         share = max(0.0, most / self._of.forward_flops)
         while True:
-            objective = objective_of(max_overhead=share, overhead="flops")
+            objective = self.objective(max_overhead=share)
             chosen = planning.solve(self._problem, objective)
             plan = planning.describe(self._problem, self._problem.program, chosen, objective)
             if share == 0.0 or self._of.recomputed_flops(self._of.planned(plan)) <= most:
@@ -248,6 +271,7 @@ def rows(
     network: str,
     batch: int | None,
     device: str,
+    step: str,
     known: Sequence[dict[str, Any]] = (),
     kept: Kept | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -257,14 +281,15 @@ def rows(
       network: name, as ``benchmarks.networks`` lists it.
       batch: examples in a batch; the network's own if None.
       device: name of the device to plan and compile for.
-      known: rows of an earlier run; those of the plain gradient and of defaults are taken from it.
+      step: one of ``benchmarks.compiled.STEPS``.
+      known: rows of an earlier run; those of the plain step and of defaults are taken from it.
       kept: where to look up first what the compiler says.
 
     Yields:
       The rows of ``benchmarks.compiled``, their ``kind`` ``plain``, ``policy`` or ``ours``, then
       one of the kind ``summary``: see ``summary``, and ``plan_seconds``.
     """
-    of = subject(network, batch, device, kept)
+    of = subject(network, batch, device, step, kept)
     found: list[dict[str, Any]] = []
     defaults = [("plain", "plain", lambda: of.network.loss_fn)]
     defaults += [("policy", label, make) for label, make in of.with_policies(POLICIES)]
@@ -281,12 +306,12 @@ def rows(
             found.append(row)
             yield row
 
-    yield from taken("least memory", objective_of(overhead="flops"))
+    yield from taken("least memory", plans.objective())
     for default in compiled_defaults:
-        budget = objective_of(budget=default["temporary_bytes"], overhead="flops")
+        budget = plans.objective(budget=default["temporary_bytes"])
         yield from taken(f"within {default['label']}", budget)
     for default in compiled_defaults:
-        if default["label"] in summary(found, of.forward_flops)["not_dominated"]:
+        if default["label"] in summary(found, of.forward_flops)["not_beaten"]:
             label = f"FLOPs of {default['label']}"
             yield from taken(label, plans.for_flops(default["recomputed_flops"]))
     yield {
@@ -300,11 +325,11 @@ def _summary_lines(of: dict[str, Any]) -> Iterator[str]:
     for one in of["defaults"]:
         if "error" in one:
             said = "does not compile"
-        elif one["dominated_by"] is None:
-            said = "not dominated"
+        elif one["beaten_by"] is None:
+            said = f"matched by {one['matched_by']}" if one["matched_by"] else "NOT MATCHED"
         else:
             said = (
-                f"dominated by {one['dominated_by']}: memory less by "
+                f"beaten by {one['beaten_by']}: memory less by "
                 f"{format_share(one['memory_saved_share'])}, recomputation by "
                 f"{format_share(one['recomputation_saved_share'])}"
             )
@@ -323,32 +348,67 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--network",
         nargs="+",
-        default=NETWORKS,
+        default=(*NETWORKS, *networks.JUDGED),
         choices=networks.names(),
         metavar="NAME",
-        help="those of the benchmark if left out",
+        help="those of both sets if left out",
     )
     parser.add_argument("--batch", type=int, help="each network's own if left out")
     parser.add_argument("--device", default="h200")
-    parser.add_argument("--known", nargs="+", default=[], metavar="FILE", help="of earlier runs")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="of what the compiler says")
+    parser.add_argument("--step", default="adam", choices=sorted(STEPS))
+    parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
+    parser.add_argument("--keep", type=Path, help="file of what the compiler says")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
     kept = None if options.keep is None else Kept(options.keep)
-    known = [
-        json.loads(line)
-        for name in options.known
-        for line in Path(name).read_text(encoding="utf-8").splitlines()
-    ]
+    on_file = None if options.rows is None else JsonLines(options.rows)
+    known = list(on_file.rows) if on_file else []
+    summaries = []
     for network in options.network:
-        for row in rows(network, options.batch, options.device, known, kept):
+        of = subject(network, options.batch, options.device, options.step)
+        heading = of.heading("summary", network)
+        done = next((row for row in known if heading.items() <= row.items()), None)
+        found = (
+            iter([done])
+            if done
+            else rows(network, options.batch, options.device, options.step, known, kept)
+        )
+        for row in found:
+            if on_file is not None and row not in known:
+                on_file.append(row)
             if options.json:
                 print(json.dumps(row), flush=True)
             elif row["kind"] == "summary":
                 print(*_summary_lines(row), sep="\n", flush=True)
             else:
                 print(table_line(row), flush=True)
+            if row["kind"] == "summary":
+                summaries.append(row)
+    for line in _totals(summaries):
+        print(json.dumps(line) if options.json else _totals_line(line), flush=True)
     return 0
+
+
+def _totals(summaries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of each set how many defaults there are, how many are matched, and how many beaten."""
+    for name, group in itertools.groupby(
+        sorted(summaries, key=lambda row: row["set"]), key=lambda row: row["set"]
+    ):
+        defaults = [one for row in group for one in row["defaults"] if "error" not in one]
+        yield {
+            "kind": "total",
+            "set": name,
+            "defaults": len(defaults),
+            "matched": sum(one["matched_by"] is not None for one in defaults),
+            "beaten": sum(one["beaten_by"] is not None for one in defaults),
+        }
+
+
+def _totals_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['set']}: of {row['defaults']} defaults {row['matched']} are matched, "
+        f"{row['beaten']} beaten"
+    )
 
 
 if __name__ == "__main__":

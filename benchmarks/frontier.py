@@ -2,7 +2,7 @@
 
     python -m benchmarks.frontier --network resnet50 --batch 64 --device h200 --json
 
-prints one JSON object a line, each compiled for the device: the plain gradient, every
+prints one JSON object a line, each compiled for the device in a step of Adam: plain, every
 default policy round the whole function and round every block, and our plans. ``--json``
 left out, the same as a table.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import networks
-from benchmarks.compiled import prediction, subject, table_line
+from benchmarks.compiled import STEPS, prediction, subject, table_line
 from remat_opt import planning
 from remat_opt.api import objective_of
 from remat_opt.measurement import compilation
@@ -34,11 +34,16 @@ POLICIES = (
 )
 #: Budgets of ours, as shares of the way from the least peak to that of the plain gradient.
 #: Further ones are the compiled peaks of the default policies: the same memory, our way.
-STEPS = (0.03, 0.08, 0.13, 0.2, 0.25, 0.3, 0.4, 0.55, 0.7, 0.85)
+SHARES = (0.03, 0.08, 0.13, 0.2, 0.25, 0.3, 0.4, 0.55, 0.7, 0.85)
 
 
 def rows(
-    network: str, batch: int | None, device: str, overhead: str, only: frozenset[str] | None = None
+    network: str,
+    batch: int | None,
+    device: str,
+    step: str,
+    overhead: str,
+    only: frozenset[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Compiles and yields one row after the other.
 
@@ -46,6 +51,7 @@ def rows(
       network: name, as ``benchmarks.networks`` lists it.
       batch: examples in a batch; the network's own if None.
       device: name of the device to plan and compile for.
+      step: one of ``benchmarks.compiled.STEPS``.
       overhead: what our plans count recomputation in. The table's axis is FLOPs, so that
         is the default of the command line; ``seconds`` finds plans that are faster by the
         device's roofline, and that this table can show as worse.
@@ -56,7 +62,7 @@ def rows(
       ``temporary_bytes``, ``recomputed_flops`` and their share of a forward pass,
       ``plan_seconds`` (ours; beyond tracing) and ``compile_seconds``.
     """
-    of = subject(network, batch, device)
+    of = subject(network, batch, device, step)
 
     def wanted(label: str) -> bool:
         return only is None or label in only
@@ -75,17 +81,20 @@ def rows(
     signature = tracing.Signature(has_aux=of.network.has_aux)
     program = tracing.trace(of.network.loss_fn, *of.network.arguments, signature=signature)
     start = time.perf_counter()
-    planning.problem(program, target, measure=Overhead(overhead))
+    fate = STEPS[step]
+    planning.problem(program, target, measure=Overhead(overhead), gradients=fate)
     sweep_seconds = time.perf_counter() - start
 
     def plan_within(budget_bytes: int | None) -> Plan:
-        return planning.make(program, target, objective_of(budget_bytes, None, overhead))
+        return planning.make(
+            program, target, objective_of(budget_bytes, None, overhead, gradients=fate.value)
+        )
 
     least = plan_within(None).predicted
     room_bytes = least.plain_temporary_bytes - least.temporary_bytes
     budgets: dict[str, int | None] = {"least memory": None}
-    for step in STEPS:
-        budgets[f"{step:.0%} of the way up"] = round(least.temporary_bytes + step * room_bytes)
+    for share in SHARES:
+        budgets[f"{share:.0%} of the way up"] = round(least.temporary_bytes + share * room_bytes)
     for default in defaults:
         needed_bytes = default.get("temporary_bytes", 0)
         if (
@@ -119,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--network", default="resnet50", choices=networks.names())
     parser.add_argument("--batch", type=int, help="the network's own if left out")
     parser.add_argument("--device", default="h200")
+    parser.add_argument("--step", default="adam", choices=sorted(STEPS))
     parser.add_argument("--overhead", default="flops", choices=("flops", "seconds"))
     parser.add_argument(
         "--only",
@@ -129,7 +139,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(arguments)
     only = frozenset(options.only) if options.only else None
-    for row in rows(options.network, options.batch, options.device, options.overhead, only):
+    for row in rows(
+        options.network, options.batch, options.device, options.step, options.overhead, only
+    ):
         print(json.dumps(row) if options.json else table_line(row), flush=True)
     return 0
 

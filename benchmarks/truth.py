@@ -29,11 +29,11 @@ import jax
 
 import remat_opt
 from benchmarks import networks
+from benchmarks.compiled import STEPS
 from benchmarks.dominance import NETWORKS
 from benchmarks.json_lines import JsonLines
 from remat_opt import planning, verification
 from remat_opt.device import get_device
-from remat_opt.gradients import Gradients
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
@@ -41,7 +41,6 @@ from remat_opt.program import tracing
 from remat_opt.program.tracing import Signature
 from remat_opt.units import format_bytes
 
-STEPS = {"gradient": Gradients.RESULTS, "adam": Gradients.CONSUMED}
 #: Budgets between the least memory, 0, and what the function takes as it is, 1, evenly in the
 #: logarithm.
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compiled, dominance
-from benchmarks.dominance import Gain, gain, summary
+from benchmarks.dominance import Gain, gain, matches, summary
 from benchmarks.networks import Network, lstm
 from remat_opt.program import flop_count
 
@@ -48,6 +48,14 @@ def test_gain(temporary_bytes: int, flops: int, expected: Gain | None) -> None:
     assert gain(row("ours", "plan", temporary_bytes, flops), DEFAULT) == expected
 
 
+@pytest.mark.parametrize(
+    ("temporary_bytes", "flops", "expected"),
+    [(1010, 50_500, True), (1011, 0, False), (0, 50_501, False), (1000, 50_000, True)],
+)
+def test_matches(temporary_bytes: int, flops: int, expected: bool) -> None:
+    assert matches(row("ours", "plan", temporary_bytes, flops), DEFAULT) == expected
+
+
 def test_a_default_that_recomputes_nothing_is_beaten_in_memory_only() -> None:
     default = row("policy", "default", 1000, 0)
     assert gain(row("ours", "plan", 960, 0), default) is None
@@ -73,17 +81,18 @@ def test_summary() -> None:
         "label": "beaten",
         "temporary_bytes": 1000,
         "recomputed_flops_share": 0.5,
-        "dominated_by": "b",
+        "matched_by": "a",
+        "beaten_by": "b",
         "memory_saved_share": 0.1,
         "recomputation_saved_share": 0.4,
         "our_least_bytes_for_its_flops": 900,
         "our_least_flops_share_within_its_bytes": 0.3,
     }
-    assert unbeaten["dominated_by"] is None
+    assert unbeaten["beaten_by"] is unbeaten["matched_by"] is None
     assert unbeaten["our_least_bytes_for_its_flops"] == 900
     assert unbeaten["our_least_flops_share_within_its_bytes"] == 1.2
     assert failed == {"label": "too large", "error": "no room"}
-    assert found["not_dominated"] == ["unbeaten"]
+    assert found["not_beaten"] == found["not_matched"] == ["unbeaten"]
     # "deep" recomputes more than a pass.
     assert (found["least_temporary_bytes"], found["least_label"]) == (900, "a")
     assert found["prediction_error_median"] == 0.05
@@ -92,7 +101,7 @@ def test_summary() -> None:
 
 def test_summary_of_nothing_that_compiled() -> None:
     found = summary([{"kind": "plain", "label": "plain", "error": "no room"}], FORWARD_FLOPS)
-    assert found["defaults"] == found["not_dominated"] == []
+    assert found["defaults"] == found["not_beaten"] == found["not_matched"] == []
     assert found["least_temporary_bytes"] is None
     assert found["prediction_error_worst"] is None
 
@@ -106,6 +115,7 @@ def small_subject() -> compiled.Subject:
         name="lstm",
         batch=64,
         device="cpu",
+        step="adam",
         network=network,
         forward_flops=flop_count.forward_flops(network.loss_fn, *network.arguments),
         gradient_flops=flop_count.gradient_flops(network.loss_fn, *network.arguments),
@@ -121,7 +131,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dominance, "subject", lambda *_: of)
     monkeypatch.setattr(compiled.networks, "build", block_policy)
-    found = list(dominance.rows("lstm", None, "cpu"))
+    found = list(dominance.rows("lstm", None, "cpu", "adam"))
     assert [one["label"] for one in found[:7]] == [
         "plain",
         *(f"{policy}, whole" for policy in dominance.POLICIES),
@@ -143,8 +153,8 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             assert one["recomputed_flops"] <= max(0, default["recomputed_flops"])
     # Of the defaults none is compiled again; of another device or version all are.
     monkeypatch.setattr(compiled.Subject, "row", lambda *_: pytest.fail("compiled"))
-    again = itertools.islice(dominance.rows("lstm", None, "cpu", known=found), 7)
+    again = itertools.islice(dominance.rows("lstm", None, "cpu", "adam", known=found), 7)
     assert list(again) == found[:7]
     monkeypatch.setattr(compiled.Subject, "row", lambda *_: "compiled")
     older = [one | {"jax": "0.1"} for one in found]
-    assert next(dominance.rows("lstm", None, "cpu", known=older)) == "compiled"
+    assert next(dominance.rows("lstm", None, "cpu", "adam", known=older)) == "compiled"
