@@ -125,8 +125,9 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
       ``recomputation_saved_share``, and what is the best of ours beside it:
       ``our_least_bytes_for_its_flops`` and ``our_least_flops_share_within_its_bytes``.
       ``not_matched`` and ``not_beaten``: labels. ``least_temporary_bytes``: of our plans that
-      recompute at most one forward pass. ``prediction_error_median`` and ``prediction_error_worst``: of predicted beside
-      compiled bytes over our rows, as shares of the compiled. What there is no row for is None.
+      recompute at most one forward pass. ``prediction_error_median`` and
+      ``prediction_error_worst``: of predicted beside compiled bytes over our rows, as shares of the
+      compiled. What there is no row for is None.
     """
     compiled = [row for row in rows if "error" not in row]
     ours = [row for row in compiled if row["kind"] == "ours"]
