@@ -85,7 +85,16 @@ _MOST_ROUNDS = 200
 #: So small that weights, and with them times, stay what they are over all rounds.
 _LEARNING_RATE = 1e-6
 #: Entries that two rows share if they are of the same run of a network.
-_KEY = ("network", "step", "device_kind", "jax", "small", "batch", "verified")
+_KEY = (
+    "network",
+    "batch",
+    "small",
+    "size_changes",
+    "step",
+    "verified",
+    "device_kind",
+    "jax",
+)
 
 #: Parameters, and the optimizer's state where there is one.
 State = tuple[Any, ...]
@@ -124,12 +133,12 @@ SMALL: dict[str, Small] = {
         inception, 4, pooled=(32, 64), inner=(128,), last=1, image=107, classes=100
     ),
     "unet": _small(unet, 2, widths=(16, 32, 64), image=140),
-    "vit_b16": _small(vit, 16, layers=4, width=128, heads=4, patch=8, image=64, classes=100),
+    "vit_b16": _small(vit, 8, layers=4, width=128, heads=4, patch=8, image=64, classes=100),
     "lstm": _small(lstm, 32, layers=2, width=128, classes=500, steps=16),
-    "gpt": _small(gpt, 8, layers=4, width=128, heads=4, vocabulary=1000, length=128),
+    "gpt": _small(gpt, 4, layers=4, width=128, heads=4, vocabulary=1000, length=128),
     "residual_mlp": _small(residual_mlp, 1024, layers=6, width=128, hidden=512),
     "llama": _small(
-        llama, 4, layers=4, width=128, heads=4, groups=2, hidden=352, vocabulary=1000, length=128
+        llama, 2, layers=4, width=128, heads=4, groups=2, hidden=352, vocabulary=1000, length=128
     ),
     "encoder_decoder": _small(
         encoder_decoder, 16, layers=2, width=128, heads=4, hidden=512, vocabulary=1000, length=64
@@ -676,7 +685,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch", type=int, help="examples; each network's own if left out")
     parser.add_argument("--verify", action="store_true", help="choose plans by compiling")
-    parser.add_argument("--rounds", type=int, default=20, help="at least so many (20)")
+    parser.add_argument("--rounds", type=int, default=10, help="at least so many (10)")
     parser.add_argument("--seconds", type=float, default=10, help="at least for so long (10)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     file = parser.add_mutually_exclusive_group()

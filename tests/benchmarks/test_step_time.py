@@ -215,7 +215,7 @@ def test_small_networks_are_of_the_sizes_that_rows_say(monkeypatch: pytest.Monke
         assert set(heading["size_changes"]) == set(small.changes)
         json.dumps(heading)
     vit = Case(network="vit_b16", step="adam", small=True).build()
-    assert vit.arguments[1]["images"].shape == (16, 64, 64, 3)
+    assert vit.arguments[1]["images"].shape == (8, 64, 64, 3)
     # One that has no small size is as it is, but for its batch.
     monkeypatch.delitem(step_time.SMALL, "vit_b16")
     vit = Case(network="vit_b16", step="adam", small=True).build()
