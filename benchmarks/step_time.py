@@ -67,7 +67,7 @@ from benchmarks.networks.judged import (
     mixture_of_experts,
     residual_mlp,
 )
-from remat_opt import flop_count
+from remat_opt.program import flop_count
 from remat_opt.training import training_step
 from remat_opt.units import format_bytes, format_seconds, format_share
 
