@@ -5,20 +5,21 @@ Arguments are checked here; everything else happens below.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from remat_opt import comparison, failure, planning, solvers, trade_off, verification
+from remat_opt import comparison, failure, frameworks, planning, solvers, trade_off, verification
 from remat_opt.comparison import Comparison, Contender
 from remat_opt.compilers.materialization import computes_nothing
 from remat_opt.device import Device
-from remat_opt.errors import BudgetError, PlanFileError, RematError
+from remat_opt.errors import BudgetError, PlanFileError, RematError, TraceError
 from remat_opt.gradients import Gradients
 from remat_opt.measurement import compilation, step
 from remat_opt.measurement.compilation import Measurement
@@ -192,6 +193,10 @@ class Rematerialized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as planned; the results are those of the function itself."""
+        with self._pure(args, kwargs) as (run, pure):
+            return pure.finish(run._call(pure.args, pure.kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         instead = instead_of(self._identity, self._fn, self._signature)
         if instead is not None:
             return instead(*args, **kwargs)
@@ -235,7 +240,7 @@ class Rematerialized:
             "solver": self._solver,
             "signature": self._signature,
         }
-        failure.warn(error, call.name, facts, call.fn, call.args, call.kwargs, stack_level=3)
+        failure.warn(error, call.name, facts, call.fn, call.args, call.kwargs, stack_level=4)
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -245,11 +250,24 @@ class Rematerialized:
             return self
         return self._around(self._fn.__get__(instance, owner))
 
-    def _around(self, fn: Callable[..., Any]) -> Rematerialized:
+    @contextlib.contextmanager
+    def _pure(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Rematerialized, frameworks.Pure]]:
+        """A call as one without modules of ``flax.nnx``: what to call, with which arguments."""
+        has_aux = self._signature.has_aux
+        with frameworks.pure(self._fn, args, kwargs, has_aux=has_aux) as pure:
+            if pure.fn is self._fn:
+                yield self, pure
+            else:
+                signature = dataclasses.replace(self._signature, has_aux=True)
+                yield self._around(pure.fn, signature), pure
+
+    def _around(self, fn: Callable[..., Any], signature: Signature | None = None) -> Rematerialized:
         """The same, plans included, round a function that traces to the same programs."""
         found = Rematerialized(
             fn,
-            self._signature,
+            signature or self._signature,
             self._device,
             self._objective,
             self._solver,
@@ -271,12 +289,14 @@ class Rematerialized:
         Raises:
           BudgetError: the budget cannot be reached.
         """
-        call = self._bind(args, kwargs)
-        return self._plan_of(self._trace(call), call)
+        with self._pure(args, kwargs) as (run, pure):
+            call = run._bind(pure.args, pure.kwargs)
+            return run._plan_of(run._trace(call), call)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with such arguments traces to."""
-        return self._trace(self._bind(args, kwargs))
+        with self._pure(args, kwargs) as (run, pure):
+            return run._trace(run._bind(pure.args, pure.kwargs))
 
     def problem(self, program: Program) -> planning.Problem:
         """All that is to be decided about a program, which must compute something.
@@ -297,7 +317,16 @@ class Rematerialized:
         return tracing.bind_static(self._fn, self._signature, args, kwargs)
 
     def _trace(self, call: tracing.Call) -> Program:
-        return tracing.trace_call(call, has_aux=self._signature.has_aux)
+        try:
+            return tracing.trace_call(call, has_aux=self._signature.has_aux)
+        except Exception as error:
+            if not frameworks.is_change_from_within(error):
+                raise
+            first_line = str(error).splitlines()[0].partition(" (http")[0]
+            raise TraceError(
+                f"{call.name!r} changes a module that it closes over ({first_line}), and the "
+                "change would be lost. Give it the module as an argument."
+            ) from error
 
     def _plan_of(self, program: Program, call: tracing.Call) -> Plan:
         fingerprint = program.fingerprint()
@@ -539,7 +568,7 @@ def make_plan(
       >>> plan.function, plan.measured.alias_bytes == 8 * 64 * 64 * 4
       ('loss', True)
     """
-    decorated = optimal_remat(
+    decorated: Rematerialized = optimal_remat(
         _undecorated(fn),
         budget=budget,
         max_overhead=max_overhead,
@@ -554,17 +583,18 @@ def make_plan(
         solver=solver,
         verify=verify,
     )
-    call = decorated._bind(args, kwargs)
-    with step.recording() as found:
-        program = decorated._trace(call)
-    calls = found.calls(program)
-    if calls:
-        in_step = _step(fn, args, kwargs, decorated._signature, donate_argnums)
-        return _plan_in_step(in_step, program, calls, decorated)
-    _check_is_loss(fn, donate_argnums)
-    # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
-    plan: Plan = decorated._plan_of(decorated._trace(call) if found.seen else program, call)
-    return plan
+    with decorated._pure(args, kwargs) as (run, pure):
+        call = run._bind(pure.args, pure.kwargs)
+        with step.recording() as found:
+            program = run._trace(call)
+        calls = found.calls(program)
+        if calls:
+            pure_step = fn if run is decorated else pure.fn
+            in_step = _step(pure_step, pure.args, pure.kwargs, decorated._signature, donate_argnums)
+            return _plan_in_step(in_step, program, calls, decorated)
+        _check_is_loss(fn, donate_argnums)
+        # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
+        return run._plan_of(run._trace(call) if found.seen else program, call)
 
 
 def _undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:

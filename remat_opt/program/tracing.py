@@ -60,6 +60,27 @@ class Call:
     argnames: tuple[str, ...]
 
 
+#: The key of what is ``Fixed``, in the path of a leaf.
+_FIXED = jax.tree_util.GetAttrKey("fixed by remat_opt")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    """A part of an argument that has no derivative though the argument is differentiated."""
+
+    tree: Any
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+        """For JAX."""
+        return ((_FIXED, self.tree),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Fixed:
+        """For JAX."""
+        return cls(*children)
+
+
 def bind_static(
     fn: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Call:
@@ -210,6 +231,8 @@ def _kind(shapes: Any) -> str:
 
 
 def _is_differentiated(path: tuple[Any, ...], call: Call) -> bool:
+    if _FIXED in path:
+        return False
     if path[0].idx == 0:
         return path[1].idx in call.argnums
     return path[1].key in call.argnames
