@@ -142,14 +142,14 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def signature_of(
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
 ) -> Signature:
     """Reads the options that say how a function's arguments are to be taken."""
     return Signature(
-        argnums=_numbers(argnums),
+        argnums=None if argnums is None else _numbers(argnums),
         has_aux=has_aux,
         static_argnums=_numbers(static_argnums),
         static_argnames=_names(static_argnames),
@@ -317,8 +317,12 @@ class Rematerialized:
         return tracing.bind_static(self._fn, self._signature, args, kwargs)
 
     def _trace(self, call: tracing.Call) -> Program:
+        trace = functools.partial(tracing.trace_call, call, has_aux=self._signature.has_aux)
         try:
-            return tracing.trace_call(call, has_aux=self._signature.has_aux)
+            program = trace()
+            if self._given is None or program.fingerprint() == self._given.fingerprint:
+                return program
+            return trace(as_declared=True)
         except Exception as error:
             if not frameworks.is_change_from_within(error):
                 raise
@@ -378,7 +382,7 @@ def optimal_remat(
     overhead: str = "seconds",
     reserve: str | int | None = None,
     gradients: str = "consumed",
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -404,8 +408,10 @@ def optimal_remat(
       gradients: what becomes of the gradients in the step: ``"consumed"``, each as soon as it is
         there, as by Adam with donated state; ``"together"``, all at once, as where they are clipped
         by their norm; ``"results"``, they are put out, as by ``jit(grad(loss))`` alone.
-      argnums: the positional argument(s) that ``jax.grad`` will be asked for. Of a decorated
-        method they count as in ``jax.grad(model.loss)``: without ``self``.
+      argnums: the positional argument(s) that ``jax.grad`` will be asked for, the first that is
+        not static if left out. It is for plans that are made ahead, and where the derivative is
+        taken round a ``jax.jit``: else the arguments that JAX is differentiating count. Of a
+        decorated method they count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
       static_argnums: positional arguments that are Python values.
       static_argnames: keyword arguments that are Python values.
@@ -504,7 +510,7 @@ def make_plan(
     overhead: str = "seconds",
     reserve: str | int | None = None,
     gradients: str = "consumed",
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -624,7 +630,7 @@ def _step(
     Raises:
       RematError: options were given that are for a loss.
     """
-    if signature.argnums != (0,) or signature.has_aux:
+    if signature.argnums not in (None, (0,)) or signature.has_aux:
         raise RematError(
             "argnums= and has_aux= say how a loss is differentiated; this is a step, which "
             "differentiates a decorated loss. Give them to the decorator."
@@ -739,7 +745,7 @@ def frontier(
     *args: Any,
     overhead: str = "seconds",
     gradients: str = "consumed",
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -807,7 +813,7 @@ def apply_plan(
     plan: Plan | str | os.PathLike[str],
     fn: Callable[..., Any],
     *,
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -882,7 +888,7 @@ def compare(
     max_overheads: Sequence[float] = (),
     overhead: str = "seconds",
     policies: str | Sequence[str] | Mapping[str, str | Callable[..., Any]] | None = None,
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -993,9 +999,15 @@ def _compiled_in(
     kwargs: Mapping[str, Any],
     signature: Signature,
     donate_argnums: int | Sequence[int] | None,
-    argnums: int | Sequence[int],
+    argnums: int | Sequence[int] | None,
 ) -> tuple[Step, Sequence[LossCall], bool]:
     """What to compile, the calls of the loss in it, and whether it is a step of the user's."""
+    if frameworks.have_modules(args, kwargs):
+        raise RematError(
+            "compare compiles functions of arrays, but there are modules of flax.nnx among the "
+            "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge; "
+            "make_plan and frontier take modules."
+        )
     if not isinstance(fn, Rematerialized):
         with step.recording() as found:
             without = dataclasses.replace(signature, argnums=())
@@ -1014,10 +1026,14 @@ def _compiled_in(
         False,
         "raise",
     )
+    numbers = signature.argnums
+    if numbers is None:
+        call = tracing.bind_static(loss._fn, signature, args, dict(kwargs))
+        numbers = tuple(call.positions[number] for number in call.argnums)
     alone = Step(
         fn=jax.value_and_grad(
             loss,
-            argnums=signature.argnums[0] if isinstance(argnums, int) else signature.argnums,
+            argnums=numbers if isinstance(argnums, Sequence) else (*numbers, 0)[0],
             has_aux=signature.has_aux,
         ),
         args=tuple(args),

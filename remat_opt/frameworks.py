@@ -83,6 +83,11 @@ def is_module(thing: object) -> bool:
     return nnx is not None and nnx.graph.is_graph_node(thing) and not isinstance(thing, jax.Ref)
 
 
+def have_modules(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there are modules among the arguments of a call."""
+    return any(map(is_module, jax.tree.leaves((args, kwargs), is_leaf=is_module)))
+
+
 def is_change_from_within(error: Exception) -> bool:
     """Whether an error says that a function changes a module that it closes over."""
     errors = sys.modules.get("flax.errors")
@@ -101,7 +106,7 @@ def pure(
       kwargs: its keyword arguments.
       has_aux: whether it returns a pair (differentiated, auxiliary).
     """
-    if not any(map(is_module, jax.tree.leaves((args, kwargs), is_leaf=is_module))):
+    if not have_modules(args, kwargs):
         yield Pure(fn=fn, args=tuple(args), kwargs=dict(kwargs), finish=lambda found: found)
         return
     nnx = sys.modules["flax.nnx"]
