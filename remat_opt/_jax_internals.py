@@ -379,6 +379,13 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, 
     return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
 
 
+def is_differentiated(value: Any) -> bool:
+    """Whether a value is the tracer of a derivative, also with a ``vmap`` inside of that."""
+    while hasattr(type(value), "batch_dim"):
+        value = value.val
+    return isinstance(value, jax.core.Tracer) and hasattr(type(value), "tangent")
+
+
 def scan_length(params: Mapping[str, Any]) -> int:
     """How often the body of a ``scan`` equation runs."""
     return int(params["length"])

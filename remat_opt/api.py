@@ -5,21 +5,22 @@ Arguments are checked here; everything else happens below.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from remat_opt import comparison, failure, planning, solvers, trade_off, verification
+from remat_opt import comparison, failure, frameworks, planning, solvers, trade_off, verification
 from remat_opt.comparison import Comparison, Contender
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
-from remat_opt.errors import BudgetError, PlanFileError, RematError
+from remat_opt.errors import BudgetError, PlanFileError, RematError, TraceError
 from remat_opt.gradients import Gradients
 from remat_opt.measurement import compilation, step
 from remat_opt.measurement.compilation import Measurement
@@ -142,14 +143,14 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def signature_of(
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
 ) -> Signature:
     """Reads the options that say how a function's arguments are to be taken."""
     return Signature(
-        argnums=_numbers(argnums),
+        argnums=None if argnums is None else _numbers(argnums),
         has_aux=has_aux,
         static_argnums=_numbers(static_argnums),
         static_argnames=_names(static_argnames),
@@ -193,6 +194,10 @@ class Rematerialized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as planned; the results are those of the function itself."""
+        with self._pure(args, kwargs) as (run, pure):
+            return pure.finish(run._call(pure.args, pure.kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         instead = instead_of(self._identity, self._fn, self._signature)
         if instead is not None:
             return instead(*args, **kwargs)
@@ -236,7 +241,7 @@ class Rematerialized:
             "solver": self._solver,
             "signature": self._signature,
         }
-        failure.warn(error, call.name, facts, call.fn, call.args, call.kwargs, stack_level=3)
+        failure.warn(error, call.name, facts, call.fn, call.args, call.kwargs, stack_level=4)
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -246,11 +251,24 @@ class Rematerialized:
             return self
         return self._around(self._fn.__get__(instance, owner))
 
-    def _around(self, fn: Callable[..., Any]) -> Rematerialized:
+    @contextlib.contextmanager
+    def _pure(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Rematerialized, frameworks.Pure]]:
+        """A call as one without modules of ``flax.nnx``: what to call, with which arguments."""
+        has_aux = self._signature.has_aux
+        with frameworks.pure(self._fn, args, kwargs, has_aux=has_aux) as pure:
+            if pure.fn is self._fn:
+                yield self, pure
+            else:
+                signature = dataclasses.replace(self._signature, has_aux=True)
+                yield self._around(pure.fn, signature), pure
+
+    def _around(self, fn: Callable[..., Any], signature: Signature | None = None) -> Rematerialized:
         """The same, plans included, round a function that traces to the same programs."""
         found = Rematerialized(
             fn,
-            self._signature,
+            signature or self._signature,
             self._device,
             self._objective,
             self._solver,
@@ -272,12 +290,14 @@ class Rematerialized:
         Raises:
           BudgetError: the budget cannot be reached.
         """
-        call = self._bind(args, kwargs)
-        return self._plan_of(self._trace(call), call)
+        with self._pure(args, kwargs) as (run, pure):
+            call = run._bind(pure.args, pure.kwargs)
+            return run._plan_of(run._trace(call), call)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with such arguments traces to."""
-        return self._trace(self._bind(args, kwargs))
+        with self._pure(args, kwargs) as (run, pure):
+            return run._trace(run._bind(pure.args, pure.kwargs))
 
     def problem(self, program: Program) -> planning.Problem:
         """All that is to be decided about a program, which must compute something.
@@ -298,7 +318,20 @@ class Rematerialized:
         return tracing.bind_static(self._fn, self._signature, args, kwargs)
 
     def _trace(self, call: tracing.Call) -> Program:
-        return tracing.trace_call(call, has_aux=self._signature.has_aux)
+        trace = functools.partial(tracing.trace_call, call, has_aux=self._signature.has_aux)
+        try:
+            program = trace()
+            if self._given is None or program.fingerprint() == self._given.fingerprint:
+                return program
+            return trace(as_declared=True)
+        except Exception as error:
+            if not frameworks.is_change_from_within(error):
+                raise
+            first_line = str(error).splitlines()[0].partition(" (http")[0]
+            raise TraceError(
+                f"{call.name!r} changes a module that it closes over ({first_line}), and the "
+                "change would be lost. Give it the module as an argument."
+            ) from error
 
     def _plan_of(self, program: Program, call: tracing.Call) -> Plan:
         fingerprint = program.fingerprint()
@@ -350,7 +383,7 @@ def optimal_remat(
     overhead: str = "seconds",
     reserve: str | int | None = None,
     gradients: str = "consumed",
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -376,8 +409,10 @@ def optimal_remat(
       gradients: what becomes of the gradients in the step: ``"consumed"``, each as soon as it is
         there, as by Adam with donated state; ``"together"``, all at once, as where they are clipped
         by their norm; ``"results"``, they are put out, as by ``jit(grad(loss))`` alone.
-      argnums: the positional argument(s) that ``jax.grad`` will be asked for. Of a decorated
-        method they count as in ``jax.grad(model.loss)``: without ``self``.
+      argnums: the positional argument(s) that ``jax.grad`` will be asked for, the first that is
+        not static if left out. It is for plans that are made ahead, and where the derivative is
+        taken round a ``jax.jit``: else the arguments that JAX is differentiating count. Of a
+        decorated method they count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
       static_argnums: positional arguments that are Python values.
       static_argnames: keyword arguments that are Python values.
@@ -476,7 +511,7 @@ def make_plan(
     overhead: str = "seconds",
     reserve: str | int | None = None,
     gradients: str = "consumed",
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -540,7 +575,7 @@ def make_plan(
       >>> plan.function, plan.measured.alias_bytes == 8 * 64 * 64 * 4
       ('loss', True)
     """
-    decorated = optimal_remat(
+    decorated: Rematerialized = optimal_remat(
         _undecorated(fn),
         budget=budget,
         max_overhead=max_overhead,
@@ -555,17 +590,18 @@ def make_plan(
         solver=solver,
         verify=verify,
     )
-    call = decorated._bind(args, kwargs)
-    with step.recording() as found:
-        program = decorated._trace(call)
-    calls = found.calls(program)
-    if calls:
-        in_step = _step(fn, args, kwargs, decorated._signature, donate_argnums)
-        return _plan_in_step(in_step, program, calls, decorated)
-    _check_is_loss(fn, donate_argnums)
-    # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
-    plan: Plan = decorated._plan_of(decorated._trace(call) if found.seen else program, call)
-    return plan
+    with decorated._pure(args, kwargs) as (run, pure):
+        call = run._bind(pure.args, pure.kwargs)
+        with step.recording() as found:
+            program = run._trace(call)
+        calls = found.calls(program)
+        if calls:
+            pure_step = fn if run is decorated else pure.fn
+            in_step = _step(pure_step, pure.args, pure.kwargs, decorated._signature, donate_argnums)
+            return _plan_in_step(in_step, program, calls, decorated)
+        _check_is_loss(fn, donate_argnums)
+        # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
+        return run._plan_of(run._trace(call) if found.seen else program, call)
 
 
 def _undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -595,7 +631,7 @@ def _step(
     Raises:
       RematError: options were given that are for a loss.
     """
-    if signature.argnums != (0,) or signature.has_aux:
+    if signature.argnums not in (None, (0,)) or signature.has_aux:
         raise RematError(
             "argnums= and has_aux= say how a loss is differentiated; this is a step, which "
             "differentiates a decorated loss. Give them to the decorator."
@@ -711,7 +747,7 @@ def frontier(
     *args: Any,
     overhead: str = "seconds",
     gradients: str = "consumed",
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -779,7 +815,7 @@ def apply_plan(
     plan: Plan | str | os.PathLike[str],
     fn: Callable[..., Any],
     *,
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -854,7 +890,7 @@ def compare(
     max_overheads: Sequence[float] = (),
     overhead: str = "seconds",
     policies: str | Sequence[str] | Mapping[str, str | Callable[..., Any]] | None = None,
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -965,9 +1001,15 @@ def _compiled_in(
     kwargs: Mapping[str, Any],
     signature: Signature,
     donate_argnums: int | Sequence[int] | None,
-    argnums: int | Sequence[int],
+    argnums: int | Sequence[int] | None,
 ) -> tuple[Step, Sequence[LossCall], bool]:
     """What to compile, the calls of the loss in it, and whether it is a step of the user's."""
+    if frameworks.have_modules(args, kwargs):
+        raise RematError(
+            "compare compiles functions of arrays, but there are modules of flax.nnx among the "
+            "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge; "
+            "make_plan and frontier take modules."
+        )
     if not isinstance(fn, Rematerialized):
         with step.recording() as found:
             without = dataclasses.replace(signature, argnums=())
@@ -986,10 +1028,14 @@ def _compiled_in(
         False,
         "raise",
     )
+    numbers = signature.argnums
+    if numbers is None:
+        call = tracing.bind_static(loss._fn, signature, args, dict(kwargs))
+        numbers = tuple(call.positions[number] for number in call.argnums)
     alone = Step(
         fn=jax.value_and_grad(
             loss,
-            argnums=signature.argnums[0] if isinstance(argnums, int) else signature.argnums,
+            argnums=numbers if isinstance(argnums, Sequence) else (*numbers, 0)[0],
             has_aux=signature.has_aux,
         ),
         args=tuple(args),

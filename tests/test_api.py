@@ -192,6 +192,40 @@ def test_wrong_arguments_are_told_when_called() -> None:
         remat_opt.optimal_remat(lambda w: w, argnums=2)(1.0)
 
 
+def with_a_switch(w: jax.Array, x: jax.Array, train: bool, depth: int = 2) -> jax.Array:
+    for _ in range(depth):
+        x = jnp.tanh(x @ w) if train else x @ w
+    return jnp.sum(x)
+
+
+def test_python_values_that_are_not_declared() -> None:
+    w = jnp.ones((8, 8))
+    fn = remat_opt.optimal_remat(with_a_switch, device="cpu")
+    with pytest.raises(TraceError) as caught:
+        jax.grad(fn)(w, X, True)
+    assert str(caught.value) == (
+        "'with_a_switch' needs the value of 'train' (True), but arguments are traced, as under "
+        "jax.jit. Decorate it with static_argnames='train'."
+    )
+    with pytest.raises(
+        TraceError, match=r"'depth' \(3\), .* static_argnames=\('train', 'depth'\)\."
+    ):
+        jax.grad(fn)(w, X, True, depth=3)
+    told = remat_opt.optimal_remat(with_a_switch, static_argnames=("train", "depth"), device="cpu")
+    expected = jax.grad(with_a_switch)(w, X, True, 3)
+    np.testing.assert_allclose(jax.grad(told)(w, X, True, depth=3), expected, rtol=1e-5)
+    # Where names are unknown, numbers are.
+    unnamed = remat_opt.optimal_remat(lambda *args: with_a_switch(*args), device="cpu")
+    with pytest.raises(TraceError, match=r"of 2 \(True\), .* with static_argnums=2\."):
+        jax.grad(unnamed)(w, X, True)
+    # Numbers that may be traced are; and what is wrong with others is told by JAX.
+    scaled = remat_opt.optimal_remat(lambda w, scale: jnp.sum(w) * scale, device="cpu")
+    np.testing.assert_allclose(jax.grad(scaled)(w, 3), 3 * w)
+    wrong = remat_opt.optimal_remat(lambda w, n: w if jnp.sum(w) > 0 else n, device="cpu")
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        wrong(w, 3)
+
+
 # --- Budgets ------------------------------------------------------------------------------
 
 
@@ -466,8 +500,48 @@ def test_static_arguments_have_their_own_plans() -> None:
     assert few.fingerprint != many.fingerprint
 
 
-def test_a_gradient_of_other_arguments_than_planned_is_right_too() -> None:
-    fn = remat_opt.optimal_remat(layers, argnums=0)
-    np.testing.assert_allclose(
-        jax.grad(fn, argnums=1)(WEIGHTS, X), jax.grad(layers, argnums=1)(WEIGHTS, X), rtol=1e-5
+@pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "depth"}])
+def test_the_first_argument_that_is_not_static_is_differentiated(static: Any) -> None:
+    def loss(depth: int, w: jax.Array, x: jax.Array) -> jax.Array:
+        return with_a_switch(w, x, True, depth)
+
+    fn, w = remat_opt.optimal_remat(loss, device="cpu", **static), jnp.ones((8, 8))
+    expected = jax.grad(loss, argnums=1)(4, w, X)
+    np.testing.assert_allclose(jax.grad(fn, argnums=1)(4, w, X), expected, rtol=1e-5)
+    assert fn.plan(4, w, X) == remat_opt.make_plan(loss, 4, w, X, argnums=1, device="cpu", **static)
+
+
+def test_compare_differentiates_the_first_argument_that_is_not_static() -> None:
+    def loss(depth: int, w: jax.Array, x: jax.Array) -> jax.Array:
+        return with_a_switch(w, x, True, depth)
+
+    shape = jax.ShapeDtypeStruct((8, 8), "float32")
+    found = remat_opt.compare(
+        loss, 4, shape, shape, budgets=[0.9], policies=(), static_argnums=0, device="cpu"
     )
+    assert [row["label"] for row in found.rows] == ["plain", "budget 90.0 %"]
+
+
+def test_the_plan_is_for_what_is_differentiated() -> None:
+    seen = []
+    fn = remat_opt.optimal_remat(layers, device="cpu", errors="raise")
+    original = fn._plan_of
+
+    def noted(program: Any, call: Any) -> Any:
+        seen.append(original(program, call))
+        return seen[-1]
+
+    fn._plan_of = noted
+    found = jax.jit(jax.grad(fn, argnums=1))(WEIGHTS, X)
+    np.testing.assert_allclose(found, jax.grad(layers, argnums=1)(WEIGHTS, X), rtol=1e-5)
+    jax.vmap(jax.grad(lambda x, weights: fn(weights, x)), (0, None))(X[None], WEIGHTS)
+    of_x = remat_opt.make_plan(layers, WEIGHTS, X, argnums=1, device="cpu")
+    assert seen[0] == of_x
+    assert seen[1].fingerprint != fn.plan(WEIGHTS, X).fingerprint
+    # A derivative outside a jax.jit is not to be seen from within it: there argnums counts.
+    jax.grad(jax.jit(fn), argnums=1)(WEIGHTS, X)
+    assert seen[-1] is fn.plan(WEIGHTS, X)
+    # Plans that are given are followed for either.
+    for plan in (of_x, fn.plan(WEIGHTS, X)):
+        given = jax.grad(remat_opt.optimal_remat(layers, plan=plan), argnums=1)(WEIGHTS, X)
+        np.testing.assert_allclose(given, found, rtol=1e-5)

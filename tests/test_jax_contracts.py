@@ -425,3 +425,29 @@ def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:
     assert internals.describe({"b", "a"}) == internals.describe(frozenset(["a", "b"]))
     assert internals.describe((1, [2.0, None])) == "(1,(2.0,None))"
     assert internals.describe({"k": (1,)}) == "{'k':(1)}"
+
+
+def test_tracers_of_derivatives() -> None:
+    seen = []
+
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        seen.append((internals.is_differentiated(x), internals.is_differentiated(y)))
+        return jnp.sum(x * y)
+
+    x = jnp.ones((2, 2))
+    taken: list[Callable[..., Any]] = [
+        jax.grad(loss),
+        jax.jit(jax.grad(loss)),
+        jax.vmap(jax.grad(loss)),
+        jax.grad(lambda *args: jnp.sum(jax.vmap(loss)(*args))),
+        jax.hessian(loss),
+        lambda x, y: jax.jvp(lambda x: loss(x, y), (x,), (x,)),
+    ]
+    for derivative in taken:
+        derivative(x, x)
+    assert seen == [(True, False)] * len(taken)
+    seen.clear()
+    loss(x, x)
+    jax.jit(jax.vmap(loss))(x, x)
+    jax.grad(jax.jit(loss))(x, x)  # the derivative is outside, and not to be seen
+    assert seen == [(False, False)] * 3

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from remat_opt import _jax_internals as internals
-from remat_opt.errors import TraceError
+from remat_opt.errors import RematError, TraceError
 from remat_opt.operation import ArrayType, Body, Operation
 from remat_opt.program.record import Atom, Constant, Equation, Program
 
@@ -27,13 +27,14 @@ class Signature:
     """How the arguments of a function are to be read; the words are those of ``jax.grad``.
 
     Attributes:
-      argnums: the positional argument(s) that derivatives are taken for.
+      argnums: the positional argument(s) that derivatives are taken for; None for the first that
+        is not static.
       has_aux: whether the function returns a pair (differentiated, auxiliary).
       static_argnums: positional arguments that are Python values, not arrays.
       static_argnames: keyword arguments that are Python values, not arrays.
     """
 
-    argnums: tuple[int, ...] = (0,)
+    argnums: tuple[int, ...] | None = None
     has_aux: bool = False
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
@@ -50,6 +51,8 @@ class Call:
       kwargs: remaining keyword arguments.
       argnums: positions, among ``args``, of the differentiated ones.
       argnames: names, among ``kwargs``, of the differentiated ones that were passed by name.
+      positions: of ``args`` in the call.
+      labels: the names of ``args``, or their positions where those are unknown.
     """
 
     name: str
@@ -58,6 +61,29 @@ class Call:
     kwargs: dict[str, Any]
     argnums: tuple[int, ...]
     argnames: tuple[str, ...]
+    positions: tuple[int, ...]
+    labels: tuple[int | str, ...]
+
+
+#: The key of what is ``Fixed``, in the path of a leaf.
+_FIXED = jax.tree_util.GetAttrKey("fixed by remat_opt")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    """A part of an argument that has no derivative though the argument is differentiated."""
+
+    tree: Any
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+        """For JAX."""
+        return ((_FIXED, self.tree),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Fixed:
+        """For JAX."""
+        return cls(*children)
 
 
 def bind_static(
@@ -77,13 +103,17 @@ def bind_static(
             return _position(number, count, what)
         return parameters[number] if parameters[number] in kwargs else None
 
-    differentiated = [found(number, "argnums") for number in signature.argnums]
     static = {found(number, "static_argnums") for number in signature.static_argnums}
     for name in signature.static_argnames:
         if name in kwargs:
             static.add(name)
         elif name in parameters:
             static.add(parameters.index(name))
+    argnums = signature.argnums
+    if argnums is None:
+        numbers = range(max(count, len(parameters)))
+        argnums = (next((n for n in numbers if found(n, "argnums") not in static), 0),)
+    differentiated = [found(number, "argnums") for number in argnums]
     for where in differentiated:
         if where is not None and where in static:
             raise TraceError(
@@ -107,6 +137,8 @@ def bind_static(
         kwargs={name: value for name, value in kwargs.items() if name not in names},
         argnums=tuple(dynamic.index(where) for where in differentiated if isinstance(where, int)),
         argnames=tuple(where for where in differentiated if isinstance(where, str)),
+        positions=tuple(dynamic),
+        labels=tuple((*parameters, *range(len(parameters), count))[n] for n in dynamic),
     )
 
 
@@ -157,8 +189,15 @@ def trace(
     return trace_call(bind_static(fn, signature, args, kwargs), has_aux=signature.has_aux)
 
 
-def trace_call(call: Call, *, has_aux: bool) -> Program:
-    """Traces a call whose static arguments are bound; see ``trace``."""
+def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Program:
+    """Traces a call whose static arguments are bound; see ``trace``.
+
+    Args:
+      call: the call. Where a derivative is being taken, the arguments it is taken for count as
+        differentiated, whatever ``argnums`` says.
+      has_aux: whether the function returns a pair (differentiated, auxiliary).
+      as_declared: go by ``argnums`` all the same.
+    """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     _check_leaves(call)
 
@@ -175,7 +214,13 @@ def trace_call(call: Call, *, has_aux: bool) -> Program:
         )
         return result
 
-    closed, shapes = internals.make_jaxpr(flat_fn, *leaves)
+    try:
+        closed, shapes = internals.make_jaxpr(flat_fn, *leaves)
+    except Exception as error:
+        if isinstance(error, RematError):
+            raise
+        _check_values(call, error)
+        raise
     output_leaves, output_tree = jax.tree.flatten(shapes)
     loss_outputs = len(output_leaves)
     if has_aux:
@@ -185,7 +230,8 @@ def trace_call(call: Call, *, has_aux: bool) -> Program:
                 f"returns {_kind(shapes)}. Return a pair, or leave has_aux out."
             )
         loss_outputs = len(jax.tree.leaves(shapes[0]))
-    positions = [
+    seen = [position for position, leaf in enumerate(leaves) if internals.is_differentiated(leaf)]
+    declared = [
         position
         for position, (path, _) in enumerate(
             jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]
@@ -194,7 +240,7 @@ def trace_call(call: Call, *, has_aux: bool) -> Program:
     ]
     return _Flattener().program(
         closed,
-        positions,
+        declared if as_declared or not seen else seen,
         numbers,
         loss_outputs,
         input_tree=tree,
@@ -210,6 +256,8 @@ def _kind(shapes: Any) -> str:
 
 
 def _is_differentiated(path: tuple[Any, ...], call: Call) -> bool:
+    if _FIXED in path:
+        return False
     if path[0].idx == 0:
         return path[1].idx in call.argnums
     return path[1].key in call.argnames
@@ -227,6 +275,46 @@ def _check_leaves(call: Call) -> None:
             f"{where} of the {group} is a {type(leaf).__name__} ({leaf!r:.60}), not an array. "
             "Declare it with static_argnums= or static_argnames=, or close over it."
         )
+
+
+def _check_values(call: Call, error: Exception) -> None:
+    """Raises TraceError if tracing failed since a Python number among the arguments was traced."""
+    given: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
+    numbers = {key: value for key, value in given.items() if type(value) in (bool, int, float)}
+
+    def is_traced(own: Iterable[int | str]) -> bool:
+        """Whether the call can be traced with these arguments as Python numbers."""
+        others = [key for key in given if key not in own]
+
+        def fn(values: Sequence[Any]) -> Any:
+            known = {**given, **dict(zip(others, values, strict=True))}
+            args = [known.pop(number) for number in range(len(call.args))]
+            return call.fn(*args, **known)
+
+        try:
+            internals.make_jaxpr(fn, [given[key] for key in others])
+        except Exception:
+            return False
+        return True
+
+    if not numbers or not is_traced(numbers):
+        return
+    needed = [key for key in numbers if not is_traced(set(numbers) - {key})] or list(numbers)
+    labels = [call.labels[key] if isinstance(key, int) else key for key in needed]
+    told = ", ".join(
+        f"{label!r} ({given[key]!r})" for key, label in zip(needed, labels, strict=True)
+    )
+    names = [label for label in labels if isinstance(label, str)]
+    places = [label for label in labels if isinstance(label, int)]
+    options = [
+        f"{option}={found[0]!r}" if len(found) == 1 else f"{option}={tuple(found)!r}"
+        for option, found in (("static_argnames", names), ("static_argnums", places))
+        if found
+    ]
+    raise TraceError(
+        f"{call.name!r} needs the value of {told}, but arguments are traced, as under jax.jit. "
+        f"Decorate it with {', '.join(options)}."
+    ) from error
 
 
 def array_type(aval: Any) -> ArrayType:
