@@ -18,18 +18,41 @@ from functools import partial
 from benchmarks.networks import densenet, gpt, inception, lstm, resnet, unet, vit
 from benchmarks.networks.judged import (
     deeplab,
+    diffusion_unet,
     efficientnet,
     encoder_decoder,
+    flax_gru,
+    graph_net,
     llama,
     mixture_of_experts,
+    physics_mlp,
+    recommender,
     residual_mlp,
+    state_space,
+    two_tower,
+    wavenet,
 )
 from benchmarks.networks.record import BLOCK_POLICIES, Network, checkpoint_policy
 
 __all__ = ["BLOCK_POLICIES", "JUDGED", "TUNED", "Network", "build", "default_batch", "names"]
 
 _TUNED = (resnet, densenet, inception, unet, vit, lstm, gpt)
-_JUDGED = (residual_mlp, llama, encoder_decoder, mixture_of_experts, efficientnet, deeplab)
+_JUDGED = (
+    residual_mlp,
+    llama,
+    encoder_decoder,
+    mixture_of_experts,
+    efficientnet,
+    deeplab,
+    diffusion_unet,
+    graph_net,
+    state_space,
+    wavenet,
+    recommender,
+    two_tower,
+    flax_gru,
+    physics_mlp,
+)
 
 #: Names of the networks that rules were found on.
 TUNED: tuple[str, ...] = tuple(name for family in _TUNED for name in family.SIZES)
@@ -62,6 +85,14 @@ _DEFAULT_BATCHES = {
     "mixture_of_experts": 4,
     "efficientnet_b0": 64,
     "deeplab": 8,
+    "diffusion_unet": 64,
+    "graph_net": 32,
+    "state_space": 4,
+    "wavenet": 8,
+    "recommender": 65_536,
+    "two_tower": 128,
+    "flax_gru": 512,
+    "physics_mlp": 65_536,
 }
 
 
