@@ -47,7 +47,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -58,15 +57,8 @@ import remat_opt
 from benchmarks import networks
 from benchmarks.dominance import NETWORKS, POLICIES
 from benchmarks.json_lines import JsonLines
-from benchmarks.networks import Network, densenet, gpt, inception, lstm, resnet, unet, vit
-from benchmarks.networks.judged import (
-    deeplab,
-    efficientnet,
-    encoder_decoder,
-    llama,
-    mixture_of_experts,
-    residual_mlp,
-)
+from benchmarks.networks import Network
+from benchmarks.networks.small import SMALL
 from remat_opt.program import flop_count
 from remat_opt.training import training_step
 from remat_opt.units import format_bytes, format_seconds, format_share
@@ -103,72 +95,6 @@ Run = Callable[[State, Any], tuple[State, float]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Small:
-    """A network small enough to be run on a few processor cores.
-
-    Attributes:
-      family: its module.
-      batch: examples in a batch.
-      changes: what is different from the network's size.
-    """
-
-    family: ModuleType
-    batch: int
-    changes: Mapping[str, Any]
-
-
-def _small(family: ModuleType, batch: int, **changes: Any) -> Small:
-    return Small(family=family, batch=batch, changes=changes)
-
-
-#: By name; a network that is not here is small by its batch alone.
-SMALL: dict[str, Small] = {
-    "resnet18": _small(resnet, 8, blocks=(2, 2), image=64, classes=100),
-    "resnet34": _small(resnet, 8, blocks=(3, 4), image=64, classes=100),
-    "resnet50": _small(resnet, 8, blocks=(2, 2), image=64, classes=100),
-    "resnet101": _small(resnet, 8, blocks=(2, 3), image=64, classes=100),
-    "resnet152": _small(resnet, 8, blocks=(3, 4), image=64, classes=100),
-    "densenet121": _small(densenet, 8, layers=(4, 6), image=64, classes=100),
-    "inception_v3": _small(
-        inception, 4, pooled=(32, 64), inner=(128,), last=1, image=107, classes=100
-    ),
-    "unet": _small(unet, 2, widths=(16, 32, 64), image=140),
-    "vit_b16": _small(vit, 8, layers=4, width=128, heads=4, patch=8, image=64, classes=100),
-    "lstm": _small(lstm, 32, layers=2, width=128, classes=500, steps=16),
-    "gpt": _small(gpt, 4, layers=4, width=128, heads=4, vocabulary=1000, length=128),
-    "residual_mlp": _small(residual_mlp, 1024, layers=6, width=128, hidden=512),
-    "llama": _small(
-        llama, 2, layers=4, width=128, heads=4, groups=2, hidden=352, vocabulary=1000, length=128
-    ),
-    "encoder_decoder": _small(
-        encoder_decoder, 16, layers=2, width=128, heads=4, hidden=512, vocabulary=1000, length=64
-    ),
-    "mixture_of_experts": _small(
-        mixture_of_experts,
-        4,
-        layers=3,
-        width=128,
-        heads=4,
-        experts=4,
-        hidden=512,
-        vocabulary=1000,
-        length=128,
-    ),
-    "efficientnet_b0": _small(
-        efficientnet,
-        8,
-        stages=efficientnet.SIZES["efficientnet_b0"].stages[:4],
-        image=64,
-        classes=100,
-    ),
-    "deeplab": _small(
-        deeplab, 2, blocks=(1, 1, 1, 1), base=16, pyramid=64, early=16, image=129, classes=21
-    ),
-}
-_SMALL_BATCH = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One network at one size in one kind of step.
 
@@ -193,12 +119,12 @@ class Case:
             return self.given_batch
         if not self.small:
             return networks.default_batch(self.network)
-        return SMALL[self.network].batch if self.network in SMALL else _SMALL_BATCH
+        return SMALL[self.network].batch
 
     @property
     def changes(self) -> Mapping[str, Any]:
         """What is different from the network's size."""
-        return SMALL[self.network].changes if self.small and self.network in SMALL else {}
+        return SMALL[self.network].changes if self.small else {}
 
     def build(self, block_policy: str | None = None) -> Network:
         """The network, as it is or with a policy round every block."""
