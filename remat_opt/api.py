@@ -166,6 +166,8 @@ class Rematerialized:
     that this gives. So it is best called under ``jax.jit``.
     """
 
+    __wrapped__: Callable[..., Any]
+
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -189,6 +191,8 @@ class Rematerialized:
         self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
         # Programs that have no plan, and were warned of.
         self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
+        # A module of ``flax.nnx`` that it is a method of.
+        self._instance: tuple[Any, ...] = ()
         # Which loss it is, for ``step``: bound methods are one with what they are bound from.
         self._identity = object()
 
@@ -249,6 +253,12 @@ class Rematerialized:
         # jax.grad(model.loss): without the instance, which is closed over.
         if instance is None:
             return self
+        if frameworks.is_module(instance):
+            # An argument, so that its state comes through. Plans made ahead are for its parameters.
+            bound = self._around(self._fn, self._signature.with_instance())
+            bound._instance = (instance,)
+            bound.__wrapped__ = self._fn.__get__(instance, owner)
+            return bound
         return self._around(self._fn.__get__(instance, owner))
 
     @contextlib.contextmanager
@@ -257,6 +267,7 @@ class Rematerialized:
     ) -> Iterator[tuple[Rematerialized, frameworks.Pure]]:
         """A call as one without modules of ``flax.nnx``: what to call, with which arguments."""
         has_aux = self._signature.has_aux
+        args = (*self._instance, *args)
         with frameworks.pure(self._fn, args, kwargs, has_aux=has_aux) as pure:
             if pure.fn is self._fn:
                 yield self, pure
@@ -605,7 +616,7 @@ def make_plan(
 
 
 def _undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fn._fn if isinstance(fn, Rematerialized) else fn
+    return fn.__wrapped__ if isinstance(fn, Rematerialized) else fn
 
 
 def _check_is_loss(fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from remat_opt.errors import RematError
 from remat_opt.program.tracing import Fixed
 
 #: Tells our contexts of ``nnx`` from those of its own transformations.
@@ -105,6 +106,9 @@ def pure(
       args: its positional arguments.
       kwargs: its keyword arguments.
       has_aux: whether it returns a pair (differentiated, auxiliary).
+
+    Raises:
+      RematError: there are Variables of an experimental kind.
     """
     if not have_modules(args, kwargs):
         yield Pure(fn=fn, args=tuple(args), kwargs=dict(kwargs), finish=lambda found: found)
@@ -113,6 +117,7 @@ def pure(
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             split = _mapped(functools.partial(_split, context), (tuple(args), dict(kwargs)))
+        _check_kinds(fn, split)
         arrays = jax.tree.leaves(_splits(split))
 
         def finish(found: tuple[Any, Any]) -> Any:
@@ -122,6 +127,23 @@ def pure(
             return _finished(*found, arrays)
 
         yield Pure(fn=_without_modules(fn, has_aux), args=split[0], kwargs=split[1], finish=finish)
+
+
+def _check_kinds(fn: Callable[..., Any], tree: Any) -> None:
+    nnx = sys.modules["flax.nnx"]
+
+    def is_variable(thing: object) -> bool:
+        return isinstance(thing, nnx.Variable)
+
+    for variable in filter(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)):
+        for kind in ("ref", "hijax"):
+            if getattr(variable, kind, False):
+                name = getattr(fn, "__name__", type(fn).__name__)
+                raise RematError(
+                    f"Among the arguments of {name!r} is a Variable of flax.nnx with {kind}=True. "
+                    f"Its changes would be lost: make it without {kind}, or leave the decorator "
+                    "out."
+                )
 
 
 def _without_modules(fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

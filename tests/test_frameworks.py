@@ -17,7 +17,7 @@ import pytest
 from flax import linen, nnx
 
 import remat_opt
-from remat_opt.errors import TraceError
+from remat_opt.errors import RematError, TraceError
 
 STEPS = 20
 X = jax.random.normal(jax.random.key(1), (32, 4))
@@ -237,6 +237,28 @@ def same_either_way(loss: Callable[..., Any], make: Callable[[], tuple[Any, ...]
     assert_same_state(plain, planned)
 
 
+def test_a_decorated_method_of_a_module() -> None:
+    class WithLoss(Network):
+        @remat_opt.optimal_remat(device="cpu", errors="raise", static_argnums=2)
+        def loss(self, x: jax.Array, y: jax.Array, scale: int) -> jax.Array:
+            return loss_fn(self, x, y) * scale
+
+    @nnx.jit
+    def step(model: WithLoss, x: jax.Array, y: jax.Array) -> jax.Array:
+        value, gradients = nnx.value_and_grad(lambda model: model.loss(x, y, 1))(model)
+        descend(model, gradients)
+        return value
+
+    expected_model, expected, _ = undecorated()
+    model = WithLoss(nnx.Rngs(0))
+    losses = [float(step(model, X, Y)) for _ in range(STEPS)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    np.testing.assert_allclose(model.norm.mean[...], expected_model.norm.mean[...], rtol=1e-4)
+    assert int(model.dropout.rngs.count[...]) == STEPS
+    assert len(model.loss.program(X, Y, 1).differentiated) == 6
+    assert model.loss.plan(X, Y, 1) is WithLoss.loss.__get__(model).plan(X, Y, 1)
+
+
 def test_one_module_given_twice() -> None:
     def loss(first: Network, second: Network) -> jax.Array:
         return loss_fn(first, X, Y) + loss_fn(second, 2 * X, Y)
@@ -352,6 +374,28 @@ def test_shapes_in_the_place_of_a_module() -> None:
     assert remat_opt.make_plan(loss_fn, model, X, Y, device="cpu") == plan
 
 
+def test_a_training_step_with_modules() -> None:
+    loss = decorate(loss_fn)
+
+    def step(model: Network, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+        value, gradients = nnx.value_and_grad(loss)(model, x, y)
+        optimizer.update(model, gradients)
+        return value
+
+    model = Network(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    plan = remat_opt.make_plan(
+        nnx.jit(step), model, optimizer, X, Y, device="cpu", verify=True, donate_argnums=(0, 1)
+    )
+    assert plan.function == "loss_fn"
+    assert plan.stages == loss.plan(model, X, Y).stages
+    # Parameters, two moments of each, and statistics: what the step changes is among its outputs.
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert plan.measured.output_bytes > plan.measured.alias_bytes > 3 * parameters
+    given = nnx.jit(nnx.grad(decorate(loss_fn, plan=plan)))(model, X, Y)
+    assert len(jax.tree.leaves(given)) == 6
+
+
 # --- Refused ------------------------------------------------------------------------------
 
 
@@ -368,6 +412,31 @@ def test_a_module_that_is_closed_over() -> None:
     # In evaluation nothing changes.
     model.eval()
     assert float(loss(X, Y)) == pytest.approx(float(loss_fn(model, X, Y)), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ref", "hijax"])
+def test_variables_of_experimental_kinds(kind: str) -> None:
+    try:
+        variable = nnx.BatchStat(jnp.zeros(3), **{kind: True})
+    except (NotImplementedError, ValueError):
+        pytest.skip(f"this Flax has no {kind}")
+    module = nnx.Dict(inner=variable)
+    with pytest.raises(RematError) as caught:
+        decorate(lambda module, x: jnp.sum(x))(module, X)
+    assert str(caught.value) == (
+        f"Among the arguments of '<lambda>' is a Variable of flax.nnx with {kind}=True. Its changes "
+        f"would be lost: make it without {kind}, or leave the decorator out."
+    )
+
+
+def test_modules_in_a_comparison() -> None:
+    with pytest.raises(RematError) as caught:
+        remat_opt.compare(loss_fn, Network(nnx.Rngs(0)), X, Y, device="cpu")
+    assert str(caught.value) == (
+        "compare compiles functions of arrays, but there are modules of flax.nnx among the "
+        "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge; "
+        "make_plan and frontier take modules."
+    )
 
 
 def test_a_loss_without_its_auxiliary_output() -> None:

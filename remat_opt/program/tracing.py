@@ -39,6 +39,16 @@ class Signature:
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
 
+    def with_instance(self) -> Signature:
+        """The same for a method that is given its instance as first argument."""
+
+        def moved(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(number + 1 if number >= 0 else number for number in numbers)
+
+        argnums = None if self.argnums is None else moved(self.argnums)
+        static_argnums = moved(self.static_argnums)
+        return dataclasses.replace(self, argnums=argnums, static_argnums=static_argnums)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
