@@ -64,11 +64,6 @@ def test_a_dtype_without_a_rate_gets_the_slowest() -> None:
     )
 
 
-def test_only_tpus_fuse_operands_into_products() -> None:
-    fusing = {name for name in available() if get_device(name).fuses_into_products}
-    assert fusing == {name for name in available() if get_device(name).platform == "tpu"}
-
-
 def test_devices_are_values() -> None:
     h200 = get_device("h200")
     for twin in (copy.deepcopy(h200), pickle.loads(pickle.dumps(h200))):

@@ -28,13 +28,12 @@ from jax import lax
 
 import remat_opt
 from remat_opt import _jax_internals as internals
-from remat_opt.compilers.materialization import computes_nothing, materialize
-from remat_opt.device import get_device
+from remat_opt.compilers.model import computes_nothing
 from remat_opt.program import tracing
-from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
+from tests.compiler_graphs import model_of
 from tests.programs import EXAMPLES, Example, array
 
 ONLY_FORWARD = {"loop_differentiated_forward"}
@@ -249,7 +248,7 @@ def chain(
 def roots_of(program: Program) -> tuple[int, ...]:
     if computes_nothing(program):
         return ()
-    return materialize(program, linearize(program), get_device("cpu")).roots
+    return model_of(program, "cpu").roots
 
 
 def each_alone(program: Program) -> list[Stage]:

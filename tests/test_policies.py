@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 from remat_opt import planning, policies
-from remat_opt.compilers.materialization import materialize
 from remat_opt.device import get_device
 from remat_opt.graph import Graph
 from remat_opt.measurement import compilation
 from remat_opt.program import flop_count, tracing
 from remat_opt.program.blocks import blocks
-from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.schedule import plain
 from remat_opt.solvers import portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judge
 from remat_opt.solvers.catalogue import Portfolio
+from tests.compiler_graphs import model_of
 
 NAMES = (
     "dots_saveable",
@@ -60,8 +59,8 @@ def talking(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def graph_of(program: Program, device: str = "h200") -> tuple[tuple[int, ...], Graph]:
-    materialization = materialize(program, linearize(program), get_device(device))
-    return materialization.roots, materialization.graph
+    found = model_of(program, device)
+    return found.roots, found.graph
 
 
 def test_what_each_policy_keeps() -> None:
@@ -123,7 +122,7 @@ def pooled(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_what_a_policy_does_alone_may_be_chosen() -> None:
     program = tracing.trace(pooled, W, X)
     found = planning.problem(program, get_device("cpu"), solver=Blind())
-    roots, graph = found.materialization.roots, found.materialization.graph
+    roots, graph = found.model.roots, found.model.graph
     alone = [
         *policies.schedules(program, roots, graph),
         *policies.schedules_per_block(program, roots, graph, blocks(program)),

@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_opt
-from remat_opt import planning
-from remat_opt.compilers.materialization import Materialization
 from remat_opt.errors import RematError
-from remat_opt.recent import Recent
 
 SHAPES = (
     [jax.ShapeDtypeStruct((64, 64), "float32")] * 12,
@@ -44,28 +41,6 @@ def test_rows_ascend_and_are_budgets(overhead: str) -> None:
         assert plan.predicted.temporary_bytes == row["temporary_bytes"]
         assert plan.predicted.recomputed_share == pytest.approx(row["recomputed_flops_share"])
         assert len(plan.stages) == row["regions"]
-
-
-def test_plans_for_a_cpu_are_searched_with_bfloat16_as_it_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weights = [jax.ShapeDtypeStruct((64, 64), "bfloat16")] * 12
-    narrow = weights, jax.ShapeDtypeStruct((1024, 64), "bfloat16")
-    both = remat_opt.frontier(layers, *narrow, device="cpu").rows
-    monkeypatch.setattr(Materialization, "searched_graphs", property(lambda self: (self.graph,)))
-    monkeypatch.setattr(planning, "_sweeps", Recent(16))
-    widened = remat_opt.frontier(layers, *narrow, device="cpu").rows
-
-    def least(rows: Any, budget_bytes: float) -> float:
-        within = [row for row in rows if row["temporary_bytes"] <= budget_bytes]
-        return min(row["overhead_seconds_share"] for row in within)
-
-    gains = [
-        least(widened, row["temporary_bytes"]) - least(both, row["temporary_bytes"])
-        for row in widened
-    ]
-    assert min(gains) >= 0
-    assert max(gains) > 0.1
 
 
 def test_a_decorated_function_has_the_frontier_of_the_plain_one() -> None:

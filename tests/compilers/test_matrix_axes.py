@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt.compilers.matrix_axes import matrix_axes
-from remat_opt.device import get_device
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
+from tests.compiler_graphs import compiler_of
 
 TOKENS, WIDTH, HEADS, DEPTH = 24, 16, 2, 8
 
@@ -84,5 +84,5 @@ def test_without_matrices_in_a_batch_there_are_none(fn) -> None:
 )
 def test_padding_as_compiled(shape, dtype, axes, mebibytes) -> None:
     kind = ArrayType(shape=shape, dtype=dtype)
-    assert get_device("v5e").buffer_bytes(kind, axes) == mebibytes * 2**20
-    assert get_device("h200").buffer_bytes(kind, axes) == kind.bytes
+    assert compiler_of("v5e").buffer_bytes(kind, axes) == mebibytes * 2**20
+    assert compiler_of("h200").buffer_bytes(kind, axes) == kind.bytes

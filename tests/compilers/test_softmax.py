@@ -13,13 +13,13 @@ import pytest
 from remat_opt import _jax_internals as internals
 from remat_opt import planning
 from remat_opt.compilers import softmax
-from remat_opt.compilers.materialization import materialize
+from remat_opt.compilers.compiler import Rules
 from remat_opt.device import get_device
 from remat_opt.program import tracing
-from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.transform.rewriting import rewrite
+from tests.compiler_graphs import model_of
 
 BATCH, TOKENS, HEADS, DEPTH = 2, 8, 3, 4
 SQUARE = (BATCH, HEADS, TOKENS, TOKENS)
@@ -49,14 +49,13 @@ def traced(fn, *args, **options) -> Program:
 
 
 def graph(fn, *args, device, **options):
-    program = traced(fn, *args, **options)
-    return materialize(program, linearize(program), get_device(device))
+    return model_of(traced(fn, *args, **options), device)
 
 
 @pytest.mark.parametrize("mask", [True, False])
 def test_the_exponentials_and_what_the_product_reads_are_found(mask: bool) -> None:
     program = traced(loss, W, X, mask=mask)
-    (found,) = softmax.rounded(program, "tpu")
+    (found,) = softmax.rounded(program, Rules(platform="tpu"))
     maker = program.makers()
     for value, primitive in (
         (found.maxima, "reduce_max"),
@@ -73,17 +72,17 @@ def test_the_exponentials_and_what_the_product_reads_are_found(mask: bool) -> No
         for equation in program.equations
         if equation.operation.primitive == "dot_general"
     )
-    assert not list(softmax.rounded(program, "cuda"))
+    assert not list(softmax.rounded(program, Rules(platform="cuda")))
 
 
 @pytest.mark.parametrize("options", [{"dtype": jnp.float32}, {"shifted": False}])
 def test_weights_as_wide_as_the_exponentials_and_other_sums_are_not(options: Any) -> None:
-    assert not list(softmax.rounded(traced(loss, W, X, **options), "tpu"))
+    assert not list(softmax.rounded(traced(loss, W, X, **options), Rules(platform="tpu")))
 
 
 def test_a_log_softmax_that_no_product_reads_is_not() -> None:
     program = traced(lambda x: jnp.sum(jax.nn.log_softmax(x)), X.astype(jnp.float32))
-    assert not list(softmax.rounded(program, "tpu"))
+    assert not list(softmax.rounded(program, Rules(platform="tpu")))
 
 
 def squares(found) -> list[str]:
@@ -91,7 +90,7 @@ def squares(found) -> list[str]:
 
 
 def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None:
-    found = graph(loss, W, X, device="v5e").unchanged
+    found = graph(loss, W, X, device="v5e").as_it_is
     scores, exponentials = (found.labels.index(text) for text in squares(found))
     assert found.labels[exponentials].startswith("exp f32")
     assert found.graph.predecessors[exponentials].count(scores) == 1
@@ -107,31 +106,31 @@ def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None
 def test_a_tpu_stores_the_scores_of_a_plan_and_the_gradient_of_the_weights() -> None:
     found = graph(loss, W, X, device="v5e")
     (scores,) = (found.labels.index(text) for text in squares(found))
-    assert [found.labels[vertex].split()[0] for vertex in found.row_statistics] == [
+    assert [found.labels[vertex].split()[0] for vertex in sorted(found.never_named)] == [
         "reduce_max",
         "reduce_sum",
     ]
     assert 0 < found.graph.cotangent_bytes[scores] <= found.graph.bytes[scores]
     # The gradients of queries and keys are products that read the scores once more.
     assert scores in found.graph.needs[scores]
-    as_it_is = found.unchanged_graph
-    assert len(as_it_is) == len(found.graph) + 1
+    assert len(found.as_it_is.graph) == len(found.graph) + 1
+    assert found.unchanged_peak_bytes() == found.as_it_is.unchanged_peak_bytes()
 
 
 def test_row_statistics_are_kept_under_no_checkpoint() -> None:
     found = graph(loss, W, X, device="v5e")
-    maxima, sums = found.row_statistics
+    maxima, sums = sorted(found.never_named)
     everything = tuple(range(len(found.graph)))
     inside = (
         Region(vertices=everything[: maxima + 1], kept=(maxima - 1, maxima)),
         Region(vertices=everything[maxima + 1 :], kept=(sums,)),
     )
     nested = Schedule(regions=(Region(vertices=everything, kept=(maxima,), inside=inside),))
-    (outer,) = found.without_row_statistics(nested).regions
+    (outer,) = found.admitted(nested).regions
     assert outer.kept == ()
     assert [one.kept for one in outer.inside] == [(maxima - 1,), ()]
     uncut = plain(found.graph)
-    assert found.without_row_statistics(uncut) == uncut
+    assert found.admitted(uncut) == uncut
 
 
 def test_no_plan_for_a_tpu_keeps_row_statistics_by_name() -> None:
@@ -141,7 +140,7 @@ def test_no_plan_for_a_tpu_keeps_row_statistics_by_name() -> None:
         return jnp.sum(x.astype(jnp.float32))
 
     of = planning.problem(tracing.trace(layers, W, X), get_device("v5e"))
-    statistics = set(of.materialization.row_statistics)
+    statistics = of.model.never_named
     assert len(statistics) == 6
     under = [
         region

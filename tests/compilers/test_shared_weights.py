@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from remat_opt.compilers.materialization import materialize
-from remat_opt.compilers.weight_gradients import SharedWeight, SharedWeights
-from remat_opt.device import get_device
-from remat_opt.program import tracing
-from remat_opt.program.linearization import linearize
-from remat_opt.schedule import Region
+from remat_opt.compilers.shared_weights import SharedWeight, SharedWeights
+from remat_opt.schedule import Region, plain
+from tests.compiler_graphs import W, X, changed, graph_of, names
 
 #: Read at vertices 1, 3, 4 and 6 of 8; with 4 the part of another weight is computed.
 WEIGHT = SharedWeight(
@@ -120,6 +119,13 @@ def test_what_vector_memory_takes_is_spared() -> None:
     assert dataclasses.replace(spared, parts_wait=True).parts_bytes == 40
 
 
+def shared_weights(fn: Callable[..., Any], *args: Any, device: str = "h200") -> SharedWeights:
+    """Those of a function."""
+    _, found, _ = graph_of(fn, *args, device=device)
+    (weights,) = (effect for effect in found.effects if isinstance(effect, SharedWeights))
+    return weights
+
+
 @pytest.mark.parametrize(("device", "spared"), [("h200", False), ("v5e", True), ("cpu", False)])
 def test_weights_of_a_program(device: str, spared: bool) -> None:
     def unrolled(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -131,12 +137,10 @@ def test_weights_of_a_program(device: str, spared: bool) -> None:
         jax.ShapeDtypeStruct((256, 256), jnp.float32),
         jax.ShapeDtypeStruct((64, 256), jnp.float32),
     )
-    program = tracing.trace(unrolled, *arguments, signature=tracing.Signature())
-    found = materialize(program, linearize(program), get_device(device)).shared_weights
+    found = shared_weights(unrolled, *arguments, device=device)
     assert [(one.bytes, len(one.readers)) for one in found.weights] == [(256 * 256 * 4, 3)]
     assert (found.spared_bytes > 0) == spared
     assert found.parts_wait != spared
-    assert bool(found)
     assert found.put_off == (device == "h200")
     # What a part is computed from: an input of the product, and the cotangent of its output.
     assert [one.read_bytes for one in found.weights] == [2 * 64 * 256 * 4]
@@ -155,11 +159,40 @@ def test_weights_with_common_factors_are_one_group() -> None:
         return y.sum()
 
     weight = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    program = tracing.trace(stack, [weight] * 6, weight, signature=tracing.Signature())
-    found = materialize(program, linearize(program), get_device("h200")).shared_weights
+    found = shared_weights(stack, [weight] * 6, weight)
     groups = [one.group for one in found.weights]
     # With what a layer multiplies its state, the next one multiplies its input.
     assert len(groups) == 6
     assert groups[0] == groups[3]
     assert groups[2] == groups[5]
     assert len(set(groups)) == 4
+
+
+def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
+    def recurrent(weights, x):
+        state = x
+        for _ in range(5):
+            state = jnp.tanh(state @ weights[0])
+        return jnp.sum(jnp.sin(state @ weights[1]))
+
+    size = W.nbytes
+    for device, summed, of_plan, unchanged in (
+        # In a checkpointed region the sum, and beside it the part that is computed; without a
+        # checkpoint the sum is where the gradient is put out.
+        ("h200", 2 * size, size, 5 * size),
+        ("cpu", 2 * size, 2 * size, 5 * size),
+        ("v5e", 0, 0, 0),
+    ):
+        _, found, graph = graph_of(recurrent, [W, W], X, device=device)
+        products = [v for v, one in enumerate(names(graph)) if one == "dot_general"]
+        before = (v for v in range(len(graph)) if v < products[0])
+        after = range(products[4] + 1, len(graph))
+        assert {graph.workspace_bytes[v] for v in products[:5]} == {summed}
+        planned = found.graph_of(plain(graph)).workspace_bytes
+        assert {planned[v] for v in products[:5]} == {of_plan}
+        assert not any(graph.workspace_bytes[v] for v in (*before, *after))
+        # As it is, one part after the other comes, and none goes.
+        parts = changed(found, None).workspace_bytes
+        assert not any(parts[v] for v in after)
+        for number, vertex in enumerate(products[:5]):
+            assert parts[vertex] == (5 - number) * unchanged // 5

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from remat_opt.compilers.products import biases, stored_sums
+from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.product_sums import biases, stored_sums
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import tracing
 
@@ -64,14 +65,14 @@ def of_three(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_sums_of_two_products_that_nothing_else_reads(fn: Callable[..., Any], sums: int) -> None:
     args = (W, X, B) if fn is with_a_bias else (W, X)
     program = tracing.trace(lambda *given: jnp.sum(jnp.tanh(fn(*given)) ** 2), *args)
-    found = list(stored_sums(program, "cuda"))
+    found = list(stored_sums(program, Rules(platform="cuda")))
     assert len(found) == sums
     for index, pair in found:
         assert program.equations[index].operation.primitive in ("add", "sub")
         assert {program.equations[one].operation.primitive for one in pair} <= PRODUCTS
         assert pair[0] < pair[1] < index
-    assert not list(stored_sums(program, "tpu"))
-    assert not list(stored_sums(program, "cpu"))
+    for platform in ("tpu", "cpu"):
+        assert not list(stored_sums(program, Rules(platform=platform)))
 
 
 def test_what_is_put_out_is_no_part_of_a_sum() -> None:
@@ -80,7 +81,7 @@ def test_what_is_put_out_is_no_part_of_a_sum() -> None:
         return jnp.sum(jnp.tanh(first + jnp.sin(x) @ w)), first
 
     program = tracing.trace(loss, W, X, signature=tracing.Signature(has_aux=True))
-    assert not list(stored_sums(program, "cuda"))
+    assert not list(stored_sums(program, Rules(platform="cuda")))
 
 
 def test_what_is_added_to_a_product_is_its_bias() -> None:

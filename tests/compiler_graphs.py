@@ -1,0 +1,94 @@
+"""Programs as compilers are expected to store them: what the tests of that room share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.compilers.model import Model, model
+from remat_opt.compilers.storage import Storage
+from remat_opt.device import get_device
+from remat_opt.graph import Graph
+from remat_opt.program import tracing
+from remat_opt.program.dataflow import Dataflow
+from remat_opt.program.linearization import linearize
+from remat_opt.program.record import Program
+from remat_opt.program.tracing import Signature
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.simulator import simulate
+
+X = jnp.ones((16, 8))
+W = jnp.ones((8, 8))
+
+
+def compiler_of(device: str, off: Collection[str] = ()) -> Compiler:
+    """The compiler for a device of the table, with some rules switched off."""
+    return Compiler(device=get_device(device), off=frozenset(off))
+
+
+def model_of(program: Program, device: str = "h200", off: Collection[str] = ()) -> Model:
+    """What is expected of a program."""
+    return model(program, linearize(program), compiler_of(device, off))
+
+
+def storage_of(program: Program, device: str = "h200") -> Storage:
+    """What is stored of a program."""
+    return Storage(Dataflow(program, linearize(program)), compiler_of(device))
+
+
+def graph_of(
+    fn: Callable[..., Any], *args: Any, device: str = "h200", **options: Any
+) -> tuple[Program, Model, Graph]:
+    """A function as a program, what is expected of it, and its graph."""
+    program = tracing.trace(fn, *args, signature=Signature(**options))
+    found = model_of(program, device)
+    return program, found, found.graph
+
+
+def changed(found: Model, schedule: Schedule | None) -> Graph:
+    """The graph with what depends on a schedule; with None that of the function as it is."""
+    figures = Figures.of(found.graph)
+    for effect in found.effects:
+        effect.change(figures, schedule)
+    return figures.put_into(found.graph)
+
+
+def held_bytes(found: Model, schedule: Schedule | None, kind: type[Effect] = Effect) -> int:
+    """What effects of one kind hold beside the graph; without a schedule, for the function."""
+    return sum(
+        effect.held_bytes(found.graph, schedule)
+        for effect in found.effects
+        if isinstance(effect, kind)
+    )
+
+
+def whole(graph: Graph) -> Schedule:
+    """All under one checkpoint that keeps nothing."""
+    return Schedule(regions=(Region(vertices=tuple(range(len(graph)))),))
+
+
+def names(graph: Graph) -> list[str]:
+    """The primitives of the vertices, in order."""
+    return [name.split(":")[1] for name in graph.names]
+
+
+def stored(graph: Graph) -> list[str]:
+    """The primitives of what the backward pass of the unchanged function reads."""
+    return [names(graph)[vertex] for vertex in simulate(graph, plain(graph)).stored]
+
+
+def two_layers(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.sin(x @ w)
+    return jnp.sum(x)
+
+
+def cross_entropy(w: jax.Array, x: jax.Array) -> jax.Array:
+    logits = x @ w
+    picked = jnp.take_along_axis(logits, jnp.arange(x.shape[0])[:, None] % 4, axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked[:, 0])

@@ -1,0 +1,58 @@
+"""Gathers that pick one element of each row, and what their gradients hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.compilers.effects import Held
+from remat_opt.compilers.row_gathers import is_row_gather
+from remat_opt.program import tracing
+from remat_opt.schedule import plain
+from tests.compiler_graphs import W, X, cross_entropy, graph_of, held_bytes, whole
+
+ROWS = jnp.zeros(X.shape[0], int)
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: jnp.take_along_axis(x, ROWS[:, None], axis=1), True),
+        (lambda x: jnp.take_along_axis(x, ROWS[:, None], axis=1, mode="clip"), True),
+        # Two of each row, whole rows, and one of each column.
+        (lambda x: jnp.take_along_axis(x, jnp.stack([ROWS, ROWS], axis=1), axis=1), False),
+        (lambda x: x[ROWS], False),
+        (lambda x: jnp.take_along_axis(x, jnp.zeros((1, X.shape[1]), int), axis=0), False),
+    ],
+)
+def test_what_picks_one_element_of_each_row(
+    fn: Callable[[jax.Array], jax.Array], expected: bool
+) -> None:
+    program = tracing.trace(lambda x: jnp.sum(fn(x)), X)
+    gathers = [one.operation for one in program.equations if one.operation.primitive == "gather"]
+    assert [is_row_gather(one) for one in gathers] == [expected]
+    assert not any(
+        is_row_gather(one.operation)
+        for one in program.equations
+        if one.operation.primitive != "gather"
+    )
+
+
+def test_the_function_as_it_is_has_a_scatter_and_both_arrays_on_nvidia() -> None:
+    size = X.shape[0] * W.shape[1] * 4
+    for device, unchanged in (("h200", size), ("cpu", 0), ("v5e", 0)):
+        _, found, graph = graph_of(cross_entropy, W, X, device=device)
+        assert held_bytes(found, None, Held) == unchanged
+        for schedule in (plain(graph), whole(graph)):
+            assert held_bytes(found, schedule, Held) == 0
+
+
+def test_only_what_products_write_is_overwritten() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return cross_entropy(w, x) + jnp.sum(jnp.take_along_axis(jnp.sin(w), ROWS[:8, None], 1))
+
+    _, found, _ = graph_of(loss, W, X)
+    assert held_bytes(found, None, Held) == X.shape[0] * W.shape[1] * 4

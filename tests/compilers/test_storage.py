@@ -1,0 +1,156 @@
+"""Which values a compiler stores: FACTS of XLA's fusion, as the graph shows them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tests.compiler_graphs import (
+    W,
+    X,
+    graph_of,
+    names,
+    storage_of,
+    two_layers,
+)
+
+
+def test_elementwise_results_live_inside_what_reads_them() -> None:
+    def loss(w, x):
+        return jnp.sum(jnp.exp(jnp.sin(x * w) + 1.0))
+
+    _, _, graph = graph_of(loss, X, X)
+    assert names(graph) == ["reduce_sum"]
+    # The sum alone is computed, and it is an output: nothing lies in temporary memory.
+    assert graph.bytes == (0,)
+
+
+def test_what_an_opaque_equation_makes_or_reads_is_stored() -> None:
+    def loss(w, x):
+        return jnp.sum(jnp.cos(jnp.sin(x) @ w))
+
+    program, found, graph = graph_of(loss, W, X)
+    assert names(graph) == ["sin", "dot_general", "reduce_sum"]
+    assert graph.bytes == (X.nbytes, X.nbytes, 0)
+    assert graph.predecessors == ((), (0,), (1,))
+    # The product's derivative reads the sine; the cosine's, inside the sum, the product, and writes
+    # the product's cotangent over it.
+    assert graph.needs == ((), (0, 1), (1,))
+    assert graph.cotangent_bytes == (0, 0, 4)  # x is not differentiated
+    assert [program.equations[root].operation.primitive for root in found.roots] == names(graph)
+    assert found.labels[1] == "dot_general f32[16,8]"
+    assert graph.flops[1] == 2 * 16 * 8 * 8
+
+
+def test_reductions_write_their_result() -> None:
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin(y - jnp.mean(y, axis=0)))
+
+    _, _, graph = graph_of(loss, W, X)
+    assert names(graph) == ["dot_general", "reduce_sum", "reduce_sum"]
+    assert graph.bytes == (X.nbytes, 8 * 4, 0)
+
+
+def test_the_sum_of_a_residual_stream_is_stored() -> None:
+    def loss(weights, x):
+        for w in weights:
+            x = x + x @ w
+        return jnp.sum(jnp.sin(x))
+
+    _, _, graph = graph_of(loss, [W] * 3, X)
+    # Each sum feeds a product. The last feeds the loss alone and so lives inside it.
+    assert names(graph) == ["dot_general", "add", "dot_general", "add", "dot_general", "reduce_sum"]
+
+
+def test_a_cheap_shared_value_is_not_stored() -> None:
+    def loss(w, x):
+        y = x @ w
+        activated = jax.nn.relu(y)
+        return jnp.sum(activated**2) + jnp.sum(jnp.sin(activated))
+
+    _, _, graph = graph_of(loss, W, X)
+    # Either reader reads the product itself, of the same size.
+    assert names(graph)[0] == "dot_general"
+    assert sum(size == X.nbytes for size in graph.bytes) == 1
+
+
+def test_a_tpu_stores_a_concatenation_that_is_read_twice() -> None:
+    """As DenseNet's, of which a normalisation takes the mean, and then reads it once more."""
+
+    def loss(w, x, normalised):
+        joined = jnp.concatenate([x, x @ w], axis=1)
+        joined = joined - jnp.mean(joined) if normalised else joined
+        return jnp.sum(jnp.tanh(joined @ jnp.concatenate([w, w])))
+
+    w, x = jnp.ones((1024, 1024)), jnp.ones((256, 1024))
+    for device, normalised, stored in (
+        ("v5e", True, True),
+        ("v5e", False, False),
+        ("h200", True, True),
+        ("cpu", True, True),
+    ):
+        of_both = functools.partial(loss, normalised=normalised)
+        _, _, graph = graph_of(of_both, w, x, device=device)
+        assert ("concatenate" in names(graph)) is stored, (device, normalised)
+
+
+def test_reshapes_are_other_names_of_the_same_bytes() -> None:
+    def loss(w, x):
+        y = (x @ w).reshape(4, 32).T.reshape(-1, 8)
+        return jnp.sum(jnp.sin(y @ w))
+
+    program, _, graph = graph_of(loss, W, X)
+    assert names(graph) == ["dot_general", "dot_general", "reduce_sum"]
+    assert graph.predecessors[1] == (0,)
+    assert 0 in graph.needs[1]
+    assert storage_of(program).vertex_of[program.equations[0].outputs[0]] == 0
+
+
+def test_outputs_cost_no_temporary_memory() -> None:
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin(y)), (y.reshape(-1), jnp.exp(y))
+
+    _, _, graph = graph_of(loss, W, X, has_aux=True)
+    by_name = dict(zip(names(graph), graph.bytes, strict=True))
+    assert by_name == {"dot_general": 0, "exp": 0, "reduce_sum": 0}
+
+
+def test_a_tpu_computes_operands_of_products_as_it_reads_them() -> None:
+    big = [jnp.ones((128, 128))] * 2, jnp.ones((256, 128))
+    for device in ("cpu", "h200"):
+        _, _, graph = graph_of(two_layers, *big, device=device)
+        assert names(graph) == ["dot_general", "sin", "dot_general", "reduce_sum"]
+    _, _, graph = graph_of(two_layers, *big, device="v5e")
+    assert names(graph) == ["dot_general", "dot_general", "reduce_sum"]
+    # The second product's derivative reads the sine, which is computed from the first, and its own
+    # result, of which its cotangent is computed.
+    assert graph.needs == ((), (0, 1), (1,))
+    # Of the cotangents only the one that the second product's backward step writes is stored:
+    # the second one's own is a cosine times a scalar.
+    assert graph.cotangent_bytes == (256 * 128 * 2, 0, 4)
+
+
+def test_parts_of_sums_are_no_arrays_of_their_own() -> None:
+    """The gates of a recurrent cell are read from one array; so is what only goes into a sum."""
+
+    def cell(weights, state):
+        gates = state[0] @ weights[0] + state[1] @ weights[1]
+        forget, new = jnp.split(gates, 2, axis=1)
+        cell = jax.nn.sigmoid(forget) * state[1] + jax.nn.sigmoid(new) * jnp.tanh(new)
+        return jnp.tanh(cell) @ weights[2], cell
+
+    def loss(weights, x):
+        state = x, x
+        for _ in range(3):
+            state = cell(weights, state)
+        return jnp.sum(jnp.sin(state[0] @ weights[2]))
+
+    wide = jnp.ones((W.shape[0], 2 * W.shape[1]))
+    _, _, graph = graph_of(loss, [wide, wide, W], X)
+    # Products, the sum of the first two, what is dear, the cell's new state, what the third reads.
+    each = ["dot_general", "dot_general", "add", "tanh", "add", "tanh", "dot_general"]
+    assert names(graph)[:14] == each * 2

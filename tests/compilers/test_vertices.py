@@ -1,0 +1,62 @@
+"""What the graph says of each vertex, beside what is stored."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import networkx
+from jax import lax
+
+from tests.compiler_graphs import (
+    W,
+    X,
+    graph_of,
+    names,
+    storage_of,
+)
+
+
+def test_what_has_side_effects_is_pinned_and_reads_stored_values() -> None:
+    def loss(w, x):
+        y = jnp.sin(x @ w)
+        jax.debug.callback(lambda v: None, y)
+        return jnp.sum(y * y)
+
+    program, found, graph = graph_of(loss, W, X)
+    (pinned,) = [vertex for vertex, is_pinned in enumerate(graph.pinned) if is_pinned]
+    assert program.equations[found.roots[pinned]].effects
+    assert names(graph)[graph.predecessors[pinned][0]] == "sin"
+
+
+def test_a_scan_brings_residuals_that_no_name_can_keep() -> None:
+    def loss(w, x):
+        return jnp.sum(lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=5)[0])
+
+    _, _, graph = graph_of(loss, W, X)
+    scan = names(graph).index("scan")
+    assert graph.internal_bytes[scan] >= 5 * X.nbytes
+    assert sum(graph.internal_bytes) == graph.internal_bytes[scan]
+    assert set(graph.predecessors[scan]) <= set(graph.needs[scan])
+
+
+def test_labels_say_primitive_dtype_and_shape() -> None:
+    def loss(w, x):
+        return jnp.sum((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) * 2)
+
+    _, found, _ = graph_of(loss, W, X)
+    assert "dot_general bf16[16,8]" in found.labels
+
+
+def test_vertices_partition_the_work_and_edges_lead_forward() -> None:
+    def loss(weights, x):
+        for w in weights:
+            x = x + jnp.tanh((x - jnp.mean(x)) @ w)
+        return jnp.sum(x**2)
+
+    program, found, graph = graph_of(loss, [W] * 4, X)
+    assert list(found.roots) == sorted(set(found.roots))
+    assert set(storage_of(program).vertex_of.values()) == set(range(len(graph)))
+    assert networkx.is_directed_acyclic_graph(graph.to_networkx())
+    dots = [e for e in program.equations if e.operation.primitive == "dot_general"]
+    assert graph.forward_flops >= len(dots) * 2 * 16 * 8 * 8
+    assert all(seconds > 0 for seconds in graph.seconds)
