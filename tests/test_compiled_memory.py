@@ -8,6 +8,7 @@ one that makes them better should tighten the numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,11 @@ from jax import lax
 
 import remat_opt
 from benchmarks import networks
+from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
 from tests.devices import needs_libtpu
 
-TPU = [pytest.mark.tpu, pytest.mark.slow, needs_libtpu]
+TPU = [pytest.mark.tpu, pytest.mark.slow, pytest.mark.versions, needs_libtpu]
 
 Array = jax.ShapeDtypeStruct
 
@@ -56,14 +58,30 @@ def convolutional_net_arguments(batch: int, side: int, channels: int) -> Any:
     return [layer] * 8, Array((batch, side, side, channels), "float32")
 
 
+#: What was compiled for one test serves the others.
+compiled: dict[Any, Any] = {}
+
+
+def once(make: Callable[[], Any], *key: Any) -> Any:
+    if key not in compiled:
+        compiled[key] = make()
+    return compiled[key]
+
+
 def planned(fn: Callable[..., Any], args: Any, device: str, **options: Any) -> Plan:
     """Of the gradient alone, as is what it is compared with."""
     options = {"gradients": "results", **options}
-    return remat_opt.make_plan(fn, *args, device=device, verify=True, **options)
+    make = functools.partial(remat_opt.make_plan, fn, *args, device=device, verify=True, **options)
+    return once(make, fn, str(args), device, *options.items())
+
+
+def plain(fn: Callable[..., Any], args: Any, device: str) -> Measurement:
+    gradient = jax.value_and_grad(fn)
+    return once(lambda: remat_opt.measure(gradient, *args, device=device), fn, str(args), device)
 
 
 def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
-    return remat_opt.measure(jax.value_and_grad(fn), *args, device=device).temporary_bytes
+    return plain(fn, args, device).temporary_bytes
 
 
 @pytest.mark.parametrize(
@@ -147,6 +165,7 @@ def attention_net(weights: Any, x: jax.Array) -> jax.Array:
 
 @pytest.mark.tpu
 @pytest.mark.slow
+@pytest.mark.versions
 @needs_libtpu
 def test_attention_in_mixed_precision_on_a_tpu() -> None:
     layer = Array((512, 1536), "bfloat16"), Array((512, 512), "bfloat16")
@@ -171,7 +190,7 @@ def test_attention_in_mixed_precision_on_a_tpu() -> None:
     ids=["residual net", "convolutional net"],
 )
 def test_the_compiler_does_recompute_what_was_planned(fn: Callable[..., Any], args: Any) -> None:
-    unchanged = remat_opt.measure(jax.value_and_grad(fn), *args, device="cpu").flops
+    unchanged = plain(fn, args, "cpu").flops
     plan = planned(fn, args, "cpu")
     again = plan.measured.flops - unchanged
     assert plan.predicted.recomputed_flops > 0.3 * plan.predicted.forward_flops
@@ -216,6 +235,7 @@ def test_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_every_layer_of_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
     """Also those whose input nothing waits for: XLA held 19 parts, and took 1.58 times as much."""
     net = networks.build("lstm", networks.default_batch("lstm"))

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,26 @@ from tests.compiler_graphs import model_of
 from tests.programs import EXAMPLES, Example, array
 
 ONLY_FORWARD = {"loop_differentiated_forward"}
+
+#: Whose compilations take long.
+DEAR = {
+    *("attention", "bfloat16", "cnn_batch_norm", "dropout_raw_key", "dropout_typed_key"),
+    *("embedding_lookup", "flax_batch_norm", "flax_nnx", "gather_scatter_sort"),
+    *("linear_algebra", "many_elementwise", "residual_blocks", "scanned_layers"),
+}
+#: One for each thing that can go wrong, for tests that compile much.
+CORE = {
+    *("branches", "closure_constants", "custom_jvp", "custom_vjp", "identity"),
+    *("inner_checkpoint", "integer_and_boolean_outputs", "keyword_arguments", "mlp"),
+    *("outputs_that_are_arguments_constants_reshapes", "recurrent_scan", "several_argnums"),
+    *("stopped_gradient", "weak_types"),
+}
+
+
+def examples(names: Iterable[str], *, fast: Set[str]) -> list[Any]:
+    """Names to go through, of which only some are not slow."""
+    slow = [pytest.mark.slow, pytest.mark.versions]
+    return [name if name in fast else pytest.param(name, marks=slow) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +112,17 @@ def jitted(example: Example, make: Callable[..., Any], fn: Callable[..., Any]) -
     """``make(fn)``, jitted, at the example's arguments."""
     static = {key: example.options.get(key) for key in ("static_argnums", "static_argnames")}
     return jax.jit(make(fn), **static)(*example.args, **example.kwargs)
+
+
+@functools.cache
+def made(name: str) -> Example:
+    return EXAMPLES[name]()
+
+
+@functools.cache
+def plain(name: str) -> Any:
+    """Values and gradients of the undecorated function, compiled once for all tests."""
+    return jitted(made(name), value_and_grad(made(name)), made(name).fn)
 
 
 def value_and_grad(example: Example) -> Callable[..., Any]:
@@ -160,10 +191,9 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=EXAMPLES.keys() - DEAR))
 def test_value_and_gradient_for_every_objective(name: str) -> None:
-    example = EXAMPLES[name]()
-    expected = jitted(example, value_and_grad(example), example.fn)
+    example, expected = made(name), plain(name)
     stages_seen = set()
     for objective in OBJECTIVES.values():
         fn = decorated(example, **objective)
@@ -177,18 +207,18 @@ def test_value_and_gradient_for_every_objective(name: str) -> None:
             assert_same(expected, found, example.tolerance)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=CORE))
 def test_all_transformations(name: str) -> None:
-    example = EXAMPLES[name]()
+    example = made(name)
     expected = jax.jit(lambda: everything(example, example.fn))()
     found = jax.jit(lambda: everything(example, decorated(example)))()
     # A tangent's weak type is that of jax.jit(loss): it can differ where nothing is traced.
     assert_same(expected, found, 10 * example.tolerance, compare_weak_types=False)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=CORE))
 def test_without_jit(name: str) -> None:
-    example = EXAMPLES[name]()
+    example = made(name)
     expected = value_and_grad(example)(example.fn)(*example.args, **example.kwargs)
     fn = decorated(example)
     found = value_and_grad(example)(fn)(*example.args, **example.kwargs)
@@ -286,14 +316,12 @@ def halves(roots: Sequence[int]) -> list[Stage]:
 
 
 @pytest.mark.parametrize("choose", [each_alone, all_together, nested])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=CORE))
 def test_hand_made_regions(name: str, choose: Callable[[Program], list[Stage]]) -> None:
-    example = EXAMPLES[name]()
+    example = made(name)
     rewritten = staged(example, choose)
-    expected = jitted(example, value_and_grad(example), example.fn)
-    assert_same(
-        expected, jitted(rewritten, value_and_grad(example), rewritten.fn), example.tolerance
-    )
+    found = jitted(rewritten, value_and_grad(example), rewritten.fn)
+    assert_same(plain(name), found, example.tolerance)
 
 
 SMALL = [
@@ -311,12 +339,12 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", examples(SMALL, fast={"branches", "custom_vjp", "mlp"}))
 @settings(max_examples=6)
 @given(data=st.data())
 def test_random_regions(name: str, data: st.DataObject) -> None:
     with jax.enable_x64(True):
-        example = EXAMPLES[name]()
+        example = made(name)
         program, _ = program_of(example)
         # Any equation may be a vertex: what is none is computed again where it is read.
         count = len(program.equations)
@@ -326,16 +354,21 @@ def test_random_regions(name: str, data: st.DataObject) -> None:
         flags = st.lists(st.booleans(), min_size=len(roots), max_size=len(roots))
         stages = chain(program, roots, data.draw(flags), data.draw(flags))
         rewritten = staged(example, lambda _: stages)
-        expected = jitted(example, value_and_grad(example), example.fn)
         found = jitted(rewritten, value_and_grad(example), rewritten.fn)
-        assert_same(expected, found, example.tolerance)
+        assert_same(plain(name), found, example.tolerance)
 
 
 @pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize("name", [*SMALL, "cnn_batch_norm", "attention", "scanned_layers"])
+@pytest.mark.parametrize(
+    "name",
+    examples(
+        [*SMALL, "cnn_batch_norm", "attention", "scanned_layers"],
+        fast={"custom_vjp", "inner_checkpoint", "mlp"},
+    ),
+)
 def test_with_and_without_the_coming_remat(name: str, value: bool) -> None:
     with remat3(value):
-        example = EXAMPLES[name]()
+        example = made(name)
         expected = jitted(example, value_and_grad(example), example.fn)
         for fn in (decorated(example), staged(example, each_alone).fn):
             assert_same(expected, jitted(example, value_and_grad(example), fn), example.tolerance)
@@ -492,7 +525,7 @@ def test_closed_over_tracers_get_their_gradient_and_do_not_leak() -> None:
     def outer(decorate: Callable[..., Any], closed: jax.Array, w: jax.Array) -> jax.Array:
         @decorate
         def loss(w):
-            for _ in range(6):
+            for _ in range(3):
                 w = jnp.tanh(jnp.sin(closed) @ w)
             return jnp.sum(w)
 
@@ -627,7 +660,7 @@ def test_two_devices() -> None:
         cwd=root,
         env=os.environ
         | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
             "JAX_PLATFORMS": "cpu",
         },
     )
@@ -638,7 +671,7 @@ def test_two_devices() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_rewritten_program_is_well_formed(name: str) -> None:
-    example = EXAMPLES[name]()
+    example = made(name)
     program, call = program_of(example)
     for stages in (
         decorated(example).plan(*example.args, **example.kwargs).stages,

@@ -38,6 +38,7 @@ def figures(printed: str, line_start: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_shows_the_plan(printed):
     assert "Plan of loss_fn for cpu" in printed
     assert re.search(r"^Kept: \d+ values", printed, re.MULTILINE)
@@ -47,6 +48,7 @@ def test_shows_the_plan(printed):
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_is_within_the_budget_as_compiled(printed):
     compiled, budget = figures(printed, "Compiled temporaries")
     _, trained = figures(printed, "temporary memory")
@@ -56,6 +58,7 @@ def test_is_within_the_budget_as_compiled(printed):
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_compares_with_every_policy_of_jax(printed):
     compared = [line.split("  ")[0] for line in printed.splitlines()]
     for label in ("plain", *policies.default_policies(), "least memory"):
@@ -64,6 +67,7 @@ def test_compares_with_every_policy_of_jax(printed):
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_learns_the_same(printed):
     (curves,) = figures(printed, "largest difference of the loss curves")
     (gradients,) = figures(printed, "largest difference of the gradients")
@@ -75,6 +79,7 @@ def test_learns_the_same(printed):
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_trains_in_less_than_half_of_the_memory(printed):
     plain, planned = figures(printed, "temporary memory")
     assert planned < plain / 2

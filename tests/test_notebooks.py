@@ -64,6 +64,7 @@ def executed():
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_runs_without_an_error(executed):
     outputs = [output for cell in code_cells(executed) for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
@@ -72,6 +73,7 @@ def test_runs_without_an_error(executed):
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_shows_the_plan_as_a_page(executed):
     page = shown(cell_with(executed, "plan = lean_loss_fn.plan"))["text/html"]
     assert "<table" in page
@@ -80,17 +82,20 @@ def test_shows_the_plan_as_a_page(executed):
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_gradients_agree(executed):
     assert printed(cell_with(executed, "lean_gradient = ")) == "The gradients agree.\n"
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_draws_memory_against_overhead(executed):
     figure = shown(cell_with(executed, "draw(found, ax)"))["image/png"]
     assert base64.b64decode(figure).startswith(PNG_START)
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_plans_for_a_tpu_or_says_why_not(executed):
     cell = cell_with(executed, 'device="v5e"')
     if importlib.util.find_spec("libtpu") is None:

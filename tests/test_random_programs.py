@@ -41,6 +41,7 @@ def test_random_programs(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize("seed", range(COUNT, COUNT + MORE))
 def test_more_random_programs(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])

@@ -11,6 +11,7 @@ from remat_opt.program import flop_count
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_resnet50_gradient_flops_agree_with_the_compiler() -> None:
     network = networks.build("resnet50", 2)
     counted = flop_count.gradient_flops(network.loss_fn, *network.arguments, has_aux=True)

@@ -65,6 +65,7 @@ def _shapes(batch: int, image: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize(("batch", "image"), [(4, 64), (2, 96), (3, 57)])
 def test_flops_of_a_gradient_are_the_compilers_within_3_percent(
     batch: int, image: int, ours: Any, compiled: Any

@@ -22,7 +22,7 @@ from remat_opt.scopes import Origin, origin
 from remat_opt.transform import rewriting
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
-TPU = [pytest.mark.tpu, needs_libtpu]
+TPU = [pytest.mark.tpu, pytest.mark.slow, pytest.mark.versions, needs_libtpu]
 CUDA = [pytest.mark.cuda, needs_cuda_plugin]
 
 #: With a loop, as JAX 0.12 writes it for CPU and NVIDIA: pages, and no get-tuple-element.

@@ -120,6 +120,7 @@ class TestFigures:
         )
 
     @pytest.mark.slow
+    @pytest.mark.versions
     @pytest.mark.tpu
     @needs_libtpu
     def test_v5e(self) -> None:
@@ -531,6 +532,7 @@ MEASURE_AFTER_USE = """
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 class TestOtherProcesses:
     """Compiling for a device that is not there, in programs as users have them."""
 

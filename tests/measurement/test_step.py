@@ -426,6 +426,7 @@ def test_values_in_a_step_are_those_of_the_plain_loss() -> None:
 
 @pytest.mark.tpu
 @pytest.mark.slow
+@pytest.mark.versions
 @needs_libtpu
 def test_a_step_for_a_tpu() -> None:
     # Large enough not to lie in vector memory.

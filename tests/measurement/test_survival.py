@@ -17,10 +17,11 @@ from remat_opt.plan import Plan
 from remat_opt.recomputation import Recomputation, is_recomputation
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
+SLOW = [pytest.mark.slow, pytest.mark.versions]
 DEVICES = [
     "cpu",
     pytest.param("h200", marks=[pytest.mark.cuda, needs_cuda_plugin]),
-    pytest.param("v5e", marks=[pytest.mark.slow, pytest.mark.tpu, needs_libtpu]),
+    pytest.param("v5e", marks=[*SLOW, pytest.mark.tpu, needs_libtpu]),
 ]
 SHAPES = (
     [jax.ShapeDtypeStruct((128, 128), "float32")] * 8,
@@ -159,6 +160,7 @@ def test_checkpoints_of_others(fn: Callable[..., Any], products: int | None, dev
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.tpu
 @needs_libtpu
 def test_the_compilers_own_rematerialisation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,13 @@ from remat_opt.solvers.base import Refused, judge
 from tests.graphs import INSTANCES, chain_edges, graphs
 
 FIT = [row.name for row in solvers.available() if row.plans_programs]
+#: Those that try all or nearly all.
+DEAR = {"exhaustive", "integer_program"}
 #: Files that are not solvers, but what several of them share, or put together.
 NOT_SOLVERS = {
     *("__init__", "base", "catalogue"),
     *(
+        "allocator",
         "chain_figures",
         "coarsening",
         "division_tree",
@@ -92,7 +95,9 @@ def test_candidates_are_judged_by_the_referee(name: str, instance: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", FIT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in FIT]
+)
 @hypothesis.given(graph=graphs())
 @hypothesis.settings(max_examples=40)
 def test_any_graph_is_taken_or_refused(name: str, graph: Graph) -> None:

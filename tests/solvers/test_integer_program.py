@@ -50,14 +50,14 @@ def check_optimal(graph: Graph, depth: int) -> None:
         )
 
 
-@hypothesis.given(graphs(max_vertices=5))
+@hypothesis.given(graphs(max_vertices=4))
 @hypothesis.settings(max_examples=20)
 def test_best_of_all_chains(graph: Graph) -> None:
     check_optimal(graph, 1)
 
 
 @hypothesis.given(graphs(max_vertices=3))
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 def test_best_of_all_chains_that_nest(graph: Graph) -> None:
     check_optimal(graph, 2)
 
