@@ -424,8 +424,8 @@ def test_variables_of_experimental_kinds(kind: str) -> None:
     with pytest.raises(RematError) as caught:
         decorate(lambda module, x: jnp.sum(x))(module, X)
     assert str(caught.value) == (
-        f"Among the arguments of '<lambda>' is a Variable of flax.nnx with {kind}=True. Its changes "
-        f"would be lost: make it without {kind}, or leave the decorator out."
+        f"Among the arguments of '<lambda>' is a Variable of flax.nnx with {kind}=True. Its "
+        f"changes would be lost: make it without {kind}, or leave the decorator out."
     )
 
 
