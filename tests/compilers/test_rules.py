@@ -1,0 +1,334 @@
+"""The rules by name: each is asked for where its row says, and changes something."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt import compilers
+from remat_opt.compilers.compiler import Compiler, Rules
+from remat_opt.compilers.rules import RULES
+from remat_opt.device import get_device
+from remat_opt.errors import RematError
+from remat_opt.operation import ArrayType
+from remat_opt.program import tracing
+from remat_opt.program.record import Program
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.transform import rewriting
+from tests.compiler_graphs import compiler_of, cross_entropy, model_of, two_layers
+
+ROOM = Path(compilers.__file__).parent
+KINDS = {"stored", "cotangents", "beside", "heap", "rewrite"}
+DEVICES = {"h200": "cuda", "v5e": "tpu", "cpu": "cpu"}
+
+
+def asked_for(file: Path) -> set[str]:
+    """The rules that a file asks for by name."""
+    return set(re.findall(r"\bhas\(\s*\"(\w+)\"", file.read_text(encoding="utf-8")))
+
+
+def test_every_rule_says_what_it_is() -> None:
+    for name, rule in RULES.items():
+        assert rule.platforms, name
+        assert rule.platforms <= set(DEVICES.values()), name
+        assert rule.kind in KINDS, name
+        assert rule.says.endswith("."), name
+
+
+def test_every_rule_is_asked_for_by_its_file_or_by_one_that_uses_it() -> None:
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in ROOM.glob("*.py")}
+    asked = {file.stem: asked_for(file) for file in ROOM.glob("*.py")}
+    assert set().union(*asked.values()) == RULES.keys()
+    for name, rule in RULES.items():
+        assert rule.file in texts, name
+        asking = [place for place in texts if name in asked[place]]
+        using = [place for place in asking if re.search(rf"\b{rule.file}\b", texts[place])]
+        assert rule.file in asking or using, (name, rule.file)
+
+
+def test_nothing_else_asks_for_a_rule() -> None:
+    """``transform`` and the rest know nothing of compilers."""
+    inside = {*ROOM.glob("*.py")}
+    others = [file for file in ROOM.parent.rglob("*.py") if file not in inside]
+    assert others
+    assert not [file for file in others if asked_for(file)]
+
+
+@pytest.mark.parametrize("make", [Rules, Compiler])
+def test_a_rule_that_there_is_not(make: Callable[..., Any]) -> None:
+    def has(*off: str) -> bool:
+        if make is Rules:
+            return Rules(platform="tpu", off=frozenset(off)).has("tiles")
+        return compiler_of("v5e", off).has("tiles")
+
+    for name, message in (
+        ("tile", r"There is no rule 'tile' about compilers\. Did you mean 'tiles'\?"),
+        ("quantum", r"There is no rule 'quantum' about compilers\.$"),
+    ):
+        with pytest.raises(RematError, match=message):
+            has(name)
+        with pytest.raises(RematError, match=message):
+            has("softmax", name)
+
+
+def test_a_rule_holds_for_its_compilers_until_it_is_switched_off() -> None:
+    for name, rule in RULES.items():
+        for device, platform in DEVICES.items():
+            compiler = compiler_of(device)
+            assert compiler.rules == Rules(platform=platform)
+            assert compiler.has(name) is compiler.rules.has(name) is (platform in rule.platforms)
+            assert not compiler_of(device, [name]).has(name)
+    assert compiler_of("v5e", ["softmax"]).has("tiles")
+
+
+def test_arrays_are_padded_to_tiles_where_that_is_a_rule() -> None:
+    kind = ArrayType(shape=(9, 100), dtype="float32")
+    assert compiler_of("v5e").buffer_bytes(kind) == 16 * 128 * 4
+    assert compiler_of("v5e", ["tiles"]).buffer_bytes(kind) == kind.bytes == 9 * 100 * 4
+    # What has one dimension, or no entry, is not.
+    for shape in ((9,), (), (0, 3)):
+        assert compiler_of("v5e").buffer_bytes(ArrayType(shape=shape, dtype="float32")) == (
+            4 * jnp.zeros(shape).size
+        )
+    assert get_device("v5e").platform == "tpu"
+
+
+# ------------------------------------------------------------------------- a program for each
+
+W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
+SQUARE, ROWS = jnp.ones((128, 128)), jnp.ones((256, 128))
+IMAGES, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+
+
+def pooled_rows(weights, x):
+    pooled = lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID")
+    return jnp.sum(jnp.sin(pooled @ weights[0]))
+
+
+def biased_queries(weights, x):
+    query = (x @ weights[0] + weights[1][0]) / 8
+    return jnp.sum(jnp.sin(query @ (x @ weights[1]).T))
+
+
+def joined_twice(w, x):
+    joined = jnp.concatenate([x, x @ w], axis=1)
+    joined = joined - jnp.mean(joined)
+    return jnp.sum(jnp.tanh(joined @ jnp.concatenate([w, w])))
+
+
+def heads(w, x):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", x @ w, jnp.sin(x))
+    return jnp.sum(jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores), x)))
+
+
+def attention(w, x):
+    scores = jnp.einsum("bqd,bkd->bqk", x @ w, x, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
+    return jnp.sum(jnp.einsum("bqk,bkd->bqd", weights, x).astype(jnp.float32))
+
+
+def gated(w, x):
+    y = x @ w
+    return jnp.sum(jnp.sin((y * jnp.tanh(y * y)) @ w))
+
+
+def gates(weights, x):
+    one, other = jnp.split(x @ weights, 2, axis=1)
+    mixed = jax.nn.relu(one) * other
+    return jnp.sum(jnp.sin(mixed)) + jnp.sum(mixed**2)
+
+
+def sums_of_sums(weights, x):
+    added = weights[0] + weights[1] + x
+    return jnp.sum(jnp.sin(added)) + jnp.sum(added**2)
+
+
+def normalised(w, x):
+    y = x @ w
+    centred = y - jnp.mean(y, 0)
+    y = centred * lax.rsqrt(jnp.mean(centred**2, 0)) * 3.0
+    return jnp.sum(jnp.sin(y @ w))
+
+
+def divided(w, x):
+    scores = jnp.exp(x @ w)
+    shares = scores / jnp.sum(scores, -1, keepdims=True)
+    return jnp.sum(jnp.sin(jnp.einsum("bij,bjk->bik", shares, x)))
+
+
+def activated(weights, x):
+    return jnp.sum(jnp.sin(jax.nn.relu(x @ weights[0]) @ weights[1]))
+
+
+def biased(parameters, x):
+    w, b = parameters
+    return jnp.sum(jnp.sin(jnp.tanh(x @ w + b) @ w))
+
+
+def recurrent(w, x):
+    for _ in range(5):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def convolution(kernel, x):
+    dimensions = "NHWC", "HWIO", "NHWC"
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dimensions)
+
+
+def pooling(kernel, x, *, strides):
+    y = jax.nn.relu(convolution(kernel, x))
+    return jnp.sum(jnp.sin(lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), strides, "VALID")))
+
+
+def convolutions(kernel, x):
+    for _ in range(3):
+        x = jnp.sin(convolution(kernel, x))
+    return jnp.sum(x)
+
+
+def summed_products(w, x):
+    for _ in range(3):
+        y = jnp.sin(x)
+        x = jnp.tanh(x @ w[0] + y @ w[1])
+    return jnp.sum(x)
+
+
+def narrow_and_wide(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+overlapping = functools.partial(pooling, strides=(1, 1, 1, 1))
+apart = functools.partial(pooling, strides=(1, 2, 2, 1))
+narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
+wide = jax.ShapeDtypeStruct((2048, 2048), "float32")
+rows = jax.ShapeDtypeStruct((512, 64), "float32")
+huge = jax.ShapeDtypeStruct((8192, 8192), "float32")
+widths = [64, 128, 96, 384, 640, 64, 32]
+changing = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
+
+#: For each rule devices and a program with arguments.
+PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
+    "operands_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
+    "operands_rounded": ("v5e", pooled_rows, ([SQUARE], ROWS)),
+    "forms_completed": ("v5e", biased_queries, ([SQUARE] * 2, ROWS)),
+    "concatenations": ("v5e", joined_twice, (jnp.ones((1024, 1024)), jnp.ones((256, 1024)))),
+    "tiles": ("v5e", two_layers, ([W, W], X)),
+    "matrix_axes": ("v5e", heads, (W, jnp.ones((3, 24, 2, 8)))),
+    "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
+    "transcendental": ("h200 cpu", gated, (W, X)),
+    "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
+    "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
+    "product_sums": ("h200", summed_products, ([W, W], X)),
+    "stored_for_sums": ("cpu", normalised, (W, X)),
+    "divisors": ("cpu", divided, (W, jnp.ones((4, 8, 8)))),
+    "widened": ("cpu", recurrent, narrow((W, X))),
+    "cotangents_fused": ("v5e", cross_entropy, (SQUARE, ROWS)),
+    "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
+    "values_overwritten": ("h200", cross_entropy, (W, X)),
+    "sums_beside": ("h200", biased, ((W, W[0]), X)),
+    "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
+    "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),
+    "pooling_places": ("h200", overlapping, (KERNEL, IMAGES)),
+    "pooling_search": ("cpu", apart, (KERNEL, IMAGES)),
+    "row_scatters": ("h200", cross_entropy, (W, X)),
+    "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
+    "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),
+    "transposed_cotangents": ("cpu", recurrent, (W, jnp.ones((2, 16, 8)))),
+    "copies": ("v5e", recurrent, (wide, wide)),
+    "heap_in_order": ("v5e", recurrent, (wide, wide)),
+    "vector_memory": ("v5e", recurrent, (wide, wide)),
+    "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
+    "zeros_apart": ("h200", overlapping, (KERNEL, IMAGES)),
+    "searches_wait": ("h200", apart, (KERNEL, IMAGES)),
+    "rows_picked": ("h200", cross_entropy, (W, X)),
+    "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
+    "partners_wait": ("h200", summed_products, ([W, W], X)),
+    "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
+    "boundaries_stored": ("cpu", two_layers, ([W, W], X)),
+    "parts_in_turn": ("cpu", recurrent, (W, X)),
+}
+
+
+@functools.cache
+def traced(rule: str) -> Program:
+    """The program that shows a rule."""
+    _, fn, args = PROGRAMS[rule]
+    return tracing.trace(fn, *args)
+
+
+def halves(count: int) -> Schedule:
+    """Two regions, the first under a checkpoint that keeps nothing."""
+    middle = (count + 1) // 2
+    every = tuple(range(count))
+    last = Region(vertices=every[middle:], checkpointed=False)
+    first = Region(vertices=every[:middle])
+    return Schedule(regions=(first, last) if last.vertices else (first,))
+
+
+def figures(program: Program, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
+    """What a program is expected to take on a device."""
+    found = model_of(program, device, off)
+    schedules = plain(found.graph), halves(len(found.graph))
+    return found.graph, *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
+
+
+def gradient(program: Program, device: str, off: Collection[str] = ()) -> str:
+    """The jaxpr of the gradient of a program in two regions."""
+    found = model_of(program, device)
+    stages = found.stages(halves(len(found.graph)))
+    run = rewriting.rewrite(program, stages, get_device(device).platform, frozenset(off))
+    arguments = [
+        jax.ShapeDtypeStruct(program.types[value].shape, program.types[value].dtype)
+        for value in program.arguments
+    ]
+    of_arguments = jax.grad(lambda given: run(program.constant_values, given)[0])
+    jaxpr = jax.make_jaxpr(of_arguments)(arguments)
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+
+
+def test_there_is_a_program_for_every_rule_and_device() -> None:
+    assert PROGRAMS.keys() == RULES.keys()
+    for rule, (devices, *_) in PROGRAMS.items():
+        assert {DEVICES[device] for device in devices.split()} == RULES[rule].platforms, rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "device"),
+    [
+        (rule, device)
+        for rule, (devices, *_) in PROGRAMS.items()
+        for device in devices.split()
+        if RULES[rule].kind != "rewrite"
+    ],
+)
+def test_switching_a_rule_off_changes_figures(rule: str, device: str) -> None:
+    program = traced(rule)
+    assert figures(program, device) == figures(program, device)
+    assert figures(program, device, [rule]) != figures(program, device)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if RULES[rule].kind == "rewrite"])
+def test_switching_a_rule_off_changes_what_is_written(rule: str) -> None:
+    program, device = traced(rule), PROGRAMS[rule][0]
+    assert gradient(program, device) == gradient(program, device)
+    assert gradient(program, device, [rule]) != gradient(program, device)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_about_other_compilers_change_nothing(rule: str) -> None:
+    program = traced(rule)
+    for device, platform in DEVICES.items():
+        if platform not in RULES[rule].platforms:
+            assert figures(program, device, [rule]) == figures(program, device)
