@@ -34,10 +34,7 @@ class Rules:
     off: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for name in sorted(self.off - RULES.keys()):
-            near = difflib.get_close_matches(name, RULES, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise RematError(f"There is no rule {name!r} about compilers.{meant}")
+        _check_names(self.off)
 
     def has(self, rule: str) -> bool:
         """Whether a rule holds here: it is one about this compiler, and not switched off."""
@@ -51,10 +48,16 @@ class Compiler:
     Attributes:
       device: the device.
       off: names of ``RULES`` that are switched off.
+
+    Raises:
+      RematError: there is no rule of such a name.
     """
 
     device: Device
     off: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        _check_names(self.off)
 
     @property
     def rules(self) -> Rules:
@@ -63,7 +66,7 @@ class Compiler:
 
     def has(self, rule: str) -> bool:
         """Whether a rule holds here."""
-        return self.rules.has(rule)
+        return self.device.platform in RULES[rule].platforms and rule not in self.off
 
     def buffer_bytes(self, kind: ArrayType, matrix_axes: tuple[int, int] | None = None) -> int:
         """Bytes that one array takes in device memory, padding included.
@@ -98,3 +101,10 @@ class Compiler:
 
 def _padded(size: int, tile: int) -> int:
     return -(-size // tile) * tile
+
+
+def _check_names(off: frozenset[str]) -> None:
+    for name in sorted(off - RULES.keys()):
+        near = difflib.get_close_matches(name, RULES, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise RematError(f"There is no rule {name!r} about compilers.{meant}")

@@ -196,7 +196,7 @@ def shared(
     Args:
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
-      stored_sums: the products of each of ``products.stored_sums``.
+      stored_sums: the products of each of ``product_sums.stored_sums``.
       compiler: which one it is.
       vertex_of: for each value that is stored the vertex that holds it.
     """

@@ -1,6 +1,6 @@
 """A traced function as plain data: values, equations, arguments and outputs.
 
-``tracing`` makes a Program; everything below it (costs, materialization, plans)
+``tracing`` makes a Program; everything below it (costs, compilers, plans)
 reads one without importing jax. What JAX needs to run an equation again rides along
 in ``Equation.jax_equation`` and ``Equation.name_stack``, opaque to all but
 ``transform`` and ``linearization``.
