@@ -181,7 +181,7 @@ def test_links(graph):
 
 @pytest.mark.slow
 @given(kept_oracle.any_graphs())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_links_of_many(graph):
     check_links(graph)
 
@@ -291,7 +291,7 @@ def test_optimal_among_all_nests(graph):
 
 @pytest.mark.slow
 @given(chains(max_vertices=5))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_optimal_among_all_nests_of_many(graph):
     check_by_the_referee(graph)
 
@@ -304,7 +304,7 @@ def test_optimal(graph, share):
 
 @pytest.mark.slow
 @given(chains(max_vertices=10), SHARES)
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_optimal_on_many(graph, share):
     check_by_hand(graph, share)
 
@@ -335,7 +335,7 @@ def test_safe_on_any_graph(graph):
 
 @pytest.mark.slow
 @given(graphs())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_safe_on_many(graph):
     check_safe(graph)
 
