@@ -217,7 +217,10 @@ def test_all_transformations(name: str) -> None:
     assert_same(expected, found, 10 * example.tolerance, compare_weak_types=False)
 
 
-@pytest.mark.parametrize("name", examples(EXAMPLES, fast=CORE))
+# Where nothing is jitted, every operation is compiled by itself.
+@pytest.mark.parametrize(
+    "name", examples(EXAMPLES, fast=CORE - {"branches", "custom_jvp", "mlp", "recurrent_scan"})
+)
 def test_without_jit(name: str) -> None:
     example = made(name)
     expected = value_and_grad(example)(example.fn)(*example.args, **example.kwargs)
@@ -671,6 +674,8 @@ SHARDED = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_two_devices() -> None:
     root = Path(__file__).parent.parent
     subprocess.run(
@@ -688,7 +693,7 @@ def test_two_devices() -> None:
 # --- The rewritten program ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=EXAMPLES.keys() - DEAR))
 def test_rewritten_program_is_well_formed(name: str) -> None:
     example = made(name)
     program, call = program_of(example)
