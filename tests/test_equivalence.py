@@ -216,7 +216,10 @@ def test_all_transformations(name: str) -> None:
     assert_same(expected, found, 10 * example.tolerance, compare_weak_types=False)
 
 
-@pytest.mark.parametrize("name", examples(EXAMPLES, fast=CORE))
+# Where nothing is jitted, every operation is compiled by itself.
+@pytest.mark.parametrize(
+    "name", examples(EXAMPLES, fast=CORE - {"branches", "custom_jvp", "mlp", "recurrent_scan"})
+)
 def test_without_jit(name: str) -> None:
     example = made(name)
     expected = value_and_grad(example)(example.fn)(*example.args, **example.kwargs)
@@ -434,9 +437,7 @@ def drawn_loss(steps: Sequence[tuple[Any, ...]]) -> Callable[..., Any]:
     return loss
 
 
-@settings(max_examples=25)
-@given(steps=steps, jit=st.booleans(), data=st.data())
-def test_drawn_programs(steps: Any, jit: bool, data: st.DataObject) -> None:
+def check_drawn(steps: Any, jit: bool, data: st.DataObject) -> None:
     with jax.enable_x64(True):
         params = [array(f"p{i}", 3, 4) for i in range(2)]
         example = Example(fn=drawn_loss(steps), args=(params, array("x", 3, 4)))
@@ -449,6 +450,20 @@ def test_drawn_programs(steps: Any, jit: bool, data: st.DataObject) -> None:
         for fn in (decorated(example), staged(example, lambda _: stages).fn):
             # Sums of up to 1e5 cancel in some programs: that is rounding, not a fault.
             assert_same(expected, wrap(jax.value_and_grad(fn))(*example.args), 1e-9)
+
+
+@settings(max_examples=8)
+@given(steps=steps, data=st.data())
+def test_drawn_programs(steps: Any, data: st.DataObject) -> None:
+    check_drawn(steps, True, data)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@settings(max_examples=30)
+@given(steps=steps, jit=st.booleans(), data=st.data())
+def test_many_drawn_programs(steps: Any, jit: bool, data: st.DataObject) -> None:
+    check_drawn(steps, jit, data)
 
 
 # --- Side effects -------------------------------------------------------------------------
@@ -521,7 +536,13 @@ def layers_example() -> Example:
     return Example(fn=layers, args=([array(f"w{i}", 4, 4) for i in range(6)], array("x", 8, 4)))
 
 
-def test_closed_over_tracers_get_their_gradient_and_do_not_leak() -> None:
+# While leaks are looked for, JAX compiles every operation anew that runs by itself.
+@pytest.mark.parametrize(
+    "run",
+    [jax.jit, pytest.param(lambda fn: fn, marks=[pytest.mark.slow, pytest.mark.versions])],
+    ids=["jit", "no jit"],
+)
+def test_closed_over_tracers_get_their_gradient_and_do_not_leak(run: Callable[..., Any]) -> None:
     def outer(decorate: Callable[..., Any], closed: jax.Array, w: jax.Array) -> jax.Array:
         @decorate
         def loss(w):
@@ -532,11 +553,11 @@ def test_closed_over_tracers_get_their_gradient_and_do_not_leak() -> None:
         return loss(w) + jnp.sum(jax.grad(loss)(w) ** 2)
 
     args = array("c", 3, 3), array("w", 3, 2)
-    expected = jax.grad(functools.partial(outer, lambda fn: fn), argnums=(0, 1))(*args)
+    plain = functools.partial(outer, lambda fn: fn)
+    expected = jax.jit(jax.grad(plain, argnums=(0, 1)))(*args)
     ours = functools.partial(outer, remat_opt.optimal_remat)
     with jax.checking_leaks():
-        assert_same(expected, jax.jit(jax.grad(ours, argnums=(0, 1)))(*args), 1e-12)
-        assert_same(expected, jax.grad(ours, argnums=(0, 1))(*args), 1e-12)
+        assert_same(expected, run(jax.grad(ours, argnums=(0, 1)))(*args), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -652,6 +673,8 @@ SHARDED = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_two_devices() -> None:
     root = Path(__file__).parent.parent
     subprocess.run(
@@ -669,7 +692,7 @@ def test_two_devices() -> None:
 # --- The rewritten program ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=EXAMPLES.keys() - DEAR))
 def test_rewritten_program_is_well_formed(name: str) -> None:
     example = made(name)
     program, call = program_of(example)

@@ -357,7 +357,7 @@ def test_an_ill_formed_jaxpr_is_refused() -> None:
 FINGERPRINT = """
     import jax, jax.numpy as jnp
     from jax import lax
-    from remat_opt import tracing
+    from remat_opt.program import tracing
 
     @jax.custom_jvp
     def f(x): return jnp.sin(x)

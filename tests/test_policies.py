@@ -25,6 +25,7 @@ from remat_opt.solvers.base import Candidate, Overhead, judge
 from remat_opt.solvers.catalogue import Portfolio
 from tests.compiler_graphs import model_of
 
+SLOW = [pytest.mark.slow, pytest.mark.versions]
 NAMES = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
@@ -175,7 +176,10 @@ def run_per_block(fn: Callable[..., Any], name: str, *args: Any) -> Callable[...
     return lambda *given: run(program.constant_values, given)[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "dots_saveable" else pytest.param(name, marks=SLOW) for name in NAMES],
+)
 def test_per_block_is_what_one_writes_by_hand(name: str) -> None:
     ours, by_hand = run_per_block(twice, name, W, X), checkpointed_by_hand(name)
     w, x = jnp.full(W.shape, 0.01), jnp.linspace(0.0, 1.0, X.size).reshape(X.shape)

@@ -25,8 +25,10 @@ from tests.random_programs import (
     no_tangent,
 )
 
-COUNT = 40
-MORE = 150
+COUNT = 190
+#: Of these the default run takes some that compile fast, and each JAX some.
+FAST = range(6, 18)
+VERSIONS = range(40)
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +37,20 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("seed", FAST)
 def test_random_programs(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 
 @pytest.mark.slow
-@pytest.mark.versions
-@pytest.mark.parametrize("seed", range(COUNT, COUNT + MORE))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.versions] if seed in VERSIONS else [])
+        for seed in range(COUNT)
+        if seed not in FAST
+    ],
+)
 def test_more_random_programs(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
@@ -176,14 +184,21 @@ def test_a_weight_of_products_that_are_stored_in_another_form() -> None:
 @pytest.mark.parametrize(
     "constant",
     [
-        no_tangent,
-        jax.checkpoint(lax.stop_gradient),
-        lambda a: lax.cond(a.sum() > 0, jnp.ones_like, jnp.zeros_like, a),
-        lambda a: loop(lax.stop_gradient(a)),
-        lambda a: loop(jax.checkpoint(lambda b: lax.stop_gradient(jnp.tanh(b)))(a)),
-        lambda a: attention(lax.stop_gradient(a), W[0]),
+        pytest.param(no_tangent, id="custom_jvp"),
+        pytest.param(jax.checkpoint(lax.stop_gradient), id="checkpoint"),
+        *(
+            pytest.param(constant, id=name, marks=[pytest.mark.slow, pytest.mark.versions])
+            for name, constant in (
+                ("cond", lambda a: lax.cond(a.sum() > 0, jnp.ones_like, jnp.zeros_like, a)),
+                ("while", lambda a: loop(lax.stop_gradient(a))),
+                (
+                    "while of a checkpoint",
+                    lambda a: loop(jax.checkpoint(lambda b: lax.stop_gradient(jnp.tanh(b)))(a)),
+                ),
+                ("attention", lambda a: attention(lax.stop_gradient(a), W[0])),
+            )
+        ),
     ],
-    ids=["custom_jvp", "checkpoint", "cond", "while", "while of a checkpoint", "attention"],
 )
 def test_values_without_a_derivative(constant: Callable[[Any], Any]) -> None:
     def loss(w: Any, x: Any) -> Any:

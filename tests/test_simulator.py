@@ -172,7 +172,7 @@ def test_agrees_with_the_slow_replay(drawn: tuple[Graph, Schedule]) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(scheduled_graphs(max_vertices=14))
-@hypothesis.settings(max_examples=1500)
+@hypothesis.settings(max_examples=400)
 def test_agrees_with_the_slow_replay_on_many_graphs(drawn: tuple[Graph, Schedule]) -> None:
     agree(*drawn)
 
@@ -346,7 +346,7 @@ def test_a_chain_of_one_inside_changes_nothing(drawn: tuple[Graph, Schedule]) ->
 
 
 @hypothesis.given(nested_graphs())
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=150)
 def test_nested_regions_free_everything_and_keep_the_story(drawn: tuple[Graph, Schedule]) -> None:
     graph, schedule = drawn
     assert left_over(graph, schedule) == {}

@@ -24,7 +24,7 @@ from tests.devices import needs_libtpu
 
 Array = jax.ShapeDtypeStruct
 CPU = get_device("cpu")
-LAYERS = 6
+LAYERS = 4
 WEIGHTS = [(Array((64, 256), "float32"), Array((256, 64), "float32"))] * LAYERS
 X = Array((512, 64), "float32")
 GRADIENT_BYTES = LAYERS * 2 * 64 * 256 * 4
@@ -263,7 +263,7 @@ def test_a_comparison_in_a_step() -> None:
     assert repr(found).startswith("step with plain_loss for cpu\n")
     assert found.notes[0] == (
         "Predictions take each gradient to be used up as soon as it is there. Where 'step' needs "
-        'them all at once (768 KiB), as for clipping by their norm, give gradients="together".'
+        'them all at once (512 KiB), as for clipping by their norm, give gradients="together".'
     )
     plain = rows["plain"]["temporary_bytes"]
     assert plain == adam_step(plain_loss).measure(as_it_is, None, CPU).temporary_bytes
@@ -305,7 +305,7 @@ def test_a_plan_chosen_in_a_step() -> None:
     assert chosen.measured.temporary_bytes <= chosen.budget_bytes
     assert chosen.measured.alias_bytes > 3 * GRADIENT_BYTES
     assert chosen.objective.budget_share == 0.4
-    assert "Where 'step' needs them all at once (768 KiB)" in chosen.notes[-1]
+    assert "Where 'step' needs them all at once (512 KiB)" in chosen.notes[-1]
     # To run it, the loss is decorated with it: the step needs what was promised.
     followed = adam_step(remat_opt.optimal_remat(plain_loss, plan=chosen)).fn
     found = remat_opt.measure(followed, WEIGHTS, STATE, X, donate_argnums=(0, 1), device="cpu")

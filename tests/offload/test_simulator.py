@@ -268,7 +268,7 @@ def test_no_ordered_integral_schedule_is_shorter_in_the_middle(case):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2500)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(middles())
 def test_no_ordered_schedule_is_shorter_in_the_middle_often(case):
     chain, amounts = case
@@ -280,21 +280,21 @@ def test_no_ordered_schedule_is_shorter_in_the_middle_often(case):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2500)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(cases(whole=False, bandwidths=(1,), most_stages=5))
 def test_no_ordered_fractional_schedule_is_shorter_often(case):
     check_best_ordered(*case, Transfers.FRACTIONAL)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2500)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(cases(whole=True, bandwidths=(1,), most_stages=5))
 def test_no_ordered_integral_schedule_is_shorter_often(case):
     check_best_ordered(*case, Transfers.INTEGRAL)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=4000)
+@hypothesis.settings(max_examples=800)
 @hypothesis.given(cases(whole=False, most_stages=8))
 def test_fractional_simulation_equals_the_equations_often(case):
     check_simulation(*case, Transfers.FRACTIONAL)

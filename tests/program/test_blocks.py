@@ -179,12 +179,12 @@ def test_stages_of_different_widths_are_blocks_too() -> None:
     assert len(blocks(tracing.trace(loss, weights, Array((8, 16), "float32")))) == 4
 
 
-@pytest.mark.parametrize("layers", [2500, 5000])
+@pytest.mark.parametrize("layers", [1250, 2500])
 def test_ten_thousand_equations_take_a_moment(layers: int) -> None:
     program = residual_layers(layers, rows=1)
     assert len(program.equations) >= 4 * layers
     start = time.perf_counter()
     runs = blocks(program)
-    # 0.1 s for the first and 0.3 s for the second, with room for a busy machine.
+    # 0.05 s for the first and 0.1 s for the second, with room for a busy machine.
     assert time.perf_counter() - start < 0.4 * layers / 1000
     assert len(runs) == layers

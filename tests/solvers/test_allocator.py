@@ -147,7 +147,7 @@ def test_legal_and_between_the_bounds(execution):
 
 @pytest.mark.slow
 @given(executions(max_values=20))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_legal_and_between_the_bounds_on_many(execution):
     check(execution)
 
@@ -169,7 +169,7 @@ def test_against_all_assignments(execution):
 
 @pytest.mark.slow
 @given(executions(max_values=10))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_against_all_assignments_of_many(execution):
     check_against_all(execution)
 
@@ -182,7 +182,7 @@ def test_optimal_where_all_sizes_are_the_same(execution):
 
 @pytest.mark.slow
 @given(executions(max_values=10, same_size=True))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_optimal_where_all_sizes_are_the_same_on_many(execution):
     check_same_size(execution)
 

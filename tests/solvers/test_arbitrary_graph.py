@@ -36,7 +36,7 @@ def test_optimal(graph):
 
 @pytest.mark.slow
 @given(oracle.any_graphs())
-@settings(max_examples=3000)
+@settings(max_examples=600)
 def test_optimal_on_many(graph):
     check(graph)
 
@@ -46,13 +46,13 @@ def test_complicate_segments_are_among_the_many():
     seen = []
 
     @given(oracle.any_graphs())
-    @settings(max_examples=3000)
+    @settings(max_examples=600)
     def collect(graph):
         tree = arbitrary_graph.solve(graph).figures.tree
         seen.append(any(node.kind is Kind.COMPLICATE for node in tree.walk()))
 
     collect()
-    assert sum(seen) >= 500
+    assert sum(seen) >= 100
 
 
 @given(oracle.chains(max_vertices=40))

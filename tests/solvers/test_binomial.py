@@ -181,7 +181,7 @@ def test_links(graph):
 
 @pytest.mark.slow
 @given(kept_oracle.any_graphs())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_links_of_many(graph):
     check_links(graph)
 
@@ -283,15 +283,15 @@ def chains(draw: st.DrawFn, *, max_vertices: int) -> Graph:
 SHARES = st.sampled_from([0.1, 0.25, 0.5, 0.75])
 
 
-@given(chains(max_vertices=6))
+@given(chains(max_vertices=5))
 @settings(max_examples=50)
 def test_optimal_among_all_nests(graph):
     check_by_the_referee(graph)
 
 
 @pytest.mark.slow
-@given(chains(max_vertices=5))
-@settings(max_examples=2000)
+@given(chains(max_vertices=6))
+@settings(max_examples=200)
 def test_optimal_among_all_nests_of_many(graph):
     check_by_the_referee(graph)
 
@@ -304,7 +304,7 @@ def test_optimal(graph, share):
 
 @pytest.mark.slow
 @given(chains(max_vertices=10), SHARES)
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_optimal_on_many(graph, share):
     check_by_hand(graph, share)
 
@@ -335,7 +335,7 @@ def test_safe_on_any_graph(graph):
 
 @pytest.mark.slow
 @given(graphs())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_safe_on_many(graph):
     check_safe(graph)
 
@@ -348,7 +348,9 @@ def uneven_chain(count: int) -> Graph:
     )
 
 
-@pytest.mark.parametrize("slots", [20, 50, 200])
+@pytest.mark.parametrize(
+    "slots", [20, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (50, 200))]
+)
 def test_slots_bound_the_optimum_on_both_sides(slots):
     graph = uneven_chain(14)
     least = binomial.least_budget(graph)

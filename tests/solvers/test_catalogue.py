@@ -17,8 +17,8 @@ from remat_opt.solvers.base import Refused, judge
 from tests.graphs import INSTANCES, chain_edges, graphs
 
 FIT = [row.name for row in solvers.available() if row.plans_programs]
-#: Those that try all or nearly all.
-DEAR = {"exhaustive", "integer_program"}
+#: Those that try all or nearly all, and the default, whose own tests draw graphs too.
+DEAR = {"exhaustive", "integer_program", "portfolio"}
 #: Files that are not solvers, but what several of them share, or put together.
 NOT_SOLVERS = {
     *("__init__", "base", "catalogue"),
@@ -76,8 +76,14 @@ def test_a_solver_says_which_options_differ() -> None:
     assert str(solvers.ApproximateDP(objective="memory")) == "approximate_dp(objective='memory')"
 
 
-@pytest.mark.parametrize("name", FIT)
-@pytest.mark.parametrize("instance", INSTANCES)
+@pytest.mark.parametrize(
+    ("name", "instance"),
+    [
+        pytest.param(name, instance, marks=[pytest.mark.slow] * (name in DEAR and len(graph) > 5))
+        for name in FIT
+        for instance, graph in INSTANCES.items()
+    ],
+)
 def test_candidates_are_judged_by_the_referee(name: str, instance: str) -> None:
     graph = INSTANCES[instance]
     found = solver(name).candidates(graph)
@@ -98,8 +104,8 @@ def test_candidates_are_judged_by_the_referee(name: str, instance: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in FIT]
 )
-@hypothesis.given(graph=graphs())
-@hypothesis.settings(max_examples=40)
+@hypothesis.given(graph=graphs(max_vertices=8))
+@hypothesis.settings(max_examples=30)
 def test_any_graph_is_taken_or_refused(name: str, graph: Graph) -> None:
     found = solver(name).candidates(graph)
     if not isinstance(found, Refused):

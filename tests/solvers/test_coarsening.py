@@ -97,7 +97,7 @@ def test_the_larger_workspace_of_a_group_counts() -> None:
 
 
 @hypothesis.given(coarsened(), st.data())
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 def test_a_schedule_spread_out_recomputes_what_it_says(seen: Coarse, data: st.DataObject) -> None:
     whole = seen.whole
     assert list(itertools.chain.from_iterable(map(sorted, seen.groups))) == list(range(len(whole)))

@@ -120,7 +120,7 @@ def test_assess(data):
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=3000)
+@settings(max_examples=600)
 def test_tree_and_assess_on_many(data):
     graph = data.draw(oracle.any_graphs())
     check_tree(graph)

@@ -121,28 +121,28 @@ def test_exhaustive(graph):
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=520))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_exact_time_centric_on_many(graph):
     check_exact(graph, (Centric.TIME,))
 
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=520))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_exact_memory_centric_on_many(graph):
     check_exact(graph, (Centric.MEMORY,))
 
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=520))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_approximate_on_many(graph):
     check_approximate(graph)
 
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=150))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_exhaustive_on_many(graph):
     check_exhaustive(graph)
 

@@ -41,7 +41,7 @@ def test_optimal(graph):
 
 @pytest.mark.slow
 @given(oracle.chains())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_optimal_on_many(graph):
     check(graph)
 

@@ -85,7 +85,7 @@ def test_figures(data):
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_families_and_figures_on_many(data):
     graph = data.draw(oracle.paper_graphs())
     check_family(graph)

@@ -114,7 +114,7 @@ def test_minimum_cut_is_the_best_kept_set(graph: Graph, multiplier: float) -> No
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=9), MULTIPLIERS)
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 def test_minimum_cut_is_the_best_kept_set_on_many_graphs(graph: Graph, multiplier: float) -> None:
     check_minimum(graph, multiplier)
 
@@ -132,7 +132,7 @@ def test_breakpoints_are_all_corners_of_the_hull(graph: Graph) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=9))
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 def test_breakpoints_are_all_corners_of_the_hull_on_many_graphs(graph: Graph) -> None:
     check_hull(graph)
 

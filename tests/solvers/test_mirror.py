@@ -59,7 +59,7 @@ def test_gradient_graph(drawn):
 
 @pytest.mark.slow
 @given(oracle.with_counts())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_gradient_graph_on_many(drawn):
     check_gradient_graph(*drawn)
 
@@ -72,7 +72,7 @@ def test_schedule(drawn):
 
 @pytest.mark.slow
 @given(oracle.with_counts())
-@settings(max_examples=3000)
+@settings(max_examples=600)
 def test_schedule_on_many(drawn):
     check_schedule(*drawn)
 

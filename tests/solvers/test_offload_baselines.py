@@ -220,21 +220,21 @@ def test_tflms_is_the_best_of_its_choices(chain):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(hard_chains(most_stages=6))
 def test_vdnn_is_the_best_of_its_thresholds_often(chain):
     check_vdnn(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(hard_chains(most_stages=5))
 def test_autoswap_is_legal_often(chain):
     check_autoswap(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(hard_chains(most_stages=4))
 def test_tflms_is_the_best_of_its_choices_often(chain):
     check_tflms(chain)

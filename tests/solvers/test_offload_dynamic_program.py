@@ -233,14 +233,14 @@ def test_no_ordered_schedule_is_shorter(chain):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2500)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(hard_chains(most_stages=7))
 def test_exact_is_the_best_of_all_subsets_often(chain):
     check_exact(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2500)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(hard_chains(most_stages=6))
 def test_slots_give_legal_schedules_often(chain):
     check_slots(chain, SLOTS)
@@ -248,7 +248,7 @@ def test_slots_give_legal_schedules_often(chain):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(
     st.one_of(chains(most_stages=3, bandwidths=(1,)), middles(most_stages=3).map(first))
 )

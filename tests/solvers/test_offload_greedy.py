@@ -199,14 +199,14 @@ def test_below_the_least_memory_there_is_no_schedule(chain):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(hard_chains(most_stages=5))
 def test_fractional_is_optimal_often(chain):
     check_fractional(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=2500)
+@hypothesis.settings(max_examples=500)
 @hypothesis.given(hard_chains(most_stages=8))
 def test_greedy_is_legal_and_rounds_up_often(chain):
     check_greedy(chain)

@@ -75,7 +75,7 @@ def check_monotone(graph: Graph) -> None:
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 def test_candidates_and_budgets(graph: Graph) -> None:
     """Candidates are legal, their figures the referee's, and larger budgets never cost more."""
     check_candidates(graph)
@@ -106,7 +106,7 @@ PRINT_CANDIDATES = """
 from remat_opt.solvers.portfolio import frontier
 from tests.graphs import INSTANCES, network, sampled
 
-for graph in (INSTANCES["dense_9"], network(6), *(sampled(s, max_vertices=12) for s in range(12))):
+for graph in (INSTANCES["dense_9"], network(3), *(sampled(s, max_vertices=8) for s in range(12))):
     for candidate in frontier(graph):
         print(candidate)
 """

@@ -89,7 +89,7 @@ def test_least_bound_is_that_of_the_best_of_all_chains(
 
 @pytest.mark.slow
 @hypothesis.given(planned(max_vertices=10, pinned=True))
-@hypothesis.settings(max_examples=2000)
+@hypothesis.settings(max_examples=500)
 def test_least_bound_is_that_of_the_best_of_all_chains_on_many_graphs(
     drawn: tuple[Graph, tuple[int, ...]],
 ) -> None:
@@ -229,7 +229,7 @@ def test_backward_steps_stay_within_the_bound(drawn: tuple[Graph, tuple[int, ...
 
 @pytest.mark.slow
 @hypothesis.given(planned(max_vertices=14))
-@hypothesis.settings(max_examples=1000)
+@hypothesis.settings(max_examples=300)
 def test_backward_steps_stay_within_the_bound_on_many_graphs(
     drawn: tuple[Graph, tuple[int, ...]],
 ) -> None:

@@ -238,7 +238,7 @@ def test_optimal(graph, share):
 
 @pytest.mark.slow
 @given(graphs(max_vertices=5), SHARES)
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_optimal_on_many(graph, share):
     check_optimal(graph, share)
 
@@ -272,7 +272,7 @@ def test_bound_on_executable_schedules(drawn):
 
 @pytest.mark.slow
 @given(nested_graphs(max_vertices=7))
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_bound_on_many_executable_schedules(drawn):
     check_bound(*drawn)
 

@@ -86,7 +86,7 @@ def test_plan(drawn):
 
 @pytest.mark.slow
 @given(PLANS)
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_plan_on_many(drawn):
     graph, budget, splits = drawn
     check_plan(graph, budget, {split for split in splits if split < len(graph)})
@@ -115,7 +115,7 @@ def test_candidates(graph):
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=14))
-@settings(max_examples=3000)
+@settings(max_examples=600)
 def test_candidates_on_many(graph):
     assert sublinear.candidates(graph) == oracle.splitting(graph)
 
@@ -168,7 +168,7 @@ def test_least_memory(graph, variant):
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(), st.sampled_from(Variant))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_least_memory_on_many(graph, variant):
     check_least_memory(graph, variant)
 
@@ -188,7 +188,7 @@ def test_bound(graph):
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=6))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_bound_on_many(graph):
     check_bound(graph)
 
@@ -244,7 +244,7 @@ def test_segments(graph, count):
 
 @pytest.mark.slow
 @given(oracle.chains(max_vertices=14))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_segments_on_many(graph):
     check_memory(graph, sublinear.segments(graph))
 
@@ -321,7 +321,7 @@ def test_drop_cheap(graph, limit):
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(), st.integers(0, 4))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_drop_cheap_on_many(graph, limit):
     check_drop_cheap(graph, limit)
 
@@ -402,7 +402,7 @@ def test_recursion(graph, kept):
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=14), st.integers(1, 4))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_recursion_on_many(graph, kept):
     check_recursion(graph, kept)
 
@@ -465,7 +465,7 @@ def test_within(graph):
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=7))
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_within_on_many(graph):
     check_within(graph)
 

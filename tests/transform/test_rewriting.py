@@ -359,8 +359,18 @@ def test_for_nvidia_a_pooling_without_overlap_waits_for_its_cotangent(
         assert jnp.array_equal(jax.grad(call)(x), jax.grad(halved)(x))
 
 
-@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("fill", jnp.float32),
+        *(
+            pytest.param(mode, dtype, marks=[pytest.mark.slow, pytest.mark.versions])
+            for mode in ("fill", "clip", "promise_in_bounds")
+            for dtype in (jnp.float32, jnp.bfloat16)
+            if (mode, dtype) != ("fill", jnp.float32)
+        ),
+    ],
+)
 @pytest.mark.parametrize("kept", [False, True])
 def test_for_nvidia_the_gradient_of_picking_from_rows_is_elementwise(
     mode: Any, dtype: Any, kept: bool
