@@ -19,6 +19,7 @@ from remat_opt import __version__, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.heap import decreasing_size_heap_bytes, heap_bytes
 from remat_opt.compilers.held import Cause
+from remat_opt.compilers.learnt import Corrections, Learnt
 from remat_opt.compilers.materialization import Materialization, computes_nothing, materialize
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
@@ -30,7 +31,7 @@ from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.recent import Recent
 from remat_opt.schedule import Region, Schedule, Stage, plain
-from remat_opt.simulator import Simulation, simulate
+from remat_opt.simulator import Moment, Simulation, simulate
 from remat_opt.solvers.base import (
     Candidate,
     Overhead,
@@ -87,6 +88,8 @@ class Problem:
       device: whose rates the seconds are in.
       solver: where the schedules to choose from come from.
       sweep: the graph and the schedules to choose from.
+      corrections: what was learnt of the compiler, by which the candidates are judged; None where
+        the model alone says what they need.
     """
 
     program: Program
@@ -94,6 +97,7 @@ class Problem:
     device: Device
     solver: Solver
     sweep: Sweep
+    corrections: Corrections | None = None
 
     @property
     def materialization(self) -> Materialization:
@@ -170,7 +174,54 @@ def _policies(program: Program, materialization: Materialization) -> tuple[Sched
 def defaults(of: Problem) -> tuple[Candidate, ...]:
     """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
     found = judged(of.materialization.graph, _policies(of.program, of.materialization))
+    if of.corrections is not None:
+        named = _named_right(of.materialization, found)
+        return tuple(_expected(of, one) for one in named)
     return _laid_out_all(of.materialization, of.device, found)
+
+
+def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
+    """The problem with what was learnt of the compiler: searched again, and judged by that.
+
+    Args:
+      of: the problem; what was learnt of it before is forgotten.
+      learnt: of its program.
+      measure: what recomputation is counted in.
+    """
+    materialization = of.materialization
+    corrections = Corrections(learnt, materialization.graph)
+    # Other solvers are as their papers have them: there no step takes less than nothing.
+    signed = isinstance(of.solver, Portfolio)
+    found: list[Candidate] = []
+    with _no_collection():
+        # By sizes alone a graph stays as it is.
+        for model in materialization.searched_graphs if corrections.told else ():
+            for graph in corrections.graphs(model, signed=signed):
+                front = pareto(_candidates(of.program, graph, measure, of.solver), measure)
+                found += _named_right(materialization, _spaced(front))
+    known = judged(materialization.graph, [one.schedule for one in learnt.compiled])
+    by_schedule = {one.schedule: one for one in (*of.candidates, *found, *known)}
+    problem = dataclasses.replace(of, corrections=corrections)
+    candidates = tuple(_expected(problem, one) for one in by_schedule.values())
+    return dataclasses.replace(problem, sweep=dataclasses.replace(of.sweep, candidates=candidates))
+
+
+def _expected(of: Problem, one: Candidate) -> Candidate:
+    """The candidate with the temporaries that are expected of it by what was learnt."""
+    assert of.corrections is not None, "something was learnt"
+    known_bytes = of.corrections.compiled_bytes(one.schedule)
+    if known_bytes is None:
+        if of.corrections.told:
+            model_bytes = of.corrections.peak_bytes(one.schedule, replay(of, one.schedule))
+        else:
+            model_bytes = _laid_out(of.materialization, of.device, one).peak_bytes
+        known_bytes = of.corrections.heap_bytes(model_bytes)
+    return dataclasses.replace(one, peak_bytes=known_bytes)
+
+
+def replay(of: Problem, schedule: Schedule) -> tuple[Moment, ...]:
+    """The moments of a schedule, as the model has them."""
+    return _simulate(of.materialization, schedule).moments
 
 
 @contextlib.contextmanager
@@ -216,23 +267,35 @@ def _as_compiled(
       device: whose compiler it is.
       front: candidates by ascending peak, and so by falling overhead.
     """
+    return _laid_out_all(materialization, device, _spaced(front))
+
+
+def _spaced(front: Sequence[Candidate]) -> list[Candidate]:
     spaced: list[Candidate] = []
     for one in front:
         if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
             spaced.append(one)
-    return _laid_out_all(materialization, device, spaced)
+    return spaced
 
 
 def _laid_out_all(
     materialization: Materialization, device: Device, found: Iterable[Candidate]
 ) -> tuple[Candidate, ...]:
     """The candidates with the heap that holds what is alive, and what is held all along beside."""
-    if materialization.row_statistics:
-        found = [
-            judge(materialization.graph, materialization.without_row_statistics(one.schedule))
-            for one in found
-        ]
-    return tuple(_laid_out(materialization, device, one) for one in found)
+    named = _named_right(materialization, found)
+    return tuple(_laid_out(materialization, device, one) for one in named)
+
+
+def _named_right(
+    materialization: Materialization, found: Iterable[Candidate]
+) -> Iterable[Candidate]:
+    """The candidates without the names that no checkpoint is to keep."""
+    if not materialization.row_statistics:
+        return found
+    return [
+        judge(materialization.graph, materialization.without_row_statistics(one.schedule))
+        for one in found
+    ]
 
 
 def _laid_out(materialization: Materialization, device: Device, one: Candidate) -> Candidate:
@@ -368,7 +431,11 @@ def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...
 
 
 def make(
-    program: Program, device: Device, objective: Objective, solver: Solver = DEFAULT_SOLVER
+    program: Program,
+    device: Device,
+    objective: Objective,
+    solver: Solver = DEFAULT_SOLVER,
+    learnt: Learnt | None = None,
 ) -> Plan:
     """Plans a program.
 
@@ -377,6 +444,7 @@ def make(
       device: whose rates to weigh recomputation with.
       objective: what is wanted.
       solver: who decides.
+      learnt: what was learnt of it by compiling, to be taken into account.
 
     Raises:
       BudgetError: the budget cannot be reached.
@@ -392,6 +460,8 @@ def make(
         solver=solver,
         gradients=objective.gradients,
     )
+    if learnt is not None:
+        of = informed(of, learnt, objective.overhead)
     return describe(of, program, solve(of, objective), objective)
 
 
@@ -417,6 +487,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         decisions=(),
         predicted=Prediction(
             temporary_bytes=0,
+            model_bytes=0,
             plain_temporary_bytes=0,
             kept_bytes=0,
             overhead_seconds=0.0,
@@ -427,6 +498,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
             pins=(),
         ),
         measured=None,
+        as_compiled=(),
         notes=("The function hands on its arguments or constants: there is nothing to plan.",),
         remat_opt_version=__version__,
         jax_version=jax.__version__,
@@ -438,6 +510,10 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
     materialization = of.materialization
     graph = materialization.graph
     simulation = _simulate(materialization, chosen.schedule)
+    moments, model_bytes = simulation.moments, chosen.peak_bytes
+    if of.corrections is not None:
+        moments = of.corrections.moments(chosen.schedule, moments)
+        model_bytes = _laid_out(materialization, of.device, chosen).peak_bytes
     region_of = chosen.schedule.region_of()
     stored, times = set(simulation.stored), Counter(simulation.recomputed)
     decisions = []
@@ -474,16 +550,18 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         decisions=tuple(decisions),
         predicted=Prediction(
             temporary_bytes=chosen.peak_bytes,
+            model_bytes=model_bytes,
             plain_temporary_bytes=of.unchanged.peak_bytes,
             kept_bytes=simulation.stored_bytes,
             overhead_seconds=simulation.overhead_seconds,
             forward_seconds=graph.forward_seconds,
             recomputed_flops=simulation.recomputed_flops,
             forward_flops=graph.forward_flops,
-            timeline=tuple(moment.live_bytes for moment in simulation.moments),
+            timeline=tuple(moment.live_bytes for moment in moments),
             pins=_pins(of, simulation),
         ),
         measured=None,
+        as_compiled=(),
         notes=_notes(of, chosen.schedule),
         remat_opt_version=__version__,
         jax_version=jax.__version__,
