@@ -121,6 +121,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pooling_search": _rule(
             _CPU, "beside", "pooling", "A max pooling's places are searched for among coordinates."
         ),
+        "weights_copied": _rule(
+            _NVIDIA, "beside", "convolutions", "Weights of convolutions are copied, and wait."
+        ),
+        "operands_padded": _rule(
+            _NVIDIA, "beside", "convolutions", "Operands with more padding behind are copied."
+        ),
         "row_scatters": _rule(
             _NVIDIA, "beside", "row_gathers", "The gradient of picking from rows is not in place."
         ),
