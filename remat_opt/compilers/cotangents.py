@@ -85,7 +85,7 @@ def cotangents(
     )
     fused = _fused(of)
     computed = {vertex for vertex in fused if storage.is_fusing_product(storage.roots[vertex])}
-    fused |= _overwritten(of)
+    fused |= _overwritten(of) | _passing(of)
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
     narrow = {vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of)}
@@ -167,6 +167,35 @@ def _fused(of: _Vertices) -> set[int]:
         ):
             fused.add(vertex)
     return fused
+
+
+def _passing(of: _Vertices) -> set[int]:
+    """What is elementwise between elementwise: its cotangent passes within one kernel.
+
+    So that of a ``tanh`` that is stored: what reads it, and what it is computed from, are of its
+    size, and one kernel computes the cotangent of the one from that of the other.
+    """
+    if not of.storage.compiler.has("cotangents_pass"):
+        return set()
+    found = set()
+    for vertex, active in enumerate(of.active):
+        readers = of.active_readers(vertex)
+        before = [one for one in of.predecessors[vertex] if of.active[one]]
+        size = of.storage.cotangent_bytes(active)
+        if (
+            size
+            and of.kind(vertex) is costs.Fusion.FUSIBLE
+            and not of.is_output(vertex)
+            and readers
+            and before
+            and all(
+                of.kind(reader) is costs.Fusion.FUSIBLE
+                and of.storage.cotangent_bytes(of.active[reader]) == size
+                for reader in readers
+            )
+        ):
+            found.add(vertex)
+    return found
 
 
 def _rounded(of: _Vertices) -> Iterator[int]:
