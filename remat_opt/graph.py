@@ -44,9 +44,6 @@ class Graph:
         buffer (elementwise vertices).
       pinned: whether the vertex must run exactly once: it has side effects, or the compiler would
         hold more to run it again than that saves.
-      frees_first: whether its backward step is done with what it reads before it writes the
-        cotangents of its predecessors, as that of a product is that first takes the gradient of
-        its weight. Empty if there are none such. Searches may take it that there are none.
     """
 
     names: tuple[str, ...]
@@ -61,7 +58,6 @@ class Graph:
     forward_workspace_bytes: tuple[int, ...]
     in_place: tuple[bool, ...]
     pinned: tuple[bool, ...]
-    frees_first: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -167,7 +163,6 @@ class Graph:
                 forward_workspace_bytes=self.forward_workspace_bytes[vertex],
                 in_place=self.in_place[vertex],
                 pinned=self.pinned[vertex],
-                **({"frees_first": self.frees_first[vertex]} if self.frees_first else {}),
             )
         for vertex, predecessors in enumerate(self.predecessors):
             for predecessor in predecessors:
@@ -242,9 +237,6 @@ class Graph:
             ),
             in_place=tuple(attribute(node, "in_place", False) for node in order),
             pinned=tuple(attribute(node, "pinned", False) for node in order),
-            frees_first=tuple(attribute(node, "frees_first", False) for node in order)
-            if any("frees_first" in given.nodes[node] for node in order)
-            else (),
         )
 
 
@@ -256,7 +248,7 @@ def _validate(graph: Graph) -> None:
         field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)
     }
     for field, entries in per_vertex.items():
-        if len(entries) != count and not (field == "frees_first" and not entries):
+        if len(entries) != count:
             raise GraphError(f"{field} has {len(entries)} entries for {count} vertices.")
     if len(set(graph.names)) != count:
         doubled = next(name for name in graph.names if graph.names.count(name) > 1)

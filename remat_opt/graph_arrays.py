@@ -37,7 +37,6 @@ class GraphArrays:
       forward: reads of a vertex's own computation.
       backward: reads of its backward step.
       turns_in_place: see ``Graph``.
-      frees_first: see ``Graph``.
     """
 
     bytes: np.ndarray
@@ -49,7 +48,6 @@ class GraphArrays:
     forward: Reads
     backward: Reads
     turns_in_place: np.ndarray
-    frees_first: np.ndarray
 
 
 #: The last few graphs with their arrays, by identity: to hash a large graph takes longer than most
@@ -81,7 +79,6 @@ def _arrays(graph: Graph) -> GraphArrays:
         forward=_reads(graph.predecessors),
         backward=_reads(graph.needs),
         turns_in_place=np.array([graph.turns_in_place(v) for v in range(len(graph))], dtype=bool),
-        frees_first=np.array(graph.frees_first or [False] * len(graph), dtype=bool),
     )
 
 

@@ -428,9 +428,6 @@ class _Replay:
     def _differentiate(self, top: int, region: Region, release: Callable[[int], None]) -> None:
         graph = self.graph
         for vertex in reversed(region.vertices):
-            frees_first = bool(graph.frees_first) and graph.frees_first[vertex]
-            for read in graph.needs[vertex] if frees_first else ():
-                release(read)
             if graph.cotangent_bytes[vertex]:
                 if graph.turns_in_place(vertex):
                     self._free("cotangent", vertex)
@@ -443,5 +440,5 @@ class _Replay:
                 self._free("workspace", vertex)
             self._free("cotangent", vertex)
             self._free("internal", vertex)
-            for read in () if frees_first else graph.needs[vertex]:
+            for read in graph.needs[vertex]:
                 release(read)

@@ -87,13 +87,6 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
 
     count = len(graph)
     forward, step = times.forward, times.step
-
-    def read_last(reads: _Reads) -> np.ndarray:
-        """The number of the last step during which what is read must be there."""
-        before = arrays.frees_first[reads.reader] & (reads.step < count)
-        last_reads: np.ndarray = step[reads.step] - before
-        return last_reads
-
     first, last, sizes = [], [], []
 
     def add(start: np.ndarray, stop: np.ndarray, size: np.ndarray) -> None:
@@ -104,7 +97,7 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     # Forward values: until the last forward reader, or the last backward reader where stored.
     end = forward.copy()
     np.maximum.at(end, arrays.forward.read, forward[arrays.forward.reader])
-    np.maximum.at(end, open_reads.read, read_last(open_reads))
+    np.maximum.at(end, open_reads.read, step[open_reads.step])
     add(forward, end, arrays.bytes)
 
     # Backward step of each vertex.
@@ -123,7 +116,7 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
             continue
         run = step[(depth + 1) * count : (depth + 2) * count]
         end = run.copy()
-        np.maximum.at(end, level.local.read, read_last(level.local))
+        np.maximum.at(end, level.local.read, step[level.local.step])
         add(run[again], end[again], arrays.bytes[again])
 
     # Cotangents: from the backward step of the last reader that has one, or their own.

@@ -51,6 +51,13 @@ class Padded(Effect):
                 figures.bytes[operand] += size
 
 
+def _is_lopsided(operation: Operation) -> bool:
+    """Whether an operation is a convolution with more padding on one side than on the other."""
+    return operation.primitive == "conv_general_dilated" and any(
+        low != high for low, high in operation.params["padding"]
+    )
+
+
 def padded(
     program: Program,
     derivatives: Mapping[int, Derivative],
@@ -70,8 +77,7 @@ def padded(
         equation = program.equations[index]
         operand = equation.inputs[0] if equation.inputs else None
         if (
-            equation.operation.primitive == "conv_general_dilated"
-            and _is_lopsided(equation.operation)
+            _is_lopsided(equation.operation)
             # The gradient of the weight reads the operand.
             and 0 in derivative.inputs
             and isinstance(operand, int)
@@ -115,10 +121,6 @@ def weight_copies(
             ):
                 size = compiler.buffer_bytes(operation.inputs[1])
                 yield vertex_of[equation.outputs[0]], size
-
-
-def _is_lopsided(convolution: Operation) -> bool:
-    return any(low != high for low, high in convolution.params["padding"])
 
 
 def _padded_size(convolution: Operation) -> int:

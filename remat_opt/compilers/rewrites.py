@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from remat_opt.compilers import pooling, product_sums, softmax
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.row_gathers import is_row_gather
-from remat_opt.compilers.weights import weight_places
+from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
+
+#: Equations that give their operand another type or shape.
+_FORMS = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +81,32 @@ def rewrites(program: Program, rules: Rules, *, recomputes: bool) -> Rewrites:
         if rules.has("partners_wait")
         else {},
         biases=product_sums.biases(program) if ordered else {},
-        weight_place=weight_places(program) if ordered else {},
+        weight_place=_weight_places(program) if ordered else {},
         ordered=ordered,
         stored=rules.has("boundaries_stored"),
         in_turn=rules.has("parts_in_turn"),
     )
+
+
+def _weight_places(program: Program) -> dict[int, int]:
+    """For products the place of the input that is an argument, as it is or in another form.
+
+    Only of those of which one of two inputs is.
+    """
+    forms = set(program.arguments)
+    found = {}
+    for index, equation in enumerate(program.equations):
+        read = [
+            place
+            for place, atom in enumerate(equation.inputs)
+            if isinstance(atom, int) and atom in forms
+        ]
+        if equation.operation.primitive in _FORMS and read:
+            forms.update(equation.outputs)
+        elif (
+            equation.operation.primitive in PRODUCTS
+            and len(equation.inputs) == 2
+            and len(read) == 1
+        ):
+            found[index] = read[0]
+    return found

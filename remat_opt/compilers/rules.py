@@ -108,9 +108,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "cotangents_pass": _rule(
             _NVIDIA, "cotangents", "cotangents", "Between elementwise steps they are no arrays."
         ),
-        "weights_first": _rule(
-            _NVIDIA, "cotangents", "weights", "What a product read is gone before its cotangent."
-        ),
         "sums_beside": _rule(
             _NVIDIA, "cotangents", "vertices", "A kernel that sums writes over nothing it reads."
         ),

@@ -20,7 +20,6 @@ from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, han
 from remat_opt.compilers.effects import Effect
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
-from remat_opt.compilers.weights import weight_places
 from remat_opt.gradients import ParameterGradient
 from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS, Operation
@@ -147,7 +146,6 @@ def vertices(storage: Storage) -> Vertices:
             equation.effects or root in found_places
             for root, equation in zip(storage.roots, equations, strict=True)
         ),
-        frees_first=_frees_first(storage),
     )
     flops = graph.forward_flops
     return Vertices(
@@ -159,14 +157,6 @@ def vertices(storage: Storage) -> Vertices:
         parameter_gradients=tuple(_parameter_gradients(storage, drafts)),
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
     )
-
-
-def _frees_first(storage: Storage) -> tuple[bool, ...]:
-    """The products whose weight's gradient is taken before that of the other operand."""
-    if not storage.compiler.has("weights_first"):
-        return ()
-    products = weight_places(storage.flow.program)
-    return tuple(root in products for root in storage.roots)
 
 
 def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draft]:
