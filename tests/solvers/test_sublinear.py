@@ -347,7 +347,13 @@ def test_logarithmic_memory_at_n_log_n_cost():
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3, 7, 31])
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 64, 100, 243, 257])
+@pytest.mark.parametrize(
+    "count",
+    [
+        *(1, 2, 3, 10, 64, 65, 81, 100),
+        *(pytest.param(count, marks=pytest.mark.slow) for count in (243, 257)),
+    ],
+)
 def test_recursion_stores_no_more_than_the_formula(count, kept):
     graph = unit_chain(count)
     found = check_memory(graph, sublinear.recursion(graph, kept=kept))
