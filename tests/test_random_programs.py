@@ -27,7 +27,7 @@ from tests.random_programs import (
 
 COUNT = 190
 #: Of these the default run takes some that compile fast, and each JAX some.
-FAST = range(6, 18)
+FAST = range(10, 18)
 VERSIONS = range(40)
 
 
