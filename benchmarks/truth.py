@@ -5,9 +5,11 @@
 plans every network for five budgets, from the least memory to most of what the function takes as
 it is, without a compile, and compiles each plan in the step: ``adam``, with parameters and state
 donated, or ``gradient``, the gradient alone. With ``--loop`` each budget is planned by compiling
-(``verify="compile"``). Of each set a summary is printed: the median of the errors, the ninth decile
-and the worst. Networks of the set ``tuned`` are those that rules were found on; only ``judged``
-counts as evidence.
+(``verify="compile"``); then ``predicted_bytes`` is what was predicted, by what was learnt, before
+the plan was compiled that is returned, and ``model_bytes`` what is predicted without any of that.
+Of each set a summary is printed, of rows with the loop apart: the median of the errors, the ninth
+decile and the worst. Networks of the set ``tuned`` are those that rules were found on; only
+``judged`` counts as evidence.
 
 Each row is appended to ``--rows`` when it is there, and what is there with the same version of JAX
 is not done again: a run that was cut off goes on. With ``--stages`` rows hold the plans too, for
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -104,9 +107,11 @@ class Subject:
         budget_bytes = round(self.least_bytes ** (1 - share) * most**share)
         return Objective(budget_bytes=budget_bytes, gradients=self._fate)
 
-    def compiled(self, plan: Plan) -> Measurement:
-        """What a plan compiles to in the step."""
-        return verification.measure_plan(plan, self.problem.program, self._arguments, self._device)
+    def compiled(self, plan: Plan, *, with_buffers: bool = False) -> Measurement:
+        """What a plan compiles to in the step; with what is alive when, if asked."""
+        return verification.measure_plan(
+            plan, self.problem.program, self._arguments, self._device, with_buffers=with_buffers
+        )
 
     def as_it_is(self) -> Plan:
         """The plan that changes nothing."""
@@ -130,7 +135,7 @@ class Subject:
         def compiled(plan: Plan) -> Measurement:
             nonlocal compiles
             compiles += 1
-            return self.compiled(plan)
+            return self.compiled(plan, with_buffers=True)
 
         try:
             plan = verification.choose(self.problem, objective, compiled)
@@ -144,6 +149,7 @@ class Subject:
         stages = list(map(dataclasses.asdict, plan.stages)) if self._with_stages else None
         return {
             "budget_bytes": plan.budget_bytes,
+            "model_bytes": said.model_bytes,
             "predicted_bytes": said.temporary_bytes,
             "compiled_bytes": found.temporary_bytes,
             "recomputed_flops_share": round(said.recomputed_share, 4),
@@ -187,34 +193,48 @@ def rows(
                 yield found
 
 
-def error(row: dict[str, Any]) -> float:
-    """By which share of what is compiled the prediction is off; negative if it is too small."""
-    return float(row["predicted_bytes"] / row["compiled_bytes"] - 1)
+def error(row: dict[str, Any], predicted: str = "predicted_bytes") -> float:
+    """By which share of what is compiled a prediction is off; negative if it is too small."""
+    return float(row[predicted] / row["compiled_bytes"] - 1)
 
 
 def summaries(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Errors of plans by set and step, without the functions as they are."""
-    for name in ("tuned", "judged"):
-        for step in STEPS:
-            errors = sorted(
-                abs(error(row))
-                for row in found
-                if row["set"] == name
-                and row["step"] == step
-                and row["share"] is not None
-                and not row["loop"]
-                and "compiled_bytes" in row
-            )
-            if errors:
-                yield {
-                    "kind": "summary",
-                    "set": name,
-                    "step": step,
-                    "plans": len(errors),
-                    "median": round(statistics.median(errors), 4),
-                    "ninth_decile": round(errors[int(0.9 * (len(errors) - 1) + 0.5)], 4),
-                    "worst": round(errors[-1], 4),
-                }
+    """Errors of plans by set, step and loop, without the functions as they are.
+
+    Of those that were chosen by compiling the errors of the model alone are told as well
+    (``predicted`` is ``model_bytes``), how many budgets were met, refused and missed, and the most
+    compiles that any took.
+    """
+    for name, step, loop in itertools.product(("tuned", "judged"), STEPS, (False, True)):
+        rows_here = [
+            row
+            for row in found
+            if (row["set"], row["step"], row["loop"]) == (name, step, loop)
+            and row["share"] is not None
+        ]
+        compiled = [row for row in rows_here if "compiled_bytes" in row]
+        for predicted in ("predicted_bytes", "model_bytes") if loop else ("predicted_bytes",):
+            errors = sorted(abs(error(row, predicted)) for row in compiled if predicted in row)
+            if not errors:
+                continue
+            summary = {
+                "kind": "summary",
+                "set": name,
+                "step": step,
+                "loop": loop,
+                "predicted": predicted,
+                "plans": len(errors),
+                "median": round(statistics.median(errors), 4),
+                "ninth_decile": round(errors[int(0.9 * (len(errors) - 1) + 0.5)], 4),
+                "worst": round(errors[-1], 4),
+            }
+            if loop:
+                with_budget = [row for row in compiled if row["budget_bytes"] is not None]
+                met = sum(row["compiled_bytes"] <= row["budget_bytes"] for row in with_budget)
+                summary["met"], summary["missed"] = met, len(with_budget) - met
+                summary["refused"] = sum("refused" in row for row in rows_here)
+                summary["most_compiles"] = max(row.get("compiles", 0) for row in rows_here)
+            yield summary
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -252,13 +272,24 @@ def _line(row: dict[str, Any]) -> str:
         return f"{start} {row.get('error', row.get('refused', ''))[:60]}"
     predicted, compiled = (format_bytes(row[key]) for key in ("predicted_bytes", "compiled_bytes"))
     share = row["recomputed_flops_share"]
-    return f"{start} {predicted:>11} {compiled:>11} {error(row):+7.1%} {share:7.3f}"
+    line = f"{start} {predicted:>11} {compiled:>11} {error(row):+7.1%} {share:7.3f}"
+    if not row["loop"]:
+        return line
+    return f"{line} {error(row, 'model_bytes'):+8.1%} by the model; {row['compiles']} compiles"
 
 
 def _summary_line(row: dict[str, Any]) -> str:
+    by = " by the model alone" if row["predicted"] == "model_bytes" else ""
+    loop = ", with the loop" if row["loop"] else ""
+    line = (
+        f"{row['set']}, {row['step']}{loop}{by}: {row['plans']} plans, median "
+        f"{row['median']:.1%}, ninth decile {row['ninth_decile']:.1%}, worst {row['worst']:.1%}"
+    )
+    if not row["loop"] or by:
+        return line
     return (
-        f"{row['set']}, {row['step']}: {row['plans']} plans, median {row['median']:.1%}, "
-        f"ninth decile {row['ninth_decile']:.1%}, worst {row['worst']:.1%}"
+        f"{line}; budgets met {row['met']}, missed {row['missed']}, refused {row['refused']}; at "
+        f"most {row['most_compiles']} compiles"
     )
 
 

@@ -178,6 +178,7 @@ class Rematerialized:
         plan: Plan | None,
         verify: bool | str,
         errors: str,
+        learnt: str | os.PathLike[str] | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -188,6 +189,7 @@ class Rematerialized:
         self._given = plan
         self._verify = verify
         self._errors = errors
+        self._learnt = learnt
         self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
         # Programs that have no plan, and were warned of.
         self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
@@ -286,6 +288,7 @@ class Rematerialized:
             self._given,
             self._verify,
             self._errors,
+            self._learnt,
         )
         found._plans, found._unplanned = self._plans, self._unplanned
         found._identity = self._identity
@@ -325,6 +328,41 @@ class Rematerialized:
             gradients=self._objective.gradients,
         )
 
+    def _choose(
+        self,
+        program: Program,
+        device: Device,
+        in_step: str,
+        compiled: Callable[[Plan], Measurement],
+    ) -> Plan:
+        """A plan of a program: by compiling, if that is asked for, and by what was learnt.
+
+        Args:
+          program: the program.
+          device: the machine to plan for.
+          in_step: what is compiled round the program; what is learnt is about that.
+          compiled: compiles a plan in it.
+        """
+        wanted = self._objective
+        planning.check_differentiated(program)
+        if computes_nothing(program):
+            return planning.make(program, device, wanted, self._solver)
+        by_compiling = self._verify == "compile"
+        if not by_compiling and self._learnt is None:
+            return planning.make(program, device, wanted, self._solver)
+        memory = verification.Memory(program, device, in_step, self._learnt)
+        if by_compiling:
+            return verification.choose(self.problem(program), wanted, compiled, memory)
+        known = memory.read()
+        plan = planning.make(program, device, wanted, self._solver, known)
+        if known is not None:
+            return plan
+        note = (
+            f"{os.fspath(self._learnt or '')!r} tells nothing of this program on {device.name} "
+            "with this compiler in this step: the model alone predicts."
+        )
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tracing.Call:
         return tracing.bind_static(self._fn, self._signature, args, kwargs)
 
@@ -357,12 +395,13 @@ class Rematerialized:
 
         def compiled(plan: Plan) -> Measurement:
             arguments = jax.tree.leaves((call.args, call.kwargs))
-            return verification.measure_plan(plan, program, arguments, device)
+            return verification.measure_plan(
+                plan, program, arguments, device, with_buffers=self._verify == "compile"
+            )
 
-        if self._verify == "compile" and not computes_nothing(program):
-            return verification.choose(self.problem(program), self._objective, compiled)
-        plan = planning.make(program, device, self._objective, self._solver)
-        return dataclasses.replace(plan, measured=compiled(plan)) if self._verify else plan
+        plan = self._choose(program, device, self._objective.gradients.value, compiled)
+        compile_it = self._verify and plan.measured is None
+        return dataclasses.replace(plan, measured=compiled(plan)) if compile_it else plan
 
 
 def _can_be_traced(call: tracing.Call) -> bool:
@@ -402,6 +441,7 @@ def optimal_remat(
     solver: str | Solver = "portfolio",
     plan: Plan | str | os.PathLike[str] | None = None,
     verify: bool | str = False,
+    learnt: str | os.PathLike[str] | None = None,
     errors: str = "warn",
 ) -> Any:
     """Makes a loss function's gradient fit in less memory for the least extra compute.
@@ -438,6 +478,10 @@ def optimal_remat(
         within a budget it truly is, or there is an error. Also in the middle of a trace, as
         under ``jax.jit``: only shapes matter. Closed-over arrays that are being traced count as
         arguments of the program.
+      learnt: a file of what was learnt by compiling. With ``verify="compile"`` it is read, if it is
+        there, and what is learnt is added: about each program, device, compiler and step. Without,
+        plans are made by it, and compile nothing; so it must be there. Only such a file makes plans
+        differ from those of another process that asks for the same.
       errors: what to do where planning fails through a fault of remat_opt. ``"warn"`` runs the
         function as it is, with a ``PlanningWarning`` that names a report to file; ``"raise"``
         raises, as the method ``plan`` always does. A budget that cannot be reached and the like
@@ -481,6 +525,7 @@ def optimal_remat(
             solver=solver,
             plan=plan,
             verify=verify,
+            learnt=learnt,
             errors=errors,
         )
     if not callable(fn):
@@ -500,6 +545,10 @@ def optimal_remat(
             f"plan= is given together with verify={verify!r}, which is about making one. Leave it "
             "out, or make the plan again with make_plan(verify=...)."
         )
+    if plan is not None and learnt is not None:
+        raise RematError(
+            "plan= is given together with learnt=, which is about making one. Leave it out."
+        )
     if errors not in ("warn", "raise"):
         raise RematError(f"errors={errors!r}: give 'warn' or 'raise'.")
     return Rematerialized(
@@ -511,6 +560,7 @@ def optimal_remat(
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
         verify,
         errors,
+        learnt,
     )
 
 
@@ -530,6 +580,7 @@ def make_plan(
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     verify: bool | str = False,
+    learnt: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plans a loss function at the shapes of its arguments, without running it.
@@ -559,6 +610,7 @@ def make_plan(
       device: likewise.
       solver: likewise.
       verify: likewise.
+      learnt: likewise.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -600,6 +652,7 @@ def make_plan(
         device=device,
         solver=solver,
         verify=verify,
+        learnt=learnt,
     )
     with decorated._pure(args, kwargs) as (run, pure):
         call = run._bind(pure.args, pure.kwargs)
@@ -673,19 +726,31 @@ def _plan_in_step(
     device = compilation.resolve_device(wanted._device)
     objective = _in_bytes(wanted, in_step, program, call, device)
     planner = Rematerialized(
-        call.fn, call.signature, device, objective, wanted._solver, None, False, "raise"
+        call.fn,
+        call.signature,
+        device,
+        objective,
+        wanted._solver,
+        None,
+        wanted._verify,
+        "raise",
+        wanted._learnt,
     )
 
     def compiled(plan: Plan) -> Measurement:
-        return in_step.measure(_following(planner, plan), call.loss, device)
+        return in_step.measure(
+            _following(planner, plan),
+            call.loss,
+            device,
+            with_buffers=wanted._verify == "compile",
+        )
 
-    if wanted._verify == "compile" and not computes_nothing(call.program):
-        of = planner.problem(call.program)
-        plan = verification.choose(of, objective, compiled)
-    else:
-        plan = planning.make(call.program, device, objective, wanted._solver)
-        if wanted._verify:
-            plan = dataclasses.replace(plan, measured=compiled(plan))
+    donated = ",".join(map(str, in_step.donate_argnums))
+    plan = planner._choose(
+        call.program, device, f"{program.fingerprint()} donates {donated}", compiled
+    )
+    if wanted._verify and plan.measured is None:
+        plan = dataclasses.replace(plan, measured=compiled(plan))
     note = _gradients_note(in_step, call, device)
     return dataclasses.replace(plan, objective=wanted._objective, notes=(*plan.notes, note))
 

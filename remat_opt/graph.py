@@ -36,7 +36,8 @@ class Graph:
       cotangent_bytes: bytes of the gradient with respect to it; 0 where it has none.
       internal_bytes: bytes of residuals that only running the vertex provides and that
         no policy can keep by name.
-      workspace_bytes: bytes that its backward step takes while it runs, and only then.
+      workspace_bytes: bytes that its backward step takes while it runs, and only then. Negative
+        where its arrays are not all there at once, as was learnt by compiling (``learnt``).
       forward_workspace_bytes: bytes that it takes while it runs in the forward pass, and only
         then; 0 unless it is pinned.
       in_place: whether its cotangent can be turned into that of a predecessor in the same
@@ -258,7 +259,8 @@ def _validate(graph: Graph) -> None:
     for field in figures.split():
         for vertex, number in enumerate(per_vertex[field]):
             real = isinstance(number, numbers.Real)
-            if not (real and math.isfinite(number) and number >= 0):
+            signed = field == "workspace_bytes"
+            if not (real and math.isfinite(number) and (signed or number >= 0)):
                 raise GraphError(
                     f"Vertex {graph.names[vertex]!r} has {field} = {number!r}; it must be a "
                     "finite number, 0 or more."

@@ -27,7 +27,7 @@ from remat_opt.solvers.base import Overhead
 from remat_opt.view import plan_text
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 5"
+FORMAT = "remat_opt plan 6"
 #: How deep the JSON of a plan may nest: two levels for each region round another, and a few. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210
@@ -114,7 +114,8 @@ class Prediction:
     """What the simulator says of a plan.
 
     Attributes:
-      temporary_bytes: peak of the temporaries.
+      temporary_bytes: peak of the temporaries; where something was learnt by compiling, by that.
+      model_bytes: the same by the model alone, before anything was learnt.
       plain_temporary_bytes: the same for the unchanged function.
       kept_bytes: bytes that wait for the backward pass in all.
       overhead_seconds: time of the recomputation.
@@ -126,6 +127,7 @@ class Prediction:
     """
 
     temporary_bytes: int
+    model_bytes: int
     plain_temporary_bytes: int
     kept_bytes: int
     overhead_seconds: float
@@ -162,6 +164,9 @@ class Plan:
       decisions: the fate of every vertex.
       predicted: what the simulator says.
       measured: what the compiler says, or None before it was asked.
+      as_compiled: live bytes of temporaries at each step of the forward and backward pass, as
+        compiled: at evenly spaced ones, and the most of those in between. Empty where the compiler
+        was not asked, or did not tell.
       notes: what a reader of the plan has to know.
       remat_opt_version: version that made the plan.
       jax_version: version of JAX that traced the program.
@@ -178,6 +183,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     predicted: Prediction
     measured: Measurement | None
+    as_compiled: tuple[int, ...]
     notes: tuple[str, ...]
     remat_opt_version: str
     jax_version: str

@@ -18,6 +18,7 @@ import jax
 from remat_opt import __version__, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.learnt import Corrections, Learnt
 from remat_opt.compilers.model import Model, computes_nothing, model
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
@@ -29,7 +30,7 @@ from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule, plain
-from remat_opt.simulator import Simulation, simulate
+from remat_opt.simulator import Moment, Simulation, simulate
 from remat_opt.solvers.base import (
     Candidate,
     Overhead,
@@ -85,6 +86,8 @@ class Problem:
       device: whose rates the seconds are in.
       solver: where the schedules to choose from come from.
       sweep: the graph and the schedules to choose from.
+      corrections: what was learnt of the compiler, by which the candidates are judged; None where
+        the model alone says what they need.
     """
 
     program: Program
@@ -92,6 +95,7 @@ class Problem:
     device: Device
     solver: Solver
     sweep: Sweep
+    corrections: Corrections | None = None
 
     @property
     def model(self) -> Model:
@@ -173,7 +177,53 @@ def _policies(program: Program, expected: Model) -> tuple[Schedule, ...]:
 def defaults(of: Problem) -> tuple[Candidate, ...]:
     """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
     found = judged(of.model.graph, _policies(of.program, of.model))
-    return tuple(_expected(of.model, one) for one in found)
+    if of.corrections is not None:
+        return tuple(_expected(of, _admitted(of.model, one)) for one in found)
+    return tuple(_modelled(of.model, one) for one in found)
+
+
+def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
+    """The problem with what was learnt of the compiler: searched again, and judged by that.
+
+    Args:
+      of: the problem; what was learnt of it before is forgotten.
+      learnt: of its program.
+      measure: what recomputation is counted in.
+    """
+    expected = of.model
+    corrections = Corrections(learnt, expected.graph)
+    # Other solvers are as their papers have them: there no step takes less than nothing.
+    signed = isinstance(of.solver, Portfolio)
+    found: list[Candidate] = []
+    with _no_collection():
+        # By sizes alone a graph stays as it is.
+        graphs = corrections.graphs(expected.graph, signed=signed) if corrections.told else ()
+        for graph in graphs:
+            front = pareto(_candidates(of.program, graph, measure, of.solver), measure)
+            found += [_admitted(expected, one) for one in _spaced(front)]
+    known = judged(expected.graph, [one.schedule for one in learnt.compiled])
+    by_schedule = {one.schedule: one for one in (*of.candidates, *found, *known)}
+    problem = dataclasses.replace(of, corrections=corrections)
+    candidates = tuple(_expected(problem, one) for one in by_schedule.values())
+    return dataclasses.replace(problem, sweep=dataclasses.replace(of.sweep, candidates=candidates))
+
+
+def _expected(of: Problem, one: Candidate) -> Candidate:
+    """The candidate with the temporaries that are expected of it by what was learnt."""
+    assert of.corrections is not None, "something was learnt"
+    known_bytes = of.corrections.compiled_bytes(one.schedule)
+    if known_bytes is None:
+        if of.corrections.told:
+            model_bytes = of.corrections.peak_bytes(one.schedule, replay(of, one.schedule))
+        else:
+            model_bytes = of.model.peak_bytes(one.schedule)
+        known_bytes = of.corrections.heap_bytes(model_bytes)
+    return dataclasses.replace(one, peak_bytes=known_bytes)
+
+
+def replay(of: Problem, schedule: Schedule) -> tuple[Moment, ...]:
+    """The moments of a schedule, as the model has them."""
+    return _simulate(of.model, schedule).moments
 
 
 @contextlib.contextmanager
@@ -214,19 +264,27 @@ def _as_compiled(expected: Model, front: Sequence[Candidate]) -> tuple[Candidate
       expected: the model that the candidates are for.
       front: candidates by ascending peak, and so by falling overhead.
     """
+    return tuple(_modelled(expected, one) for one in _spaced(front))
+
+
+def _spaced(front: Sequence[Candidate]) -> list[Candidate]:
     spaced: list[Candidate] = []
     for one in front:
         if not spaced or one is front[-1] or one.peak_bytes > spaced[-1].peak_bytes * _APART:
             spaced.append(one)
-    return tuple(_expected(expected, one) for one in spaced)
+    return spaced
 
 
-def _expected(expected: Model, one: Candidate) -> Candidate:
-    """The candidate as the model admits it, with the temporaries that it is expected to need."""
+def _admitted(expected: Model, one: Candidate) -> Candidate:
+    """The candidate as the model admits it."""
     schedule = expected.admitted(one.schedule)
-    if schedule != one.schedule:
-        one = judge(expected.graph, schedule)
-    return dataclasses.replace(one, peak_bytes=expected.peak_bytes(schedule))
+    return one if schedule == one.schedule else judge(expected.graph, schedule)
+
+
+def _modelled(expected: Model, one: Candidate) -> Candidate:
+    """The candidate as the model admits it, with the temporaries that it is expected to need."""
+    one = _admitted(expected, one)
+    return dataclasses.replace(one, peak_bytes=expected.peak_bytes(one.schedule))
 
 
 def _simulate(expected: Model, schedule: Schedule) -> Simulation:
@@ -333,7 +391,11 @@ def step_bytes(program: Program, device: Device, gradients: Gradients) -> tuple[
 
 
 def make(
-    program: Program, device: Device, objective: Objective, solver: Solver = DEFAULT_SOLVER
+    program: Program,
+    device: Device,
+    objective: Objective,
+    solver: Solver = DEFAULT_SOLVER,
+    learnt: Learnt | None = None,
 ) -> Plan:
     """Plans a program.
 
@@ -342,6 +404,7 @@ def make(
       device: whose rates to weigh recomputation with.
       objective: what is wanted.
       solver: who decides.
+      learnt: what was learnt of it by compiling, to be taken into account.
 
     Raises:
       BudgetError: the budget cannot be reached.
@@ -357,6 +420,8 @@ def make(
         solver=solver,
         gradients=objective.gradients,
     )
+    if learnt is not None:
+        of = informed(of, learnt, objective.overhead)
     return describe(of, program, solve(of, objective), objective)
 
 
@@ -382,6 +447,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         decisions=(),
         predicted=Prediction(
             temporary_bytes=0,
+            model_bytes=0,
             plain_temporary_bytes=0,
             kept_bytes=0,
             overhead_seconds=0.0,
@@ -392,6 +458,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
             pins=(),
         ),
         measured=None,
+        as_compiled=(),
         notes=("The function hands on its arguments or constants: there is nothing to plan.",),
         remat_opt_version=__version__,
         jax_version=jax.__version__,
@@ -403,6 +470,10 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
     expected = of.model
     graph = expected.graph
     simulation = _simulate(expected, chosen.schedule)
+    moments, model_bytes = simulation.moments, chosen.peak_bytes
+    if of.corrections is not None:
+        moments = of.corrections.moments(chosen.schedule, moments)
+        model_bytes = expected.peak_bytes(chosen.schedule)
     region_of = chosen.schedule.region_of()
     stored, times = set(simulation.stored), Counter(simulation.recomputed)
     decisions = []
@@ -439,16 +510,18 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         decisions=tuple(decisions),
         predicted=Prediction(
             temporary_bytes=chosen.peak_bytes,
+            model_bytes=model_bytes,
             plain_temporary_bytes=of.unchanged.peak_bytes,
             kept_bytes=simulation.stored_bytes,
             overhead_seconds=simulation.overhead_seconds,
             forward_seconds=graph.forward_seconds,
             recomputed_flops=simulation.recomputed_flops,
             forward_flops=graph.forward_flops,
-            timeline=tuple(moment.live_bytes for moment in simulation.moments),
+            timeline=tuple(moment.live_bytes for moment in moments),
             pins=_pins(of, simulation),
         ),
         measured=None,
+        as_compiled=(),
         notes=_notes(of, chosen.schedule),
         remat_opt_version=__version__,
         jax_version=jax.__version__,

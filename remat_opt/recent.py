@@ -49,3 +49,9 @@ class Recent(Generic[KeyT, ValueT]):
             while len(self._known) > self._most:
                 self._known.popitem(last=False)
             return found
+
+    def renew(self, key: KeyT, value: ValueT) -> ValueT:
+        """Holds the value in the place of the one that is there."""
+        with self._lock:
+            self._known.pop(key, None)
+        return self.put(key, value)

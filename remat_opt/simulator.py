@@ -40,12 +40,15 @@ class Moment:
       phase: ``forward``, ``recompute`` or ``backward``.
       region: number of the region the step belongs to.
       vertex: the vertex that is computed or differentiated.
+      depth: how many checkpoints deep, below that of its region, the step runs again; 0 forward
+        and backward.
       live_bytes: bytes of all temporaries alive during the step.
     """
 
     phase: str
     region: int
     vertex: int
+    depth: int
     live_bytes: int
 
 
@@ -185,12 +188,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     peak = -1
     at_peak: _Live = {}
 
-    def tell(phase: str, region: int, vertex: int) -> None:
+    def tell(phase: str, region: int, vertex: int, depth: int = 0) -> None:
         nonlocal peak, at_peak
         total = run.total
         if peak < 0 or total > moments[peak].live_bytes:
             peak, at_peak = len(moments), dict(run.live)
-        moments.append(Moment(phase=phase, region=region, vertex=vertex, live_bytes=total))
+        moments.append(
+            Moment(phase=phase, region=region, vertex=vertex, depth=depth, live_bytes=total)
+        )
 
     run = _Replay(graph, tell)
     run.whole(schedule, wanted)
@@ -313,12 +318,13 @@ class _Replay:
       total: their bytes.
     """
 
-    def __init__(self, graph: Graph, on_step: Callable[[str, int, int], None]) -> None:
+    def __init__(self, graph: Graph, on_step: Callable[..., None]) -> None:
         """Starts with nothing alive.
 
         Args:
           graph: what to run.
-          on_step: called while each step runs, with its phase, region and vertex.
+          on_step: called while each step runs, with its phase, region and vertex, and how deep
+            it is where it runs again.
         """
         self.graph = graph
         self.live: _Live = {}
@@ -413,7 +419,7 @@ class _Replay:
             self._allocate("recomputed", vertex, graph.bytes[vertex], depth)
             if vertex in internals:
                 self._allocate("internal", vertex, graph.internal_bytes[vertex])
-            self._on_step("recompute", top, vertex)
+            self._on_step("recompute", top, vertex, depth)
             for read in graph.predecessors[vertex]:
                 release(read)
             if not local[vertex]:

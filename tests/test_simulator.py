@@ -200,7 +200,7 @@ def test_story_and_figures_agree(drawn: tuple[Graph, Schedule]) -> None:
 
 
 def left_over(graph: Graph, schedule: Schedule) -> dict[tuple[str, int, int], int]:
-    run = simulator._Replay(graph, lambda phase, region, vertex: None)
+    run = simulator._Replay(graph, lambda *_: None)
     run.whole(schedule, simulator.demand(graph, schedule))
     return run.live
 

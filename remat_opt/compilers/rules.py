@@ -3,8 +3,8 @@
 A rule is something that one compiler was seen to do and that the arithmetic of fusion alone would
 not tell. Its code is in the file named here; that file, or the one that calls it, asks
 ``Compiler.has`` for the rule's name, so each can be switched off. ``python -m benchmarks.ablation``
-prints what that does to errors and plans: a rule stays as long as it helps at least two networks and
-hurts none of those that only judge.
+prints what that does to errors and plans: a rule stays as long as it helps at least two networks
+and hurts none of those that only judge.
 
 To say something new of a compiler, add a row here, and the code to the file of its kind.
 """
@@ -120,6 +120,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "pooling_search": _rule(
             _CPU, "beside", "pooling", "A max pooling's places are searched for among coordinates."
+        ),
+        "weights_copied": _rule(
+            _NVIDIA, "beside", "convolutions", "Weights of convolutions are copied, and wait."
+        ),
+        "operands_padded": _rule(
+            _NVIDIA, "beside", "convolutions", "Operands with more padding behind are copied."
         ),
         "row_scatters": _rule(
             _NVIDIA, "beside", "row_gathers", "The gradient of picking from rows is not in place."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers import (
+    convolutions,
     copies,
     cpu_sums,
     pooling,
@@ -256,7 +258,20 @@ def _workspaces(
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(program, root, compiler)
-    return tuple(one + other for one, other in zip(found, own, strict=True))
+    return tuple(map(sum, zip(found, own, _copied_so_far(storage), strict=True)))
+
+
+def _copied_so_far(storage: Storage) -> list[int]:
+    """For each vertex the bytes of weights whose copies wait in its backward step, or for it."""
+    found = [0] * len(storage.roots)
+    for vertex, size in convolutions.weight_copies(
+        storage.flow.program,
+        storage.flow.linearization.derivatives,
+        storage.compiler,
+        storage.vertex_of,
+    ):
+        found[vertex] += size
+    return list(itertools.accumulate(found))
 
 
 def _transposed(storage: Storage) -> Iterator[tuple[int, int]]:
@@ -305,6 +320,8 @@ def _effects(
         yield cpu_sums.Named(bytes=named, widened_bytes=widened)
     if transposed:
         yield cpu_sums.Transposed(pairs=transposed)
+    if padded := convolutions.padded(program, derivatives, compiler, storage.vertex_of):
+        yield convolutions.Padded(operands=padded)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
     copied = tuple(draft.copied_products for draft in drafts)

@@ -402,7 +402,7 @@ def _read(
         recomputation=survival(lowered.as_text(debug_info=True), text) if text else None,
         compile_seconds=compile_seconds,
         jax_version=jax.__version__,
-        compiler_version=_compiler_version(device),
+        compiler_version=compiler_version(device),
     )
     notes = []
     if compiler_options(device):
@@ -583,7 +583,8 @@ def _flops(compiled: jax.stages.Compiled) -> int | None:
     return None if flops is None or flops < 0 else int(flops)
 
 
-def _compiler_version(device: Device) -> str:
+def compiler_version(device: Device) -> str:
+    """What the compiler for a device calls itself."""
     # The compilers for CPU and GPU say nothing of use about themselves; their packages do.
     for package in _COMPILER_PACKAGES[device.platform]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

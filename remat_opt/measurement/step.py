@@ -288,13 +288,16 @@ class Step:
         """The function's name."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
-    def measure(self, how: How, loss: object, device: Device) -> Measurement:
+    def measure(
+        self, how: How, loss: object, device: Device, *, with_buffers: bool = False
+    ) -> Measurement:
         """Compiles the step with something run in the place of the loss.
 
         Args:
           how: what to run, as for ``running``.
           loss: which loss.
           device: the machine to compile for.
+          with_buffers: whether to read what is alive when, too.
 
         Raises:
           CompileError: the compiler refuses it, as for want of memory.
@@ -307,6 +310,7 @@ class Step:
                 static_argnums=self.static_argnums,
                 static_argnames=self.static_argnames,
                 donate_argnums=self.donate_argnums,
+                with_buffers=with_buffers,
                 **self.kwargs,
             )
 

@@ -41,8 +41,7 @@ def text(plan: Mapping[str, Any]) -> str:
     """
     plan = _printable(plan)
     parts = [_title(plan), report.facts_text(_facts(plan))]
-    if plan["predicted"]["timeline"]:
-        parts.append(_profile(plan).text())
+    parts += [profile.text() for profile in _profiles(plan)]
     parts += [table.text() for table in _tables(plan, shorten=True)]
     return "\n\n".join(["\n".join(parts[:2]), *parts[2:]])
 
@@ -55,8 +54,7 @@ def html(plan: Mapping[str, Any]) -> str:
     """
     plan = _printable(plan)
     parts = [report.facts_html(_facts(plan))]
-    if plan["predicted"]["timeline"]:
-        parts.append(_profile(plan).svg())
+    parts += [profile.svg() for profile in _profiles(plan)]
     parts += [table.html() for table in _tables(plan, shorten=False)]
     return report.section(_title(plan), *parts)
 
@@ -149,8 +147,10 @@ def _asked(plan: Mapping[str, Any]) -> str:
 def _peak(predicted: Mapping[str, Any]) -> str:
     peak, unchanged = predicted["temporary_bytes"], predicted["plain_temporary_bytes"]
     share = f", {format_share(peak / unchanged)} of it" if unchanged else ""
+    model = predicted["model_bytes"]
+    before = f", and {format_bytes(model)} before anything was learnt" if model != peak else ""
     return (
-        f"{format_bytes(peak)} of temporaries at the peak "
+        f"{format_bytes(peak)} of temporaries at the peak{before} "
         f"(unchanged function: {format_bytes(unchanged)}{share})"
     )
 
@@ -188,19 +188,27 @@ def _measured(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list
     return facts + [("note", note) for note in measured["notes"]]
 
 
-def _profile(plan: Mapping[str, Any]) -> report.Profile:
+def _profiles(plan: Mapping[str, Any]) -> list[report.Profile]:
+    """Memory over time as predicted, and as compiled where that is known, on the same axes."""
     predicted = plan["predicted"]
+    if not predicted["timeline"]:
+        return []
     levels = [("unchanged function", predicted["plain_temporary_bytes"])]
     if plan["budget_bytes"] is not None:
         levels.append(("budget", plan["budget_bytes"]))
-    highest = max([*predicted["timeline"], *(level for _, level in levels)])
-    return report.Profile(
-        title="Temporaries over time (predicted)",
-        amounts=tuple(predicted["timeline"]),
-        x=report.steps_axis("step: forward, then backward"),
-        y=report.bytes_axis("temporaries", highest),
-        levels=tuple(levels),
-    )
+    timelines = [("predicted", predicted["timeline"]), ("as compiled", plan["as_compiled"])]
+    highest = max([*predicted["timeline"], *plan["as_compiled"], *(level for _, level in levels)])
+    return [
+        report.Profile(
+            title=f"Temporaries over time ({title})",
+            amounts=tuple(amounts),
+            x=report.steps_axis("step: forward, then backward"),
+            y=report.bytes_axis("temporaries", highest),
+            levels=tuple(levels),
+        )
+        for title, amounts in timelines
+        if amounts
+    ]
 
 
 def _tables(plan: Mapping[str, Any], *, shorten: bool) -> list[report.Table]:

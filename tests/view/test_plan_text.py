@@ -43,6 +43,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
         "decisions": list(decisions),
         "predicted": {
             "temporary_bytes": 3 * MIB,
+            "model_bytes": 3 * MIB,
             "plain_temporary_bytes": 4 * MIB,
             "kept_bytes": 2 * MIB,
             "overhead_seconds": 1e-6,
@@ -54,6 +55,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
             **(predicted or {}),
         },
         "measured": None,
+        "as_compiled": [],
         "notes": [],
         "remat_opt_version": "0.1.0",
         "jax_version": "0.10.2",

@@ -1,0 +1,131 @@
+"""What XLA for NVIDIA makes for the library that convolves: weights and operands in another form.
+
+The library takes the output channels of a weight first; JAX's have them last. Each weight is
+copied so before its convolution, and the copy waits for the gradient of the convolution's operand,
+which reads it again. By the end of the forward pass all of them are there: of a ResNet-50 97 MiB,
+whatever is recomputed.
+
+The library pads all sides of a dimension alike. Where more is to be padded behind than in front,
+as "SAME" has it for a stride of two, the operand is copied with its padding. In the open the copy
+waits for the gradient of the weight, beside the operand; under a checkpoint it is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.operation import Operation
+from remat_opt.program.record import Derivative, Program
+from remat_opt.schedule import Schedule
+
+#: What of an argument is still a weight.
+_FORMS = frozenset({"convert_element_type", "reshape", "transpose"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Padded(Effect):
+    """Operands that are copied with their padding.
+
+    Attributes:
+      operands: for vertices of convolutions the vertex that is copied, and the copy's bytes.
+    """
+
+    operands: Mapping[int, tuple[int, int]]
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Writes copies that wait beside their operand, and those that are made again."""
+        again = {
+            vertex
+            for region in (schedule.regions if schedule else ())
+            if region.checkpointed
+            for vertex in region.vertices
+        }
+        for vertex, (operand, size) in self.operands.items():
+            if vertex in again:
+                figures.workspace_bytes[vertex] += size
+            else:
+                figures.bytes[operand] += size
+
+
+def padded(
+    program: Program,
+    derivatives: Mapping[int, Derivative],
+    compiler: Compiler,
+    vertex_of: Mapping[int, int],
+) -> dict[int, tuple[int, int]]:
+    """For vertices of convolutions what they read that is copied with its padding: vertex, bytes.
+
+    Args:
+      program: a traced function.
+      derivatives: of the equations that have a backward step.
+      compiler: which one it is.
+      vertex_of: for each value that is stored the vertex that holds it.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for index, derivative in derivatives.items() if compiler.has("operands_padded") else ():
+        equation = program.equations[index]
+        operand = equation.inputs[0] if equation.inputs else None
+        if (
+            equation.operation.primitive == "conv_general_dilated"
+            and _is_lopsided(equation.operation)
+            # The gradient of the weight reads the operand.
+            and 0 in derivative.inputs
+            and isinstance(operand, int)
+            and operand in vertex_of
+            and equation.outputs[0] in vertex_of
+        ):
+            size = _padded_size(equation.operation)
+            kind = dataclasses.replace(program.types[operand], shape=(size,))
+            found[vertex_of[equation.outputs[0]]] = vertex_of[operand], kind.bytes
+    return found
+
+
+def weight_copies(
+    program: Program,
+    derivatives: Mapping[int, Derivative],
+    compiler: Compiler,
+    vertex_of: Mapping[int, int],
+) -> Iterator[tuple[int, int]]:
+    """Vertices of convolutions, each with the bytes of a weight's copy that waits from there on.
+
+    Args:
+      program: a traced function.
+      derivatives: of the equations that have a backward step.
+      compiler: which one it is.
+      vertex_of: for each value that is stored the vertex that holds it.
+    """
+    if not compiler.has("weights_copied"):
+        return
+    weights = set(program.arguments)
+    for index, equation in enumerate(program.equations):
+        operation = equation.operation
+        if operation.primitive in _FORMS and weights.issuperset(equation.value_inputs):
+            weights.update(equation.outputs)
+        elif operation.primitive == "conv_general_dilated" and index in derivatives:
+            # The gradient of the operand reads the weight.
+            weight = equation.inputs[1]
+            if (
+                1 in derivatives[index].inputs
+                and weight in weights
+                and equation.outputs[0] in vertex_of
+            ):
+                size = compiler.buffer_bytes(operation.inputs[1])
+                yield vertex_of[equation.outputs[0]], size
+
+
+def _is_lopsided(convolution: Operation) -> bool:
+    return any(low != high for low, high in convolution.params["padding"])
+
+
+def _padded_size(convolution: Operation) -> int:
+    """Elements of the operand with its padding."""
+    shape = convolution.inputs[0].shape
+    _, _, *spatial = convolution.params["dimension_numbers"].lhs_spec
+    sides = list(shape)
+    for axis, (low, high) in zip(spatial, convolution.params["padding"], strict=True):
+        sides[axis] += low + high
+    return math.prod(sides)

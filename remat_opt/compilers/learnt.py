@@ -1,0 +1,532 @@
+"""What was learnt of a compiler by compiling one program: numbers, and how they are shared.
+
+Problem. The replay of a schedule is a model of what a compiler does. Once a plan is compiled, what
+the compiler did is known: at each moment of the replay, what was alive. The other schedules of the
+program are to be judged by that, those that are cut differently too.
+
+Method. At each moment one vertex runs: forward, again or backward, in a *situation*: under which
+checkpoints, and with which of its neighbours in one region. The difference between what was alive
+as compiled and the replay is put down to that: vertex, phase and situation. It is there again
+wherever the same happens. It has in it what the vertex's kernel takes beside its operands, or saves
+by writing in place; what fusion with its neighbours saves; and what the compiler holds beside the
+values of the program at that time, such as weights in another form, or gradients whose turn has
+not come. What was not seen is taken from what is nearest to it:
+
+1.  the vertex itself, in this situation;
+2.  the nearest vertex alike that was seen in it: of the same operation, type and shape. What is
+    held at a time shifts slowly along a program.
+3.  likewise, under a checkpoint as this one is, or in the open as this one is, in any situation;
+4.  likewise, in any.
+
+A heap is larger than what is alive by the holes in it: one number for each plan that was compiled,
+taken from those nearest in size. What the compiler tells nothing of but the size has a ratio in its
+place.
+
+Why not differences of single values: names are of kernels, and a kernel may write several values.
+The sum over all that is alive does not depend on which name a value has.
+
+Guarantee: the schedule that was compiled last has the figure that it was compiled to, at each
+moment that the compiler's names tell of and as a whole.
+
+Left out: that a value that is kept may take another size than the replay says. It is in the
+differences of the moments during which it is there, as long as most of what is kept stays the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from remat_opt.errors import PlanFileError
+from remat_opt.graph import Graph
+from remat_opt.schedule import Region, Schedule
+from remat_opt.simulator import Moment
+
+#: Changes when files of an older version can no longer be read.
+FORMAT = "remat_opt learnt 1"
+PHASES = ("forward", "recompute", "backward")
+#: No amount of memory is larger.
+_MOST_BYTES = 2**60
+#: Plans that are remembered of a program, and how deep regions may nest in a file.
+_MOST_COMPILED, _MOST_DEPTH = 32, 100
+#: A program with more vertices than this is none of ours.
+_MOST_VERTICES = 10**6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Key:
+    """What something was learnt about: numbers say nothing of anything else.
+
+    Attributes:
+      fingerprint: of the program.
+      device: name of the device compiled for.
+      compiler: what the compiler calls itself.
+      step: what was compiled round the program.
+    """
+
+    fingerprint: str
+    device: str
+    compiler: str
+    step: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Difference:
+    """By how much more is alive than the replay says while one vertex runs.
+
+    Attributes:
+      phase: one of ``PHASES``.
+      situation: of the vertex, see ``situations``; where it runs again, with how deep.
+      vertex: its number.
+      bytes: may be negative.
+    """
+
+    phase: str
+    situation: str
+    vertex: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """One plan that was compiled.
+
+    Attributes:
+      schedule: the plan.
+      replayed_bytes: the peak of what is alive by the replay, corrected as far as was learnt; or,
+        where the compiler has not told what is alive when, what is needed by the model alone.
+      compiled_bytes: what the compiler needs.
+      told: whether it told. Where it did, the two differ by the holes of a heap.
+    """
+
+    schedule: Schedule
+    replayed_bytes: int
+    compiled_bytes: int
+    told: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """All that was learnt of a program.
+
+    Attributes:
+      key: what it is about.
+      labels: of the vertices: operation, type and shape. Those with the same are alike.
+      differences: ascending.
+      compiled: the plans, in the order in which they were compiled.
+    """
+
+    key: Key
+    labels: tuple[str, ...]
+    differences: tuple[Difference, ...] = ()
+    compiled: tuple[Compiled, ...] = ()
+
+    def with_plan(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        moments: Sequence[Moment],
+        alive: Sequence[int | None] | None,
+        *,
+        model_bytes: int,
+        compiled_bytes: int,
+    ) -> Learnt:
+        """The same with what one more plan has shown; what it shows goes before what was known.
+
+        Args:
+          graph: of the program.
+          schedule: the plan.
+          moments: of its replay, as the model has it.
+          alive: the bytes that were alive at each moment as compiled, where that is known; None if
+            the compiler told nothing but the size.
+          model_bytes: what it needs by the model alone.
+          compiled_bytes: its size.
+        """
+        known = {(one.phase, one.situation, one.vertex): one.bytes for one in self.differences}
+        found: dict[tuple[str, str, int], int] = {}
+        for place, moment, live in zip(
+            _places(graph, schedule, moments), moments, alive or (), strict=False
+        ):
+            if live is not None:
+                more = live - moment.live_bytes
+                found[place] = max(more, found.get(place, more))
+        told = dataclasses.replace(
+            self,
+            differences=tuple(
+                Difference(phase=phase, situation=situation, vertex=vertex, bytes=size)
+                for (phase, situation, vertex), size in sorted((known | found).items())
+            ),
+        )
+        if alive is not None:
+            model_bytes = Corrections(told, graph).peak_bytes(schedule, moments)
+        one = Compiled(
+            schedule=schedule,
+            replayed_bytes=model_bytes,
+            compiled_bytes=compiled_bytes,
+            told=alive is not None,
+        )
+        others = [other for other in self.compiled if other.schedule != schedule]
+        return dataclasses.replace(told, compiled=(*others[1 - _MOST_COMPILED :], one))
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data, fit for JSON."""
+        return {
+            "key": dataclasses.asdict(self.key),
+            "labels": list(self.labels),
+            "differences": [
+                [one.phase, one.situation, one.vertex, one.bytes] for one in self.differences
+            ],
+            "compiled": [
+                [_chain(one.schedule.regions), one.replayed_bytes, one.compiled_bytes, one.told]
+                for one in self.compiled
+            ],
+        }
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Learnt:
+        """Reads what ``to_plain`` wrote.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        _check(isinstance(data, Mapping) and set(data) == _FIELDS, "what was learnt of a program")
+        key, labels = data["key"], data["labels"]
+        words = {field.name for field in dataclasses.fields(Key)}
+        _check(isinstance(key, Mapping) and set(key) == words, "what it is about")
+        _check(all(isinstance(word, str) for word in key.values()), "what it is about")
+        _check(isinstance(labels, list) and len(labels) <= _MOST_VERTICES, "the vertices")
+        _check(all(isinstance(label, str) for label in labels), "the vertices")
+        return cls(
+            key=Key(**key),
+            labels=tuple(labels),
+            differences=tuple(sorted(_differences(data["differences"], len(labels)))),
+            compiled=tuple(_compiled(data["compiled"], len(labels))),
+        )
+
+
+_FIELDS = {"key", "labels", "differences", "compiled"}
+
+
+def _check(is_so: bool, what: str) -> None:
+    if not is_so:
+        raise ValueError(f"{what} cannot be read")
+
+
+def _is_size(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= _MOST_BYTES
+
+
+def _differences(data: Any, count: int) -> Iterable[Difference]:
+    _check(isinstance(data, list), "the differences")
+    for one in data:
+        _check(isinstance(one, list) and len(one) == 4, "a difference")
+        phase, situation, vertex, size = one
+        _check(
+            phase in PHASES
+            and isinstance(situation, str)
+            and type(vertex) is int
+            and 0 <= vertex < count
+            and _is_size(size, -_MOST_BYTES),
+            "a difference",
+        )
+        yield Difference(phase=phase, situation=situation, vertex=vertex, bytes=size)
+
+
+def _compiled(data: Any, count: int) -> Iterable[Compiled]:
+    _check(isinstance(data, list), "the plans that were compiled")
+    for one in data:
+        _check(isinstance(one, list) and len(one) == 4, "a plan that was compiled")
+        chain, replayed, compiled, told = one
+        _check(
+            _is_size(replayed, 0) and _is_size(compiled, 0) and type(told) is bool,
+            "a plan that was compiled",
+        )
+        yield Compiled(
+            schedule=Schedule(regions=_regions(chain, count, 0)),
+            replayed_bytes=replayed,
+            compiled_bytes=compiled,
+            told=told,
+        )
+
+
+def _chain(regions: Sequence[Region]) -> list[Any]:
+    """A chain of regions as plain data."""
+    return [
+        [list(one.vertices), list(one.kept), one.checkpointed, _chain(one.inside)]
+        for one in regions
+    ]
+
+
+def _regions(data: Any, count: int, depth: int) -> tuple[Region, ...]:
+    what = "a plan that was compiled"
+    _check(isinstance(data, list) and depth < _MOST_DEPTH, what)
+    found = []
+    for one in data:
+        _check(isinstance(one, list) and len(one) == 4, what)
+        vertices, kept, checkpointed, inside = one
+        _check(type(checkpointed) is bool, what)
+        for numbers in (vertices, kept):
+            _check(isinstance(numbers, list), what)
+            _check(all(type(one) is int and 0 <= one < count for one in numbers), what)
+        found.append(
+            Region(
+                vertices=tuple(vertices),
+                kept=tuple(kept),
+                checkpointed=checkpointed,
+                inside=_regions(inside, count, depth + 1),
+            )
+        )
+    return tuple(found)
+
+
+def situations(graph: Graph, schedule: Schedule) -> list[str]:
+    """For each vertex the situation in which a schedule runs it, as text.
+
+    First for each region round it, from outside in, whether it is under a checkpoint (``c``) or not
+    (``o``); then which of the vertices that it reads, and that read it, are in its region (``1``).
+
+    Example:
+      >>> from remat_opt.schedule import Region
+      >>> chain = Graph.from_edges([8, 8, 8], [(0, 1), (1, 2)])
+      >>> cut = Region(vertices=(0, 1)), Region(vertices=(2,), checkpointed=False)
+      >>> situations(chain, Schedule(regions=cut))
+      ['c  1', 'c 1 0', 'o 0 ']
+    """
+    leaf: dict[int, tuple[int, ...]] = {}
+    words: dict[int, str] = {}
+    for path, word, region in _leaves(schedule.regions, (), ""):
+        leaf.update(dict.fromkeys(region.vertices, path))
+        words.update(dict.fromkeys(region.vertices, word))
+    readers = graph.successors()
+
+    def beside(vertex: int, others: Sequence[int]) -> str:
+        return "".join("1" if leaf[other] == leaf[vertex] else "0" for other in others)
+
+    return [
+        f"{words[vertex]} {beside(vertex, read)} {beside(vertex, readers[vertex])}"
+        for vertex, read in enumerate(graph.predecessors)
+    ]
+
+
+def _leaves(
+    regions: Sequence[Region], path: tuple[int, ...], word: str
+) -> Iterator[tuple[tuple[int, ...], str, Region]]:
+    """The regions without regions inside, with their place and the word for what is round them."""
+    for number, region in enumerate(regions):
+        here = word + ("c" if region.checkpointed else "o")
+        if region.inside:
+            yield from _leaves(region.inside, (*path, number), here)
+        else:
+            yield (*path, number), here, region
+
+
+def _places(
+    graph: Graph, schedule: Schedule, moments: Sequence[Moment]
+) -> Iterator[tuple[str, str, int]]:
+    """For each moment the phase, the situation and the vertex."""
+    of = situations(graph, schedule)
+    for one in moments:
+        situation = of[one.vertex]
+        if one.phase == "recompute":
+            situation += f" {one.depth}"
+        yield one.phase, situation, one.vertex
+
+
+class Corrections:
+    """What was learnt, ready to correct replays: filled in for what was not seen.
+
+    Args:
+      learnt: of the program.
+      graph: of the program.
+    """
+
+    def __init__(self, learnt: Learnt, graph: Graph) -> None:
+        self.learnt = learnt
+        self._graph = graph
+        # Of each phase and situation, then of less and less of that, the vertices seen in it.
+        self._seen: defaultdict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+        for one in learnt.differences:
+            for word in _less_and_less(one.situation):
+                seen = self._seen[one.phase, word]
+                # Of several situations the one that takes most.
+                seen[one.vertex] = max(one.bytes, seen.get(one.vertex, one.bytes))
+        self._alike: defaultdict[str, list[int]] = defaultdict(list)
+        for vertex, label in enumerate(learnt.labels):
+            self._alike[label].append(vertex)
+        self._found: dict[tuple[str, str, int], int] = {}
+        self._sizes = {one.schedule: one.compiled_bytes for one in learnt.compiled}
+
+    def bytes(self, phase: str, situation: str, vertex: int) -> int:
+        """By how much more is expected to be alive than the replay says."""
+        place = phase, situation, vertex
+        found = self._found.get(place)
+        if found is None:
+            found = self._found[place] = self._nearest(*place)
+        return found
+
+    def _nearest(self, phase: str, situation: str, vertex: int) -> int:
+        for word in _less_and_less(situation):
+            seen = self._seen.get((phase, word), {})
+            if vertex in seen:
+                return seen[vertex]
+            alike = (one for one in self._alike[self.learnt.labels[vertex]] if one in seen)
+            nearest = min(alike, key=lambda one: (abs(one - vertex), one), default=None)
+            if nearest is not None:
+                return seen[nearest]
+        return 0
+
+    def moments(self, schedule: Schedule, moments: Sequence[Moment]) -> tuple[Moment, ...]:
+        """The moments of a replay with what is expected to be alive.
+
+        Args:
+          schedule: what was replayed.
+          moments: as the model has them.
+        """
+        return tuple(
+            dataclasses.replace(one, live_bytes=max(0, one.live_bytes + self.bytes(*place)))
+            for one, place in zip(moments, _places(self._graph, schedule, moments), strict=True)
+        )
+
+    def peak_bytes(self, schedule: Schedule, moments: Sequence[Moment]) -> int:
+        """The most that is expected to be alive at once; see ``moments``."""
+        places = _places(self._graph, schedule, moments)
+        alive = (
+            one.live_bytes + self.bytes(*place) for one, place in zip(moments, places, strict=True)
+        )
+        return max(0, *alive)
+
+    @property
+    def told(self) -> bool:
+        """Whether the compiler has told of any plan what is alive when."""
+        return any(one.told for one in self.learnt.compiled)
+
+    def compiled_bytes(self, schedule: Schedule) -> int | None:
+        """What the compiler needed for a schedule, if it was compiled."""
+        return self._sizes.get(schedule)
+
+    def heap_bytes(self, peak_bytes: int) -> int:
+        """What the compiler is expected to need where so much is expected to be alive at once."""
+        known: dict[int, int] = {}
+        for one in self.learnt.compiled:
+            if one.told is not self.told:
+                continue
+            size = one.replayed_bytes
+            known[size] = max(one.compiled_bytes, known.get(size, 0))
+        if not known:
+            return peak_bytes
+        sizes = sorted(known)
+        if self.told:
+            holes = [known[size] - size for size in sizes]
+            return max(0, peak_bytes + round(float(np.interp(peak_bytes, sizes, holes))))
+        ratios = [known[size] / max(1, size) for size in sizes]
+        return round(peak_bytes * float(np.interp(peak_bytes, sizes, ratios)))
+
+    def graphs(self, graph: Graph, *, signed: bool) -> tuple[Graph, ...]:
+        """The graph with what was learnt of backward steps under checkpoints, as workspace.
+
+        A graph knows nothing of situations. In the first each vertex has the most that was seen of
+        it, or of the nearest alike; in the second, if it is another one, the least that was seen of
+        all alike, so that what such a situation saves is found.
+
+        A step whose kernels take less than its arrays has a negative workspace, but never so that
+        less than nothing is left of the arrays that are there in any case.
+
+        Args:
+          graph: as the model has it.
+          signed: whether workspaces may be negative; else they are nothing where they would be.
+        """
+        labels = self.learnt.labels
+        least: dict[str, int] = {}
+        for one in self.learnt.differences:
+            if one.phase == "backward" and one.situation.startswith("c"):
+                label = labels[one.vertex]
+                least[label] = min(one.bytes, least.get(label, one.bytes))
+        most = [self._nearest("backward", "c", vertex) for vertex in range(len(graph))]
+        found = [most, [least.get(labels[vertex], more) for vertex, more in enumerate(most)]]
+        return tuple(dict.fromkeys(self._with(graph, more, signed) for more in found))
+
+    def _with(self, graph: Graph, more: Sequence[int], signed: bool) -> Graph:
+        """The graph with more workspace."""
+        workspaces = []
+        for vertex, size in enumerate(graph.workspace_bytes):
+            limit = 0
+            if signed:
+                there = {vertex, *graph.predecessors[vertex]}
+                limit -= sum(graph.cotangent_bytes[one] for one in there)
+                limit -= sum(graph.bytes[one] for one in graph.needs[vertex])
+            workspaces.append(max(limit, size + more[vertex]))
+        return dataclasses.replace(graph, workspace_bytes=tuple(workspaces))
+
+
+def _less_and_less(situation: str) -> tuple[str, ...]:
+    """The situation; whether it is under a checkpoint; nothing of it."""
+    return situation, situation[:1], ""
+
+
+# --- Files ----------------------------------------------------------------------------------
+
+
+def write(path: str | os.PathLike[str], one: Learnt) -> None:
+    """Writes what was learnt of a program to a file, beside what is there of others.
+
+    Raises:
+      PlanFileError: what is there is no such file.
+    """
+    target = Path(path)
+    known = {other.key: other for other in read(target)} if target.exists() else {}
+    known[one.key] = one
+    body = [known[key].to_plain() for key in sorted(known)]
+    text = json.dumps({"format": FORMAT, "checksum": _checksum(body), "learnt": body}, indent=None)
+    draft = target.with_name(target.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(target)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
+    """Reads what was learnt of programs from a file.
+
+    Raises:
+      PlanFileError: the file is missing, cut short, edited, or something else.
+    """
+    where = repr(os.fspath(path))
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanFileError(
+            f'There is no file {where} of what was learnt: plan with verify="compile" and '
+            "learnt= to write it."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanFileError(f"{where} cannot be read as what was learnt: {error}.") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or "learnt" not in data:
+        raise PlanFileError(
+            f"{where} does not hold what was learnt by compiling, or not in the format "
+            f"{FORMAT!r}, which this version of remat_opt reads. Learn it again, into another file."
+        )
+    body = data["learnt"]
+    if data.get("checksum") != _checksum(body):
+        raise PlanFileError(
+            f"{where} was changed after it was written: its checksum does not match. Learn it "
+            "again, into another file."
+        )
+    try:
+        _check(isinstance(body, list), "the list of programs")
+        return tuple(map(Learnt.from_plain, body))
+    except (TypeError, ValueError) as error:
+        raise PlanFileError(
+            f"{where} does not hold what was learnt by this version: {error}. Learn it again, into "
+            "another file."
+        ) from None
+
+
+def _checksum(body: Any) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

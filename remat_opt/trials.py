@@ -1,0 +1,308 @@
+"""Plans that were compiled, and what that tells of the others: the memory of the loop.
+
+Each plan that is compiled says what was alive when; what that differs from the replay by is learnt
+(``compilers.learnt``), and the solver searches again with it. What was learnt is kept for the next
+call that compiles the same program for the same device and step, with the same compiler, and in a
+file if one is named. Calls that compile nothing know only of files: what they answer must not
+depend on what this process did before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from remat_opt import planning
+from remat_opt.compilers import learnt as lessons
+from remat_opt.compilers.learnt import Key, Learnt
+from remat_opt.device import Device
+from remat_opt.errors import CompileError
+from remat_opt.measurement import compilation
+from remat_opt.measurement.alignment import align
+from remat_opt.measurement.compilation import Measurement
+from remat_opt.plan import Objective, Plan
+from remat_opt.planning import Problem
+from remat_opt.program.record import Program
+from remat_opt.recent import Recent
+from remat_opt.schedule import Schedule
+from remat_opt.solvers.base import Candidate, pareto
+from remat_opt.units import format_bytes
+
+#: Plans that are compiled for one request.
+MOST_COMPILES = 4
+#: What a refused plan counts as, as a multiple of its prediction.
+_RATIO_IF_REFUSED = 1.25
+#: How far off an expectation may be, by what was learnt: plans within this of one another, or of a
+#: budget, are worth a compile. Where the compiler tells nothing but sizes, it is the second.
+_TOLERANCE, _TOLERANCE_UNTOLD = 1.02, 1.15
+#: How many points of a timeline a plan writes down.
+_MOST_POINTS = 200
+#: Programs of which what was learnt is kept at a time.
+_MOST_LEARNT = 64
+_learnt: Recent[Key, Learnt] = Recent(_MOST_LEARNT)
+
+
+class Memory:
+    """Where what is learnt of a program is kept: in this process, and in a file if one is named.
+
+    Args:
+      program: the program.
+      device: the machine compiled for.
+      step: what is compiled round the program.
+      path: of a file; it is written to when something was learnt, and need not be there yet.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: Device,
+        step: str,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._key = Key(
+            fingerprint=program.fingerprint(),
+            device=device.name,
+            compiler=compilation.compiler_version(device),
+            step=step,
+        )
+        self._path = path
+
+    def recall(self) -> Learnt | None:
+        """What was learnt before: what is in the file goes before what this process knows.
+
+        Raises:
+          PlanFileError: the file is there, and cannot be used.
+        """
+        found = self._in_file() if self._path is not None and Path(self._path).exists() else None
+        return found or _learnt.get(self._key)
+
+    def read(self) -> Learnt | None:
+        """What the file says of the program; None if it is of others.
+
+        Raises:
+          PlanFileError: there is no file, or it cannot be used.
+        """
+        return self._in_file()
+
+    def _in_file(self) -> Learnt | None:
+        assert self._path is not None, "it was asked for"
+        found = (one for one in lessons.read(self._path) if one.key == self._key)
+        return next(found, None)
+
+    def begin(self, labels: Sequence[str]) -> Learnt:
+        """Nothing, about this program."""
+        return Learnt(key=self._key, labels=tuple(labels))
+
+    def keep(self, learnt: Learnt) -> None:
+        """Keeps what was learnt."""
+        _learnt.renew(self._key, learnt)
+        if self._path is not None:
+            lessons.write(self._path, learnt)
+
+
+class Trials:
+    """Plans that were compiled, and what that tells of the others.
+
+    Attributes:
+      problem: what is to be decided, with what was learnt so far.
+      objective: what is wanted.
+      measure: what recomputation is counted in.
+      learnt: what was learnt so far.
+      plans: those that compiled, measured.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        objective: Objective,
+        compiled: Callable[[Plan], Measurement],
+        memory: Memory | None,
+    ) -> None:
+        self.objective, self.measure = objective, objective.overhead
+        labels = problem.model.labels
+        nothing = Key(fingerprint="", device="", compiler="", step="")
+        recalled = memory.recall() if memory is not None else None
+        self.learnt = recalled or (
+            memory.begin(labels) if memory is not None else Learnt(key=nothing, labels=labels)
+        )
+        self.problem = problem
+        if recalled is not None:
+            self.problem = planning.informed(problem, recalled, self.measure)
+        self._defaults = planning.defaults(self.problem)
+        self.plans: list[Plan] = []
+        self._compiled = compiled
+        self._refusals: list[CompileError] = []
+        self._limit_bytes: float = sys.maxsize
+        # In order: what was tried, and its plan unless the compiler refused it.
+        self._tried: dict[Schedule, tuple[Candidate, Plan | None]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many plans were tried."""
+        return len(self._tried)
+
+    @property
+    def left(self) -> int:
+        """How many more may be."""
+        return MOST_COMPILES - self.count
+
+    @property
+    def told(self) -> bool:
+        """Whether the compiler has told what is alive when."""
+        return any(one.told for one in self.learnt.compiled)
+
+    @property
+    def tolerance(self) -> float:
+        """How far off expectations may be, as a ratio."""
+        return _TOLERANCE if self.told else _TOLERANCE_UNTOLD
+
+    def tried(self, one: Candidate) -> bool:
+        """Whether the candidate was compiled, or refused."""
+        return one.schedule in self._tried
+
+    def is_default(self, one: Candidate) -> bool:
+        """Whether it is what a policy of ``jax.checkpoint`` comes to."""
+        return any(one.schedule == other.schedule for other in self._defaults)
+
+    def compile(self, one: Candidate) -> None:
+        """Compiles the candidate's plan, and learns from it."""
+        plan = planning.describe(self.problem, self.problem.program, one, self.objective)
+        try:
+            measured = self._compiled(plan)
+        except CompileError as error:
+            self._refusals.append(error)
+            self._tried[one.schedule] = one, None
+            # What is no smaller will be refused as well.
+            self._limit_bytes = min(self._limit_bytes, one.peak_bytes / _RATIO_IF_REFUSED)
+            return
+        moments = planning.replay(self.problem, one.schedule)
+        alive = None
+        if measured.memory is not None:
+            roots = self.problem.model.roots
+            alive = align(measured.memory, moments, roots).compiled_bytes
+        # The whole of what was alive would be large to keep; the points are in the plan.
+        plan = dataclasses.replace(
+            plan,
+            measured=dataclasses.replace(measured, memory=None),
+            as_compiled=_points(alive or ()),
+        )
+        self.plans.append(plan)
+        self._tried[one.schedule] = one, plan
+        self.learnt = self.learnt.with_plan(
+            self.problem.model.graph,
+            one.schedule,
+            moments,
+            alive,
+            model_bytes=plan.predicted.model_bytes,
+            compiled_bytes=measured.temporary_bytes,
+        )
+        if self.left:
+            self.problem = planning.informed(self.problem, self.learnt, self.measure)
+            self._defaults = planning.defaults(self.problem)
+
+    def _as_known(self, one: Candidate) -> Candidate:
+        """The candidate with what it was compiled to, if it was."""
+        if not self.tried(one):
+            return one
+        plan = self._tried[one.schedule][1]
+        actual = sys.maxsize if plan is None else temporary_bytes(plan)
+        return dataclasses.replace(one, peak_bytes=actual)
+
+    def expected(self, most_overhead: float = float("inf")) -> list[Candidate]:
+        """Those that may compile, within a limit, with what they are known or expected to need."""
+        front = list(self.problem.candidates)
+        if self.told:
+            front = pareto(front, self.measure)
+        tried = [one for one, _ in self._tried.values()]
+        found = {one.schedule: one for one in (*tried, *self._defaults, *front)}
+        known = [self._as_known(one) for one in found.values()]
+        return [
+            one
+            for one in known
+            if one.overhead(self.measure) <= most_overhead
+            and (one.peak_bytes <= self._limit_bytes or self._has_compiled(one))
+        ]
+
+    def _has_compiled(self, one: Candidate) -> bool:
+        return self.tried(one) and self._tried[one.schedule][1] is not None
+
+    def fastest(self, budget_bytes: int) -> Candidate | None:
+        """The one with the least recomputation that is expected to fit, tried or not."""
+        return self._fastest(self.expected(), budget_bytes)
+
+    def _fastest(self, among: Sequence[Candidate], limit_bytes: float) -> Candidate | None:
+        fitting = [one for one in among if one.peak_bytes <= limit_bytes]
+        return min(
+            fitting, key=lambda one: (one.overhead(self.measure), one.peak_bytes), default=None
+        )
+
+    def challenger(self, best: Candidate, budget_bytes: int) -> Candidate | None:
+        """A policy of ``jax.checkpoint`` that may fit, and recomputes less than the best that does.
+
+        The one that recomputes least, if it was not tried.
+        """
+        faster = [
+            one
+            for one in self.expected()
+            if self.is_default(one)
+            and not self.tried(one)
+            and one.overhead(self.measure) < best.overhead(self.measure)
+        ]
+        return self._fastest(faster, budget_bytes * self.tolerance)
+
+    def smallest(self) -> Candidate | None:
+        """What is expected to need least of all that was not tried."""
+        untried = [one for one in self.expected() if not self.tried(one)]
+        return min(
+            untried, key=lambda one: (one.peak_bytes, one.overhead(self.measure)), default=None
+        )
+
+    def as_compiled(self) -> list[Candidate]:
+        """What compiled, with the bytes that it took."""
+        return [self._as_known(one) for one, plan in self._tried.values() if plan is not None]
+
+    def best_within(self, budget_bytes: int) -> Candidate | None:
+        """Of what has compiled to at most so many bytes the one with the least recomputation."""
+        return self._fastest(self.as_compiled(), budget_bytes)
+
+    def plan_of(self, one: Candidate, what: str) -> Plan:
+        """The plan of a candidate that compiled, with a note on all that were."""
+        _, plan = self._tried[one.schedule]
+        assert plan is not None, "it compiled"
+        return _noted(plan, self.plans, what)
+
+    def raise_if_all_refused(self) -> None:
+        """Raises the compiler's last error where nothing has compiled."""
+        if not self.plans:
+            raise self._refusals[-1]
+
+
+def _points(alive: Sequence[int | None]) -> tuple[int, ...]:
+    """At most ``_MOST_POINTS`` figures: the largest of each stretch; the last known for unknown."""
+    figures: list[int] = []
+    for one in alive:
+        figures.append(one if one is not None else (figures[-1] if figures else 0))
+    count = min(len(figures), _MOST_POINTS)
+    bounds = [round(number * len(figures) / count) for number in range(count + 1)] if count else []
+    return tuple(max(figures[a:b]) for a, b in itertools.pairwise(bounds))
+
+
+def temporary_bytes(plan: Plan) -> int:
+    """What a plan that was compiled needs."""
+    assert plan.measured is not None, "it was compiled"
+    return plan.measured.temporary_bytes
+
+
+def _noted(best: Plan, tried: Sequence[Plan], what: str) -> Plan:
+    said = ", ".join(
+        f"{format_bytes(temporary_bytes(one))} "
+        f"(predicted {format_bytes(one.predicted.temporary_bytes)})"
+        for one in tried
+    )
+    return dataclasses.replace(
+        best, notes=(*best.notes, f"Chosen by compiling, for {what}. Compiled to: {said}.")
+    )
