@@ -40,9 +40,10 @@ ONLY_FORWARD = {"loop_differentiated_forward"}
 
 #: Whose compilations take long.
 DEAR = {
-    *("attention", "bfloat16", "cnn_batch_norm", "dropout_raw_key", "dropout_typed_key"),
-    *("embedding_lookup", "flax_batch_norm", "flax_nnx", "gather_scatter_sort"),
-    *("linear_algebra", "many_elementwise", "residual_blocks", "scanned_layers"),
+    *("attention", "bfloat16", "cnn_batch_norm", "dense_blocks", "dropout_raw_key"),
+    *("dropout_typed_key", "embedding_lookup", "flax_batch_norm", "flax_nnx"),
+    *("gather_scatter_sort", "inner_derivatives", "linear_algebra", "many_elementwise"),
+    *("recurrent_unrolled", "residual_blocks", "scanned_layers", "static_arguments"),
 }
 #: One for each thing that can go wrong, for tests that compile much.
 CORE = {

@@ -189,7 +189,16 @@ def undecorated() -> tuple[Network, list[float], float]:
 decorate = functools.partial(remat_opt.optimal_remat, device="cpu", errors="raise")
 
 
-@pytest.mark.parametrize("name", PLACES)
+FAST = {"in_jit", "in_value_and_grad", "with_an_optimizer"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.versions])
+        for name in PLACES
+    ],
+)
 def test_training_at_every_place(name: str) -> None:
     expected_model, expected, expected_eval = undecorated()
     model, losses = trained(PLACES[name](decorate))

@@ -66,10 +66,7 @@ SMALL: dict[str, tuple[Any, Any]] = {
 }
 SLOW = [pytest.mark.slow, pytest.mark.versions]
 # Those with large compilations even when small are slow.
-FAMILIES = [
-    pytest.param(name, marks=SLOW) if name not in ("lstm", "resnet") else name
-    for name in sorted(SMALL)
-]
+FAMILIES = [pytest.param(name, marks=SLOW) if name != "lstm" else name for name in sorted(SMALL)]
 built = functools.cache(build)
 
 

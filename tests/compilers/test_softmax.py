@@ -188,6 +188,8 @@ def test_maxima_that_no_checkpoint_keeps_are_stored() -> None:
     assert SQUARE[:-1] not in stored_shapes("cuda")
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_storing_the_maxima_changes_no_gradient() -> None:
     keys = jax.random.split(jax.random.key(0))
     w, x = (

@@ -273,6 +273,8 @@ def test_a_comparison_in_a_step() -> None:
     assert rows["nothing_saveable, per block"]["argument_bytes"] > 3 * GRADIENT_BYTES
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_recomputation_is_a_share_of_all_forward_passes() -> None:
     update = adam_step(decorated(), microbatches=4, loop="scan").fn
     found = remat_opt.compare(

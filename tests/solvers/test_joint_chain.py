@@ -408,7 +408,7 @@ PRINT_SCHEDULES = """
 from remat_opt.solvers.joint_chain import schedules
 from tests.graphs import INSTANCES, network, sampled
 
-for graph in (INSTANCES["dense_9"], network(4), *(sampled(s, max_vertices=9) for s in range(12))):
+for graph in (INSTANCES["dense_9"], network(6), *(sampled(s, max_vertices=12) for s in range(12))):
     for schedule in schedules(graph, [tuple(range(0, len(graph), 2)), (0,)]):
         print(schedule)
 """

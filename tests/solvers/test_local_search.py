@@ -72,6 +72,7 @@ for graph in (network(4), *(sampled(seed, max_vertices=8) for seed in range(6)))
 """
 
 
+@pytest.mark.slow
 def test_order_of_hashes_decides_nothing() -> None:
     printed = printed_with_two_seeds(PRINT_SCHEDULES)
     assert printed[0].count("Schedule(") > 10

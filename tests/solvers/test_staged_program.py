@@ -231,7 +231,7 @@ SHARES = st.sampled_from([0.0, 0.0, 0.25, 0.5])
 
 
 @given(graphs(max_vertices=5), SHARES)
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_optimal(graph, share):
     check_optimal(graph, share)
 
@@ -265,7 +265,7 @@ def check_bound(graph: Graph, schedule: Schedule) -> None:
 
 
 @given(nested_graphs(max_vertices=7))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_bound_on_executable_schedules(drawn):
     check_bound(*drawn)
 
@@ -357,7 +357,7 @@ def test_what_the_stages_leave_out(graph):
 
 
 @given(graphs(max_vertices=4), SHARES)
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_any_order_within_a_stage_is_at_least_as_good(graph, share):
     staged = Search(graph, graph.seconds)
     free = Search(graph, graph.seconds, any_order=True)
