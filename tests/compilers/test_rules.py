@@ -196,6 +196,17 @@ def convolutions(kernel, x):
     return jnp.sum(x)
 
 
+def strided(kernel, x):
+    y = lax.conv_general_dilated(
+        jnp.tanh(convolution(kernel, x)),
+        kernel,
+        (2, 2),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    return jnp.sum(jnp.sin(y))
+
+
 def summed_products(w, x):
     for _ in range(3):
         y = jnp.sin(x)
@@ -237,11 +248,14 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "cotangents_fused": ("v5e", cross_entropy, (SQUARE, ROWS)),
     "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
     "values_overwritten": ("h200", cross_entropy, (W, X)),
+    "cotangents_pass": ("h200", gated, (W, X)),
     "sums_beside": ("h200", biased, ((W, W[0]), X)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
     "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),
     "pooling_places": ("h200", overlapping, (KERNEL, IMAGES)),
     "pooling_search": ("cpu", apart, (KERNEL, IMAGES)),
+    "weights_copied": ("h200", convolutions, (KERNEL, IMAGES)),
+    "operands_padded": ("h200", strided, (KERNEL, IMAGES)),
     "row_scatters": ("h200", cross_entropy, (W, X)),
     "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
     "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),

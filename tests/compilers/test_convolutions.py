@@ -1,0 +1,75 @@
+"""What a library that convolves is given in another form."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from remat_opt.compilers.convolutions import Padded
+from remat_opt.schedule import Region, Schedule, plain
+from tests.compiler_graphs import changed, graph_of, names, whole
+
+IMAGES, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+
+
+def convolution(kernel: jax.Array, x: jax.Array, stride: int = 1) -> jax.Array:
+    dimensions = "NHWC", "HWIO", "NHWC"
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=dimensions
+    )
+
+
+def layers(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+    for kernel in kernels:
+        x = jnp.tanh(convolution(kernel, x))
+    return jnp.sum(x)
+
+
+def strided(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+    x = jnp.tanh(convolution(kernels[0], x))
+    return jnp.sum(jnp.sin(convolution(kernels[1], x, 2)))
+
+
+def test_copies_of_weights_wait_for_the_gradients_of_operands() -> None:
+    _, _, graph = graph_of(layers, [KERNEL] * 4, IMAGES)
+    convolutions = [v for v, one in enumerate(names(graph)) if one == "conv_general_dilated"]
+    size = KERNEL.nbytes
+    # The first has no gradient of its operand: the images are not differentiated.
+    held = [graph.workspace_bytes[v] for v in convolutions]
+    assert np.diff(held).tolist() == [size] * 3
+    # Then they wait for the end of the forward pass, where all are there.
+    assert graph.workspace_bytes[-1] == held[-1] == 3 * size
+    _, _, other = graph_of(layers, [KERNEL] * 4, IMAGES, device="v5e")
+    assert not any(other.workspace_bytes), "no library is called there"
+
+
+def test_an_operand_that_is_padded_behind_is_there_twice() -> None:
+    _, found, graph = graph_of(strided, [KERNEL] * 2, IMAGES)
+    (effect,) = (one for one in found.effects if isinstance(one, Padded))
+    ((by, (operand, size)),) = effect.operands.items()
+    assert names(graph)[by] == "conv_general_dilated"
+    assert graph.bytes[operand] == IMAGES.nbytes
+    # One more row and column, behind.
+    assert size == 4 * 2 * 9 * 9 * 4
+    in_the_open = changed(found, plain(graph))
+    assert in_the_open.bytes[operand] == IMAGES.nbytes + size
+    assert in_the_open.workspace_bytes == graph.workspace_bytes
+    again = changed(found, whole(graph))
+    assert again.bytes == graph.bytes
+    assert again.workspace_bytes[by] == graph.workspace_bytes[by] + size
+    # What counts is where the convolution is.
+    every = range(len(graph))
+    cut = Schedule(
+        regions=(
+            Region(vertices=tuple(every[:by])),
+            Region(vertices=tuple(every[by:]), checkpointed=False),
+        )
+    )
+    assert changed(found, cut).bytes == in_the_open.bytes
+
+
+def test_even_padding_needs_no_copy() -> None:
+    _, found, _ = graph_of(layers, [KERNEL] * 2, IMAGES)
+    assert not [one for one in found.effects if isinstance(one, Padded)]
