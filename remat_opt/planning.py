@@ -20,6 +20,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.learnt import Corrections, Learnt
 from remat_opt.compilers.model import Model, computes_nothing, model
+from remat_opt.compilers.parts import Parts
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
@@ -31,6 +32,7 @@ from remat_opt.program.record import Program
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import Moment, Simulation, simulate
+from remat_opt.solvers import recombination
 from remat_opt.solvers.base import (
     Candidate,
     Overhead,
@@ -40,7 +42,9 @@ from remat_opt.solvers.base import (
     judged,
     least_memory,
     pareto,
+    priced,
     smallest_within,
+    thinned,
 )
 from remat_opt.solvers.catalogue import Portfolio, Solver
 from remat_opt.units import format_bytes
@@ -54,6 +58,10 @@ MOST_PASSES = 1.0
 _APART = 1.015
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
+#: Where something was learnt, candidates are replayed: at most so many vertices of those of each
+#: origin, or so many candidates. Their regions are put together anew, and of what comes of that
+#: this share is judged, of each table.
+_REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
 
@@ -69,11 +77,15 @@ class Sweep:
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
         need; of what is alive, no other solution of the solver's needs less for less overhead.
       unchanged: likewise, of the function as it is.
+      replays: the moments of schedules that were replayed, of each once.
     """
 
     model: Model
     candidates: tuple[Candidate, ...]
     unchanged: Candidate
+    replays: dict[Schedule, tuple[Moment, ...]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,10 +214,34 @@ def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
             front = pareto(_candidates(of.program, graph, measure, of.solver), measure)
             found += [_admitted(expected, one) for one in _spaced(front)]
     known = judged(expected.graph, [one.schedule for one in learnt.compiled])
-    by_schedule = {one.schedule: one for one in (*of.candidates, *found, *known)}
-    problem = dataclasses.replace(of, corrections=corrections)
+    most = max(_FEWEST_REPLAYED, _REPLAYED // len(expected.graph))
+    before = list(of.candidates)
+    if corrections.told and len(before) > most:
+        before = thinned(pareto(before, measure), most)
+    found = [*before, *thinned(found, most), *known]
+    by_schedule = {one.schedule: one for one in found}
+    replays = of.sweep.replays if of.corrections is not None else {}
+    sweep = dataclasses.replace(of.sweep, replays=replays)
+    problem = dataclasses.replace(of, corrections=corrections, sweep=sweep)
+    if corrections.told and signed:
+        again = _recombined(problem, list(by_schedule), measure, round(_RECOMBINED_SHARE * most))
+        by_schedule |= {one.schedule: one for one in judged(expected.graph, again)}
     candidates = tuple(_expected(problem, one) for one in by_schedule.values())
-    return dataclasses.replace(problem, sweep=dataclasses.replace(of.sweep, candidates=candidates))
+    return dataclasses.replace(problem, sweep=dataclasses.replace(sweep, candidates=candidates))
+
+
+def _recombined(
+    of: Problem, known: Sequence[Schedule], measure: Overhead, most: int
+) -> list[Schedule]:
+    """Schedules of regions that are in known ones, wherever the program is the same."""
+    assert of.corrections is not None, "something was learnt"
+    graph = of.model.graph
+    parts = Parts(graph, of.corrections, priced(graph, measure).seconds)
+    # Those that were compiled first: there nothing is a guess.
+    for schedule in thinned(known[::-1], _FEWEST_REPLAYED):
+        parts.add(schedule, replay(of, schedule))
+    found = recombination.schedules(graph, parts.found, of.unchanged.peak_bytes, most=most)
+    return [of.model.admitted(one) for one in found]
 
 
 def _expected(of: Problem, one: Candidate) -> Candidate:
@@ -222,8 +258,11 @@ def _expected(of: Problem, one: Candidate) -> Candidate:
 
 
 def replay(of: Problem, schedule: Schedule) -> tuple[Moment, ...]:
-    """The moments of a schedule, as the model has them."""
-    return _simulate(of.model, schedule).moments
+    """The moments of a schedule, as the model has them; they are kept beside the sweep."""
+    found = of.sweep.replays.get(schedule)
+    if found is None:
+        found = of.sweep.replays[schedule] = _simulate(of.model, schedule).moments
+    return found
 
 
 @contextlib.contextmanager
@@ -291,6 +330,8 @@ def _simulate(expected: Model, schedule: Schedule) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it."""
     found = simulate(expected.graph_of(schedule), schedule)
     more = expected.held_bytes(schedule)
+    if not more:
+        return found
     return dataclasses.replace(
         found,
         peak_bytes=found.peak_bytes + more,

@@ -29,13 +29,15 @@ from remat_opt.planning import Problem
 from remat_opt.program.record import Program
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule
-from remat_opt.solvers.base import Candidate, pareto
+from remat_opt.solvers.base import Candidate, least_memory, pareto
 from remat_opt.units import format_bytes
 
 #: Plans that are compiled for one request.
 MOST_COMPILES = 4
 #: What a refused plan counts as, as a multiple of its prediction.
 _RATIO_IF_REFUSED = 1.25
+#: How far above a budget what is expected may lie for a plan to be compiled.
+HOPELESS = 1.25
 #: How far off an expectation may be, by what was learnt: plans within this of one another, or of a
 #: budget, are worth a compile. Where the compiler tells nothing but sizes, it is the second.
 _TOLERANCE, _TOLERANCE_UNTOLD = 1.02, 1.15
@@ -233,6 +235,22 @@ class Trials:
     def fastest(self, budget_bytes: int) -> Candidate | None:
         """The one with the least recomputation that is expected to fit, tried or not."""
         return self._fastest(self.expected(), budget_bytes)
+
+    def first(self, budget_bytes: int) -> Candidate | None:
+        """The one to begin with: the fastest that is expected to fit, unless it is a last resort.
+
+        What recomputes more than a forward pass is one, and tells little of others. Where the model
+        is off, as it may be before anything is compiled, less will do, so the smallest of those
+        that recompute less goes first, if it is near the budget.
+        """
+        found = self.fastest(budget_bytes)
+        limit = planning.overhead_limit(
+            self.problem, dataclasses.replace(self.objective, max_overhead=planning.MOST_PASSES)
+        )
+        if found is not None and found.overhead(self.measure) <= limit:
+            return found
+        usual = least_memory(self.expected(limit), self.measure)
+        return usual if usual.peak_bytes <= HOPELESS * budget_bytes else found
 
     def _fastest(self, among: Sequence[Candidate], limit_bytes: float) -> Candidate | None:
         fitting = [one for one in among if one.peak_bytes <= limit_bytes]

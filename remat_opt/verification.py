@@ -36,15 +36,13 @@ from remat_opt.program.record import Program
 from remat_opt.program.tracing import is_inexact
 from remat_opt.solvers.base import Candidate, least_memory
 from remat_opt.transform import rewriting
-from remat_opt.trials import MOST_COMPILES, Memory, Trials, temporary_bytes
+from remat_opt.trials import HOPELESS, MOST_COMPILES, Memory, Trials, temporary_bytes
 from remat_opt.units import format_bytes
 
 __all__ = ["MOST_COMPILES", "MOST_FOR_LEAST", "Memory", "choose", "measure_plan"]
 
 #: Where a plan fits, another is compiled only if it saves this share of the recomputation.
 _LEAST_GAIN = 0.05
-#: How far above a budget the least that is expected may lie for a further plan to be compiled.
-_HOPELESS = 1.25
 #: Where the least memory is asked for, how many near-equals are compiled.
 MOST_FOR_LEAST = 3
 
@@ -222,11 +220,11 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
         if default is not None and trials.left == 1:
             trials.compile(default)
             break
-        one = trials.fastest(budget_bytes)
+        one = trials.fastest(budget_bytes) if trials.count else trials.first(budget_bytes)
         if one is None and best is None:
             one = trials.smallest()
             # Of what was told the size alone, little is known of others.
-            if one is not None and trials.told and one.peak_bytes > _HOPELESS * budget_bytes:
+            if one is not None and trials.told and one.peak_bytes > HOPELESS * budget_bytes:
                 break
         elif best is not None and (
             one is None

@@ -153,7 +153,7 @@ class Learnt:
         known = {(one.phase, one.situation, one.vertex): one.bytes for one in self.differences}
         found: dict[tuple[str, str, int], int] = {}
         for place, moment, live in zip(
-            _places(graph, schedule, moments), moments, alive or (), strict=False
+            places(graph, schedule, moments), moments, alive or (), strict=False
         ):
             if live is not None:
                 more = live - moment.live_bytes
@@ -328,10 +328,10 @@ def _leaves(
             yield (*path, number), here, region
 
 
-def _places(
+def places(
     graph: Graph, schedule: Schedule, moments: Sequence[Moment]
 ) -> Iterator[tuple[str, str, int]]:
-    """For each moment the phase, the situation and the vertex."""
+    """For each moment of a replay the phase, the situation and the vertex."""
     of = situations(graph, schedule)
     for one in moments:
         situation = of[one.vertex]
@@ -392,14 +392,14 @@ class Corrections:
         """
         return tuple(
             dataclasses.replace(one, live_bytes=max(0, one.live_bytes + self.bytes(*place)))
-            for one, place in zip(moments, _places(self._graph, schedule, moments), strict=True)
+            for one, place in zip(moments, places(self._graph, schedule, moments), strict=True)
         )
 
     def peak_bytes(self, schedule: Schedule, moments: Sequence[Moment]) -> int:
         """The most that is expected to be alive at once; see ``moments``."""
-        places = _places(self._graph, schedule, moments)
         alive = (
-            one.live_bytes + self.bytes(*place) for one, place in zip(moments, places, strict=True)
+            one.live_bytes + self.bytes(*place)
+            for one, place in zip(moments, places(self._graph, schedule, moments), strict=True)
         )
         return max(0, *alive)
 
