@@ -58,8 +58,12 @@ class Subject:
         )
         return flops - self.gradient_flops
 
-    def measure(self, loss_fn: Callable[..., Any]) -> Measurement:
+    def measure(self, loss_fn: Callable[..., Any], *, with_buffers: bool = False) -> Measurement:
         """Compiles the step with a loss that takes the network's arguments.
+
+        Args:
+          loss_fn: the loss.
+          with_buffers: whether to read what is alive when; what was kept does not know.
 
         Raises:
           CompileError: the compiler refused.
@@ -69,7 +73,11 @@ class Subject:
         found = None if self.kept is None or key is None else self.kept.get(key)
         if found is None:
             found = compilation.measure(
-                step, *arguments, device=self.device, donate_argnums=donated
+                step,
+                *arguments,
+                device=self.device,
+                donate_argnums=donated,
+                with_buffers=with_buffers,
             )
             if self.kept is not None and key is not None:
                 self.kept.put(key, found)
@@ -132,7 +140,8 @@ class Subject:
             "recomputed_flops_share": round(flops / self.forward_flops, 4),
         }
         try:
-            found = self.measure(loss_fn)
+            # Plans of ours are chosen by what is alive when.
+            found = self.measure(loss_fn, with_buffers=kind == "ours")
         except remat_opt.CompileError as error:
             return {**given, "error": str(error)}, error
         row = {
