@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__, policies
+from remat_opt import __version__, loops, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model, computes_nothing, model
@@ -146,11 +147,17 @@ def problem(
 def _sweep(
     program: Program, compiler: Compiler, measure: Overhead, solver: Solver, gradients: Gradients
 ) -> Sweep:
-    expected = model(program, linearize(program), compiler, gradients)
+    linearization = linearize(program)
+    expected = model(program, linearization, compiler, gradients)
     graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
     alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()
     front = pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
+    ways = loops.ways(program, linearization, expected, measure)
+    if ways:
+        expected = loops.opened(expected, ways)
+        search = functools.partial(_candidates, program, measure=measure, solver=solver)
+        front = pareto([*front, *loops.together(expected.graph, ways, front, search, measure)], measure)
     return Sweep(
         model=expected,
         candidates=_as_compiled(expected, front),
@@ -225,7 +232,14 @@ def _expected(expected: Model, one: Candidate) -> Candidate:
     """The candidate as the model admits it, with the temporaries that it is expected to need."""
     schedule = expected.admitted(one.schedule)
     if schedule != one.schedule:
+        seconds, flops = expected.recomputation(schedule)
         one = judge(expected.graph, schedule)
+        one = dataclasses.replace(
+            one,
+            schedule=dataclasses.replace(one.schedule, loops=schedule.loops),
+            overhead_seconds=one.overhead_seconds + seconds,
+            recomputed_flops=one.recomputed_flops + flops,
+        )
     return dataclasses.replace(one, peak_bytes=expected.peak_bytes(schedule))
 
 
@@ -233,8 +247,11 @@ def _simulate(expected: Model, schedule: Schedule) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it."""
     found = simulate(expected.graph_of(schedule), schedule)
     more = expected.held_bytes(schedule)
+    seconds, flops = expected.recomputation(schedule)
     return dataclasses.replace(
         found,
+        overhead_seconds=found.overhead_seconds + seconds,
+        recomputed_flops=found.recomputed_flops + flops,
         peak_bytes=found.peak_bytes + more,
         moments=tuple(
             dataclasses.replace(moment, live_bytes=moment.live_bytes + more)
@@ -379,6 +396,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         budget_bytes=objective.budget_bytes,
         solver="none",
         stages=(),
+        loops=(),
         decisions=(),
         predicted=Prediction(
             temporary_bytes=0,
@@ -436,6 +454,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         budget_bytes=budget_bytes_of(of, objective),
         solver=str(of.solver),
         stages=expected.stages(chosen.schedule),
+        loops=chosen.schedule.loops,
         decisions=tuple(decisions),
         predicted=Prediction(
             temporary_bytes=chosen.peak_bytes,
