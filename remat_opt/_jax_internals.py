@@ -334,6 +334,14 @@ def zero_tangent(value: Any) -> SymbolicZero:
     return SymbolicZero(type_of(value).to_tangent_aval())
 
 
+def instantiated(tangent: Any, value: Any) -> Any:
+    """The tangent of a value as an array, where it is a symbolic zero."""
+    if not isinstance(tangent, SymbolicZero):
+        return tangent
+    kind = type_of(value).to_tangent_aval()
+    return jnp.zeros(kind.shape, kind.dtype)
+
+
 def source_line(equation: Any) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 

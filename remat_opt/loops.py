@@ -93,7 +93,6 @@ class _Shape:
       carry_bytes: of what one hands to the next.
       entry_bytes: of what one reads of stacked inputs.
       entry_gradient_bytes: of the gradients with respect to that.
-      gradient_bytes: of all gradients that are summed up over the loop, or written entry by entry.
       seconds: of one.
       flops: of one.
     """
@@ -102,7 +101,6 @@ class _Shape:
     carry_bytes: int
     entry_bytes: int
     entry_gradient_bytes: int
-    gradient_bytes: int
     seconds: float
     flops: int
 
@@ -288,7 +286,6 @@ def _ways_of(
     carry = arguments[scan.constants : scan.constants + scan.carries]
     entries = arguments[scan.constants + scan.carries :]
     entry_gradients = total([value for value in entries if value in varying])
-    sums = total([value for value in arguments[: scan.constants] if value in varying])
     graph = expected.graph
     # Of the body's own rates and the whole loop's the latter are what the rest is counted in.
     seconds = graph.seconds[vertex] / scan.length
@@ -298,7 +295,6 @@ def _ways_of(
         carry_bytes=total(carry),
         entry_bytes=total(entries),
         entry_gradient_bytes=entry_gradients,
-        gradient_bytes=sums + scan.length * entry_gradients,
         seconds=seconds,
         flops=graph.flops[vertex] // scan.length,
     )
@@ -378,7 +374,7 @@ def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) ->
     """Parts with the figures of the whole."""
     stacked = peak = flops = 0
     seconds = 0.0
-    for number, piece in enumerate(pieces):
+    for piece in pieces:
         one, again = piece.iteration, len(piece.chunks)
         held, extents = 0, (piece.length, *piece.chunks)
         for longer, size in itertools.pairwise(extents):
@@ -393,9 +389,7 @@ def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) ->
         else:
             own, beside = innermost, 0
         stacked += own
-        # The gradients of later parts are there, and are added to those of this one at its end.
-        later = shape.gradient_bytes if number + 1 < len(pieces) else 0
-        peak = max(peak, stacked + beside + later + one.workspace_bytes)
+        peak = max(peak, stacked + beside + one.workspace_bytes)
         seconds += piece.length * (one.seconds + again * shape.seconds)
         flops += piece.length * (one.flops + again * shape.flops)
     return Opening(

@@ -38,15 +38,43 @@ def body_of(equation: Equation, given: Set[int]) -> Program:
       equation: a ``scan``.
       given: the values, in the program round it, that depend on a differentiated argument.
     """
+    return _body_at(
+        equation, {p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given}
+    )
+
+
+def reached(equation: Equation, positions: Set[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """What derivatives along some inputs of a ``scan`` reach.
+
+    Args:
+      equation: a ``scan``.
+      positions: of those inputs.
+
+    Returns:
+      The positions of inputs, with what is carried and reached in a later iteration, and of outputs.
+    """
+    body = _body_at(equation, positions)
+    found = varying(body)
+    place = {value: position for position, value in enumerate(body.arguments)}
+    return (
+        frozenset(place[value] for value in body.differentiated),
+        frozenset(
+            n for n, atom in enumerate(body.outputs) if isinstance(atom, int) and atom in found
+        ),
+    )
+
+
+def _body_at(equation: Equation, given: Set[int]) -> Program:
+    """The body, differentiated at some inputs of the equation and what they reach."""
     scan = internals.scan_of(equation.jax_equation)
-    positions = {p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given}
+    positions = set(given)
     while True:
         program = inner_program(scan.body, sorted(positions), "the body of a scan")
-        reached = varying(program)
+        found = varying(program)
         more = {
             scan.constants + number
             for number, atom in enumerate(program.outputs[: scan.carries])
-            if isinstance(atom, int) and atom in reached
+            if isinstance(atom, int) and atom in found
         }
         if more <= positions:
             return program

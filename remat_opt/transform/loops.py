@@ -8,7 +8,9 @@ read by index, behind the checkpoint: nothing is cut up, gradients are written w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,16 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import PlanFileError
+from remat_opt.program import bodies
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Loop, Part
-
-#: An iteration, or a chunk of them: from constants, carry and entries of what is stacked to the
-#: next carry and entries of what is stacked.
-_Body = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-
 
 def check_loop(equation: Equation, loop: Loop) -> None:
     """Raises PlanFileError unless the parts can be those of the equation."""
@@ -40,7 +39,7 @@ def check_loop(equation: Equation, loop: Loop) -> None:
         extents = (part.length, *part.chunks)
         fits &= min(extents) >= 1
         fits = fits and not any(
-            left % right for left, right in zip(extents, extents[1:], strict=False)
+            left % right for left, right in itertools.pairwise(extents)
         )
     if not fits:
         raise PlanFileError(
@@ -74,25 +73,27 @@ def run_loop(
             inputs, equation.inputs, equation.jax_equation.invars, strict=True
         )
     ]
-    constants, rest = given[: scan.constants], given[scan.constants :]
-    carry, stacked = rest[: scan.carries], rest[scan.carries :]
+    reads, carry = (
+        [*given[: scan.constants], *given[scan.constants + scan.carries :]],
+        given[scan.constants : scan.constants + scan.carries],
+    )
     found: list[list[Any]] = []
     done = 0
     with internals.context_of(equation.jax_equation, equation.name_stack):
         for part in loop.parts:
             start = scan.length - done - part.length if scan.reverse else done
             run, policy = body(part)
-            carry, made = _run_part(
-                functools.partial(_iteration, run, scan.carries),
-                policy,
-                part.chunks,
-                scan,
-                constants,
-                carry,
-                stacked,
-                range(start, start + part.length),
-                scan.length,
+            iterations = _Iterations(
+                body=functools.partial(_iteration, run, scan),
+                policy=policy,
+                chunks=part.chunks,
+                scan=scan,
             )
+            if part.length == scan.length:
+                carry, made = _run_all(iterations, reads, carry, scan.length)
+            else:
+                where = range(start, start + part.length)
+                carry, made, reads = _run_some(equation, iterations, reads, carry, where)
             found.append(made)
             done += part.length
         in_order = found[::-1] if scan.reverse else found
@@ -104,100 +105,188 @@ def run_loop(
 
 
 def _iteration(
-    run: Callable[..., list[Any]],
-    carries: int,
-    constants: Sequence[Any],
-    carry: Sequence[Any],
-    entries: Sequence[Any],
+    run: Callable[..., list[Any]], scan: internals.Scan, reads: Sequence[Any], carry: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
+    constants, entries = reads[: scan.constants], reads[scan.constants :]
     outputs = run([*constants, *carry, *entries])
-    return outputs[:carries], outputs[carries:]
+    return outputs[: scan.carries], outputs[scan.carries :]
 
 
-def _run_part(
-    iteration: _Body,
-    policy: Callable[..., Any],
-    chunks: Sequence[int],
-    scan: internals.Scan,
-    constants: Sequence[Any],
-    carry: Sequence[Any],
-    stacked: Sequence[Any],
-    where: range,
-    length: int,
-) -> tuple[list[Any], list[Any]]:
-    """Runs some iterations, in chunks or one by one.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Iterations:
+    """How to run iterations.
 
-    Args:
-      iteration: runs one.
+    Attributes:
+      body: runs one: from constants with entries of what is stacked, and the carry, to the next
+        carry and entries of what is stacked.
       policy: of its checkpoint.
       chunks: the lengths of chunks.
       scan: what the equation says.
-      constants: what every iteration reads.
-      carry: what the first of them is handed.
-      stacked: stacked inputs.
-      where: which of their entries are read.
-      length: how many there are.
+    """
+
+    body: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    policy: Callable[..., Any]
+    chunks: tuple[int, ...]
+    scan: internals.Scan
+
+    @property
+    def size(self) -> int:
+        """How many run in one turn of the outermost loop."""
+        return self.chunks[0] if self.chunks else 1
+
+    def unroll(self, count: int) -> int:
+        """How many of so many turns are written out in a row."""
+        return 1 if self.chunks else min(self.scan.unroll, count)
+
+    def turn(self, reads: Sequence[Any], carry: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs one turn: an iteration, or a chunk of them."""
+        if not self.chunks:
+            return self.body(reads, carry)
+        inside = dataclasses.replace(self, chunks=self.chunks[1:])
+        return _run_all(inside, reads, carry, self.size)
+
+    def checkpointed(self, turn: Callable[..., Any], count: int) -> Callable[..., Any]:
+        """A turn under its checkpoint, where there are so many."""
+        return jax.checkpoint(
+            turn,
+            # In a loop, nothing but the loop that runs backward repeats what is under it.
+            prevent_cse=self.unroll(count) >= count,
+            policy=None if self.chunks else self.policy,
+        )
+
+
+def _run_all(
+    iterations: _Iterations, reads: Sequence[Any], carry: Sequence[Any], length: int
+) -> tuple[list[Any], list[Any]]:
+    """Runs an iteration for all entries of what is stacked.
 
     Returns:
-      The carry, and the stacked outputs of these iterations.
+      The carry, and the stacked outputs.
     """
-    size = chunks[0] if chunks else 1
-    count = len(where) // size
-    body = iteration
-    if chunks:
-
-        def body(constants: Any, carry: Any, entries: Any) -> tuple[list[Any], list[Any]]:
-            return _run_part(
-                iteration,
-                policy,
-                chunks[1:],
-                scan,
-                constants,
-                carry,
-                entries,
-                range(size),
-                size,
-            )
-
-    # In a loop, nothing but the loop that runs backward repeats what is under the checkpoint.
-    unroll = 1 if chunks else min(scan.unroll, count)
-    remat = functools.partial(
-        jax.checkpoint, prevent_cse=unroll >= count, policy=None if chunks else policy
-    )
-    if len(where) == length:
-
-        @remat
-        def whole(constants: Any, carry: Any, entries: Any) -> Any:
-            return body(constants, carry, entries)
-
-        def step(carry: Any, entries: Any) -> Any:
-            return whole(constants, carry, entries)
-
-        given: Any = list(stacked)
-        if chunks:
-            given = [one.reshape(count, size, *one.shape[1:]) for one in stacked]
-    else:
-
-        @remat
-        def read(constants: Any, carry: Any, stacked: Any, place: Any) -> Any:
-            return body(constants, carry, [_entries(one, place, size, chunks) for one in stacked])
-
-        def step(carry: Any, place: Any) -> Any:
-            return read(constants, carry, list(stacked), place)
-
-        given = np.arange(where.start, where.stop, size, dtype=np.int32)
+    scan, size = iterations.scan, iterations.size
+    count = length // size
+    turn = iterations.checkpointed(iterations.turn, count)
+    constants, stacked = list(reads[: scan.constants]), list(reads[scan.constants :])
+    if iterations.chunks:
+        stacked = [one.reshape(count, size, *one.shape[1:]) for one in stacked]
     carry, made = lax.scan(
-        step, list(carry), given, length=count, reverse=scan.reverse, unroll=unroll
+        lambda carry, entries: turn([*constants, *entries], carry),
+        list(carry),
+        stacked,
+        length=count,
+        reverse=scan.reverse,
+        unroll=iterations.unroll(count),
     )
-    if chunks:
-        made = [one.reshape(len(where), *one.shape[2:]) for one in made]
-    return carry, made
+    return carry, _flat(made, iterations)
 
 
-def _entries(stacked: Any, place: Any, size: int, chunks: Sequence[int]) -> Any:
-    """So many entries from a place on; one by itself where there are no chunks."""
+def _flat(made: Sequence[Any], iterations: _Iterations) -> list[Any]:
+    """Stacked outputs of all turns, one entry for each iteration."""
+    if not iterations.chunks:
+        return list(made)
+    return [one.reshape(one.shape[0] * one.shape[1], *one.shape[2:]) for one in made]
+
+
+def _run_some(
+    equation: Equation,
+    iterations: _Iterations,
+    reads: Sequence[Any],
+    carry: Sequence[Any],
+    where: range,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Runs an iteration for some entries of what is stacked.
+
+    What is read is handed on to the next part, and its gradient comes back from there: that of this
+    part is added to it, in its place. ``scan`` by itself would sum up a gradient of its own in each
+    part, as large as the whole. For that the tangents of what is read are carried, and only they:
+    what is carried is there once for each iteration, where the backward pass reads it.
+
+    Returns:
+      The carry, the stacked outputs of these iterations, and what is read.
+    """
+    scan, size = iterations.scan, iterations.size
+    count = len(where) // size
+
+    def from_place(
+        reads: Sequence[Any], carry: Sequence[Any], place: Any
+    ) -> tuple[list[Any], list[Any]]:
+        entries = [_entries(one, place, iterations) for one in reads[scan.constants :]]
+        return iterations.turn([*reads[: scan.constants], *entries], carry)
+
+    turn = iterations.checkpointed(from_place, count)
+    loop = functools.partial(
+        lax.scan,
+        xs=np.arange(where.start, where.stop, size, dtype=np.int32),
+        reverse=scan.reverse,
+        unroll=iterations.unroll(count),
+    )
+
+    @jax.custom_jvp
+    def run(reads: list[Any], carry: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        carry, made = loop(lambda carry, place: turn(reads, carry, place), carry)
+        return carry, _flat(made, iterations), reads
+
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        reads, carry = primals
+        read_places = [n for n, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
+        moved = {n if n < scan.constants else n + scan.carries for n in read_places}
+        moved |= {
+            scan.constants + n
+            for n, t in enumerate(tangents[1])
+            if not isinstance(t, SymbolicZero)
+        }
+        inputs, outputs = bodies.reached(equation, moved)
+        carried = [n for n in range(scan.carries) if scan.constants + n in inputs]
+        stacked = [n - scan.carries for n in sorted(outputs) if n >= scan.carries]
+
+        def step(state: Any, place: Any) -> Any:
+            carry, to_carry, to_reads = state
+
+            def along(some_reads: Sequence[Any], some_carry: Sequence[Any]) -> Any:
+                return turn(
+                    _filled(reads, read_places, some_reads),
+                    _filled(carry, carried, some_carry),
+                    place,
+                )
+
+            (carry_out, made), (to_next, to_made) = jax.jvp(
+                along,
+                ([reads[n] for n in read_places], [carry[n] for n in carried]),
+                (to_reads, to_carry),
+            )
+            # Copies, which cost nothing: what is only handed on, ``scan`` would not carry.
+            handed_on = [jnp.copy(one) for one in to_reads]
+            state = carry_out, [to_next[n] for n in carried], handed_on
+            return state, (made, [to_made[n] for n in stacked])
+
+        start = (
+            list(carry),
+            [internals.instantiated(tangents[1][n], carry[n]) for n in carried],
+            [tangents[0][n] for n in read_places],
+        )
+        (carry, to_carry, to_reads), (made, to_made) = loop(step, start)
+        made, to_made = _flat(made, iterations), _flat(to_made, iterations)
+        return (carry, made, reads), (
+            _filled(list(map(internals.zero_tangent, carry)), carried, to_carry),
+            _filled(list(map(internals.zero_tangent, made)), stacked, to_made),
+            _filled(list(map(internals.zero_tangent, reads)), read_places, to_reads),
+        )
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(list(reads), list(carry))
+
+
+def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The values, with others in some places."""
+    found = list(values)
+    for place, value in zip(places, others, strict=True):
+        found[place] = value
+    return found
+
+
+def _entries(stacked: Any, place: Any, iterations: _Iterations) -> Any:
+    """The entries that one turn reads, from a place on; one by itself where there are no chunks."""
     starts = (place, *[0] * (stacked.ndim - 1))
-    found = lax.dynamic_slice(
-        stacked, starts, (size, *stacked.shape[1:]), allow_negative_indices=False
-    )
-    return found if chunks else found.reshape(stacked.shape[1:])
+    sizes = (iterations.size, *stacked.shape[1:])
+    found = lax.dynamic_slice(stacked, starts, sizes, allow_negative_indices=False)
+    return found if iterations.chunks else found.reshape(stacked.shape[1:])
