@@ -389,7 +389,9 @@ def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) ->
         else:
             own, beside = innermost, 0
         stacked += own
-        peak = max(peak, stacked + beside + one.workspace_bytes)
+        # What an iteration is handed lies beside the stack that it is read from.
+        peak = max(peak, stacked + beside + one.workspace_bytes + shape.carry_bytes)
+
         seconds += piece.length * (one.seconds + again * shape.seconds)
         flops += piece.length * (one.flops + again * shape.flops)
     return Opening(
@@ -401,6 +403,7 @@ def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) ->
                     length=piece.length,
                     chunks=piece.chunks,
                     kept=piece.iteration.kept,
+                    kept_bytes=piece.iteration.kept_bytes,
                     stages=piece.iteration.stages,
                     loops=piece.iteration.loops,
                 )
@@ -443,7 +446,6 @@ def _iterations(
         for schedule in _schedules(body, expected, _with(graph, choice), measure):
             loops = tuple(way.loop for way in choice)
             found[_iteration(expected, dataclasses.replace(schedule, loops=loops))] = None
-    beside = sum(compiler.buffer_bytes(body.types[value]) for value in body.differentiated)
     best: list[_Iteration] = []
     for one in found:
         figures = (one.kept_bytes, one.workspace_bytes, _cost(one, measure))
@@ -460,10 +462,6 @@ def _iterations(
             for other in best
         ):
             best.append(one)
-    # What an iteration reads of stacks, and writes to them, lies beside it.
-    best = [
-        dataclasses.replace(one, workspace_bytes=one.workspace_bytes + beside) for one in best
-    ]
     return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
 
 

@@ -184,6 +184,7 @@ class Part:
         is handed and runs them all again, as a loop; where there are several, those inside of one
         another, the longest first. Each is a multiple of the next.
       kept: positions of the equations whose results are saved by name in every iteration.
+      kept_bytes: of these, in one iteration.
       stages: the chain in which the body runs, and runs again.
       loops: those of the body that are opened.
     """
@@ -191,6 +192,7 @@ class Part:
     length: int
     chunks: tuple[int, ...]
     kept: tuple[int, ...]
+    kept_bytes: int
     stages: tuple[Stage, ...]
     loops: tuple[Loop, ...] = ()
 
