@@ -212,9 +212,7 @@ def _with(graph: Graph, choice: Sequence[Opening]) -> Graph:
     )
 
 
-def _choices(
-    ways: Sequence[Sequence[Opening]], measure: Overhead
-) -> list[tuple[Opening, ...]]:
+def _choices(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:
     """One way for each loop, together best at some exchange rate; by ascending memory."""
     if len(ways) == 1:
         return [(way,) for way in ways[0]]
@@ -229,7 +227,7 @@ def _choices(
     for rate in reversed(thinned(tried, _MOST_CHOICES)):
         found[
             tuple(
-                min(of_loop, key=lambda way: (_cost(way, measure) + rate * _memory(way)))
+                min(of_loop, key=lambda way: _cost(way, measure) + rate * _memory(way))
                 for of_loop in ways
             )
         ] = None
@@ -328,7 +326,7 @@ def _drafts(
                 _Piece(length=cut, chunks=(), iteration=few),
                 _Piece(length=length - cut, chunks=(), iteration=many),
             )
-    smallest = sorted(iterations, key=lambda one: (one.workspace_bytes + one.kept_bytes))[:4]
+    smallest = sorted(iterations, key=lambda one: one.workspace_bytes + one.kept_bytes)[:4]
     in_chunks = list(dict.fromkeys([*hull, *smallest]))
     for size in _chunk_lengths(length):
         for inner in (size, *_inner_lengths(size)):

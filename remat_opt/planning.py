@@ -157,7 +157,9 @@ def _sweep(
     if ways:
         expected = loops.opened(expected, ways)
         search = functools.partial(_candidates, program, measure=measure, solver=solver)
-        front = pareto([*front, *loops.together(expected.graph, ways, front, search, measure)], measure)
+        front = pareto(
+            [*front, *loops.together(expected.graph, ways, front, search, measure)], measure
+        )
     return Sweep(
         model=expected,
         candidates=_as_compiled(expected, front),

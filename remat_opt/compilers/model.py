@@ -77,9 +77,7 @@ class Model:
         """The schedule, with no vertex kept by name that the compiler is better not told of."""
         if not self.never_named:
             return schedule
-        return dataclasses.replace(
-            schedule, regions=_without(schedule.regions, self.never_named)
-        )
+        return dataclasses.replace(schedule, regions=_without(schedule.regions, self.never_named))
 
     def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
         """A schedule in terms of equations."""

@@ -39,7 +39,8 @@ def body_of(equation: Equation, given: Set[int]) -> Program:
       given: the values, in the program round it, that depend on a differentiated argument.
     """
     return _body_at(
-        equation, {p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given}
+        equation,
+        {p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given},
     )
 
 

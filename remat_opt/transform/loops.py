@@ -26,6 +26,7 @@ from remat_opt.program import bodies
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Loop, Part
 
+
 def check_loop(equation: Equation, loop: Loop) -> None:
     """Raises PlanFileError unless the parts can be those of the equation."""
     if equation.operation.primitive != "scan" or equation.effects:
@@ -38,9 +39,7 @@ def check_loop(equation: Equation, loop: Loop) -> None:
     for part in loop.parts:
         extents = (part.length, *part.chunks)
         fits &= min(extents) >= 1
-        fits = fits and not any(
-            left % right for left, right in itertools.pairwise(extents)
-        )
+        fits = fits and not any(left % right for left, right in itertools.pairwise(extents))
     if not fits:
         raise PlanFileError(
             f"The parts of the loop at equation {loop.root} of the plan do not add up to its "
@@ -231,9 +230,7 @@ def _run_some(
         read_places = [n for n, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
         moved = {n if n < scan.constants else n + scan.carries for n in read_places}
         moved |= {
-            scan.constants + n
-            for n, t in enumerate(tangents[1])
-            if not isinstance(t, SymbolicZero)
+            scan.constants + n for n, t in enumerate(tangents[1]) if not isinstance(t, SymbolicZero)
         }
         inputs, outputs = bodies.reached(equation, moved)
         carried = [n for n in range(scan.carries) if scan.constants + n in inputs]

@@ -37,6 +37,7 @@ from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases, with_partner
 
+
 def rewrite(
     program: Program,
     stages: Sequence[Stage],
@@ -117,9 +118,7 @@ def _run_opened(
             named=frozenset(part.kept),
             within=inside,
         )
-        return functools.partial(run, program.constant_values), _policy(
-            program, part.kept, inside
-        )
+        return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
 
     return run_loop(equation, loop, inputs, body)
 

@@ -136,8 +136,10 @@ def _part(part: Mapping[str, Any]) -> str:
     for number, size in enumerate(part["chunks"]):
         said += f" in chunks of {size}" if not number else f" of {size}"
     kept = _count(len(part["kept"]), "value")
-    said += f" that keep {format_bytes(part['kept_bytes'])} in {kept} each" if part["kept"] else (
-        " that keep nothing but what they are handed"
+    said += (
+        f" that keep {format_bytes(part['kept_bytes'])} in {kept} each"
+        if part["kept"]
+        else (" that keep nothing but what they are handed")
     )
     nested = [_loop(one) for one in part["loops"]]
     return said + (f" (inside: {'; '.join(nested)})" if nested else "")
