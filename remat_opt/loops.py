@@ -51,10 +51,10 @@ _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
 _MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
 #: Lengths of chunks, and places to cut a loop in two.
-_MOST_CHUNKS, _MOST_CUTS = 12, 16
+_MOST_CHUNKS, _MOST_CUTS = 12, 24
 #: Choices for several loops together; for how many of them the rest is planned, and how many of
 #: its schedules are judged with all.
-_MOST_CHOICES, _MOST_SEARCHES, _MOST_SCHEDULES = 64, 6, 48
+_MOST_CHOICES, _MOST_SEARCHES, _MOST_SCHEDULES = 64, 4, 48
 #: Vertices that are judged in all.
 _WORK = 400_000
 #: How deep loops in loops are opened.
@@ -316,7 +316,7 @@ def _drafts(
         yield (_Piece(length=length, chunks=(), iteration=one),)
     # What is best at some exchange rate, by what it keeps: neighbours are worth a mixture.
     kept = [one for one in iterations if not one.loops] or list(iterations)
-    points = {}
+    points: dict[tuple[int, float], _Iteration] = {}
     for one in kept:
         points.setdefault((one.kept_bytes, _cost(one, measure)), one)
     hull = [points[point] for point in _hull(list(points))]

@@ -52,7 +52,8 @@ def reached(equation: Equation, positions: Set[int]) -> tuple[frozenset[int], fr
       positions: of those inputs.
 
     Returns:
-      The positions of inputs, with what is carried and reached in a later iteration, and of outputs.
+      The positions of inputs, with what is carried and reached in a later iteration, and those of
+      outputs.
     """
     body = _body_at(equation, positions)
     found = varying(body)

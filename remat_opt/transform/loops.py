@@ -168,7 +168,7 @@ def _run_all(
     constants, stacked = list(reads[: scan.constants]), list(reads[scan.constants :])
     if iterations.chunks:
         stacked = [one.reshape(count, size, *one.shape[1:]) for one in stacked]
-    carry, made = lax.scan(
+    last, made = lax.scan(
         lambda carry, entries: turn([*constants, *entries], carry),
         list(carry),
         stacked,
@@ -176,7 +176,7 @@ def _run_all(
         reverse=scan.reverse,
         unroll=iterations.unroll(count),
     )
-    return carry, _flat(made, iterations)
+    return last, _flat(made, iterations)
 
 
 def _flat(made: Sequence[Any], iterations: _Iterations) -> list[Any]:

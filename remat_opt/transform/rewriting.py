@@ -130,7 +130,8 @@ def _policy(program: Program, kept: Iterable[int], within: str) -> Callable[...,
         for index in sorted(kept)
         for position in range(len(program.equations[index].outputs))
     ]
-    return jax.checkpoint_policies.save_only_these_names(*names)
+    policy: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(*names)
+    return policy
 
 
 def _check_loops(program: Program, loops: Sequence[Loop], named: Set[int]) -> None:
