@@ -8,6 +8,8 @@ sees neither: it asks this file. Each function here has a contract test in
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -107,6 +109,17 @@ def name_stack_of(equation: Any, prefix: Any = None) -> Any:
     return stack if prefix is None else prefix + stack
 
 
+@contextlib.contextmanager
+def context_of(equation: Any, name_stack: Any) -> Iterator[None]:
+    """What an equation was traced in: its source line, its name stack and its own context."""
+    stack = source_info_util.current_name_stack() + name_stack
+    with (
+        source_info_util.user_context(equation.source_info.traceback, name_stack=stack),
+        equation.ctx.manager,
+    ):
+        yield
+
+
 def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
     """Runs one equation on ``inputs`` and returns its outputs.
 
@@ -116,11 +129,7 @@ def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
     """
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)
-    stack = source_info_util.current_name_stack() + name_stack
-    with (
-        source_info_util.user_context(equation.source_info.traceback, name_stack=stack),
-        equation.ctx.manager,
-    ):
+    with context_of(equation, name_stack):
         if isinstance(params, tuple):  # JAX before 0.11: (subfunctions, parameters)
             subfunctions, params = params
             outputs = primitive.bind(*subfunctions, *inputs, **params)
@@ -325,6 +334,14 @@ def zero_tangent(value: Any) -> SymbolicZero:
     return SymbolicZero(type_of(value).to_tangent_aval())
 
 
+def instantiated(tangent: Any, value: Any) -> Any:
+    """The tangent of a value as an array, where it is a symbolic zero."""
+    if not isinstance(tangent, SymbolicZero):
+        return tangent
+    kind = type_of(value).to_tangent_aval()
+    return jnp.zeros(kind.shape, kind.dtype)
+
+
 def source_line(equation: Any) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 
@@ -389,6 +406,47 @@ def is_differentiated(value: Any) -> bool:
 def scan_length(params: Mapping[str, Any]) -> int:
     """How often the body of a ``scan`` equation runs."""
     return int(params["length"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What a ``scan`` equation says.
+
+    Attributes:
+      body: the closed jaxpr of an iteration: from constants, carry and one entry of each stacked
+        input to the next carry and one entry of each stacked output.
+      constants: how many of the inputs are constants; they come first.
+      carries: how many are carried; they come next, and first among the outputs.
+      length: how often the body runs.
+      reverse: whether the last entries come first.
+      unroll: how many iterations are written out in a row.
+    """
+
+    body: Any
+    constants: int
+    carries: int
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def scan_of(equation: Any) -> Scan:
+    """Reads a ``scan`` equation."""
+    params = equation.params
+    if "num_consts" in params:  # JAX before 0.11
+        constants, carries = params["num_consts"], params["num_carry"]
+    else:
+        constants, carries, _ = map(len, params["ft_in"].unpack())
+    unroll = params["unroll"]
+    return Scan(
+        body=params["jaxpr"],
+        constants=int(constants),
+        carries=int(carries),
+        length=int(params["length"]),
+        reverse=bool(params["reverse"]),
+        # True is all of them.
+        unroll=int(params["length"]) if unroll is True else max(1, int(unroll)),
+    )
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

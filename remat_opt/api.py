@@ -231,7 +231,7 @@ class Rematerialized:
     def _run(self, program: Program, call: tracing.Call) -> Any:
         if program.differentiated or self._given is not None:
             plan = self._plan_of(program, call)
-            run = rewriting.rewrite(program, plan.stages, plan.platform)
+            run = rewriting.rewrite(program, plan.stages, plan.platform, loops=plan.loops)
         else:
             # jax.grad refuses such arguments; a call without derivative has nothing to plan.
             run = rewriting.rewrite(program, (), "cpu")

@@ -22,7 +22,7 @@ from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.gradients import Gradients
 from remat_opt.measurement.compilation import Measurement
-from remat_opt.schedule import Stage
+from remat_opt.schedule import Loop, Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.view import plan_text
 
@@ -161,6 +161,7 @@ class Plan:
       budget_bytes: the budget in bytes, or None where none was given.
       solver: name of the solver.
       stages: the regions in terms of equations; what ``apply_plan`` executes.
+      loops: those that are opened, and what their iterations keep.
       decisions: the fate of every vertex.
       predicted: what the simulator says.
       measured: what the compiler says, or None before it was asked.
@@ -180,6 +181,7 @@ class Plan:
     budget_bytes: int | None
     solver: str
     stages: tuple[Stage, ...]
+    loops: tuple[Loop, ...]
     decisions: tuple[Decision, ...]
     predicted: Prediction
     measured: Measurement | None

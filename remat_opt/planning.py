@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__, policies
+from remat_opt import __version__, loops, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.learnt import Corrections, Learnt
@@ -162,11 +163,19 @@ def problem(
 def _sweep(
     program: Program, compiler: Compiler, measure: Overhead, solver: Solver, gradients: Gradients
 ) -> Sweep:
-    expected = model(program, linearize(program), compiler, gradients)
+    linearization = linearize(program)
+    expected = model(program, linearization, compiler, gradients)
     graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
     alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()
     front = pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
+    ways = loops.ways(program, linearization, expected, measure)
+    if ways:
+        expected = loops.opened(expected, ways)
+        search = functools.partial(_candidates, program, measure=measure, solver=solver)
+        front = pareto(
+            [*front, *loops.together(expected.graph, ways, front, search, measure)], measure
+        )
     return Sweep(
         model=expected,
         candidates=_as_compiled(expected, front),
@@ -213,7 +222,7 @@ def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
         for graph in graphs:
             front = pareto(_candidates(of.program, graph, measure, of.solver), measure)
             found += [_admitted(expected, one) for one in _spaced(front)]
-    known = judged(expected.graph, [one.schedule for one in learnt.compiled])
+    known = [_judged(expected, one.schedule) for one in learnt.compiled]
     most = max(_FEWEST_REPLAYED, _REPLAYED // len(expected.graph))
     before = list(of.candidates)
     if corrections.told and len(before) > most:
@@ -224,7 +233,9 @@ def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
     sweep = dataclasses.replace(of.sweep, replays=replays)
     problem = dataclasses.replace(of, corrections=corrections, sweep=sweep)
     if corrections.told and signed:
-        again = _recombined(problem, list(by_schedule), measure, round(_RECOMBINED_SHARE * most))
+        # What a region takes with a loop opened in it is nothing that others take.
+        whole = [one for one in by_schedule if not one.loops]
+        again = _recombined(problem, whole, measure, round(_RECOMBINED_SHARE * most))
         by_schedule |= {one.schedule: one for one in judged(expected.graph, again)}
     candidates = tuple(_expected(problem, one) for one in by_schedule.values())
     return dataclasses.replace(problem, sweep=dataclasses.replace(sweep, candidates=candidates))
@@ -317,7 +328,19 @@ def _spaced(front: Sequence[Candidate]) -> list[Candidate]:
 def _admitted(expected: Model, one: Candidate) -> Candidate:
     """The candidate as the model admits it."""
     schedule = expected.admitted(one.schedule)
-    return one if schedule == one.schedule else judge(expected.graph, schedule)
+    return one if schedule == one.schedule else _judged(expected, schedule)
+
+
+def _judged(expected: Model, schedule: Schedule) -> Candidate:
+    """A schedule with its figures, what runs again inside loops among them."""
+    one = judge(expected.graph, schedule)
+    seconds, flops = expected.recomputation(schedule)
+    return dataclasses.replace(
+        one,
+        schedule=dataclasses.replace(one.schedule, loops=schedule.loops),
+        overhead_seconds=one.overhead_seconds + seconds,
+        recomputed_flops=one.recomputed_flops + flops,
+    )
 
 
 def _modelled(expected: Model, one: Candidate) -> Candidate:
@@ -330,10 +353,13 @@ def _simulate(expected: Model, schedule: Schedule) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it."""
     found = simulate(expected.graph_of(schedule), schedule)
     more = expected.held_bytes(schedule)
-    if not more:
+    seconds, flops = expected.recomputation(schedule)
+    if not (more or seconds or flops):
         return found
     return dataclasses.replace(
         found,
+        overhead_seconds=found.overhead_seconds + seconds,
+        recomputed_flops=found.recomputed_flops + flops,
         peak_bytes=found.peak_bytes + more,
         moments=tuple(
             dataclasses.replace(moment, live_bytes=moment.live_bytes + more)
@@ -485,6 +511,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         budget_bytes=objective.budget_bytes,
         solver="none",
         stages=(),
+        loops=(),
         decisions=(),
         predicted=Prediction(
             temporary_bytes=0,
@@ -548,6 +575,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         budget_bytes=budget_bytes_of(of, objective),
         solver=str(of.solver),
         stages=expected.stages(chosen.schedule),
+        loops=chosen.schedule.loops,
         decisions=tuple(decisions),
         predicted=Prediction(
             temporary_bytes=chosen.peak_bytes,

@@ -32,14 +32,20 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A chain of regions that together hold every vertex once."""
+    """A chain of regions that together hold every vertex once, and what is done inside loops.
+
+    Attributes:
+      regions: the chain.
+      loops: those that are opened; the others run as they are.
+    """
 
     regions: tuple[Region, ...]
+    loops: tuple[Loop, ...] = ()
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether any region runs under ``jax.checkpoint``."""
-        return any(region.checkpointed for region in self.regions)
+        """Whether anything runs under ``jax.checkpoint``."""
+        return bool(self.loops) or any(region.checkpointed for region in self.regions)
 
     def region_of(self) -> dict[int, int]:
         """For each vertex the number of its region."""
@@ -164,6 +170,44 @@ class Stage:
     kept: tuple[int, ...]
     checkpointed: bool
     inside: tuple[Stage, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Iterations of a loop, one after the other, that run alike: each under a checkpoint.
+
+    Equations are those of the loop's body, numbered as a program of its own.
+
+    Attributes:
+      length: how many iterations.
+      chunks: how many of them run under one further checkpoint, which keeps what the first of them
+        is handed and runs them all again, as a loop; where there are several, those inside of one
+        another, the longest first. Each is a multiple of the next.
+      kept: positions of the equations whose results are saved by name in every iteration.
+      kept_bytes: of these, in one iteration.
+      stages: the chain in which the body runs, and runs again.
+      loops: those of the body that are opened.
+    """
+
+    length: int
+    chunks: tuple[int, ...]
+    kept: tuple[int, ...]
+    kept_bytes: int
+    stages: tuple[Stage, ...]
+    loops: tuple[Loop, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A loop, ``lax.scan``, that is opened: what its iterations keep.
+
+    Attributes:
+      root: position of its equation.
+      parts: in order of execution; together they have its length.
+    """
+
+    root: int
+    parts: tuple[Part, ...]
 
 
 def plain(graph: Graph) -> Schedule:

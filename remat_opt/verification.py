@@ -80,7 +80,7 @@ def measure_plan(
             f"axes {', '.join(axes)} of a vmap or shard_map round it. Leave verify= out, or "
             "decorate a function that has the vmap or shard_map inside."
         )
-    run = rewriting.rewrite(program, plan.stages, plan.platform, off)
+    run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
     traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]

@@ -28,6 +28,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt.measurement import compilation
 from remat_opt.program import tracing
 
+X5 = jnp.ones(5)
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names
 
 
@@ -270,6 +271,63 @@ def test_inner_jaxprs_are_found() -> None:
     assert internals.scan_length(scan.params) == 5
     *_, cond = equations_of(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), jnp.ones(3))
     assert len(list(internals.inner_jaxprs(cond.params))) == 2
+
+
+def test_a_scan_says_what_is_carried() -> None:
+    def fn(w, x, k):
+        def body(carry, entry):
+            h, count = carry
+            return (jnp.tanh(h @ entry) + k, count + 1), (jnp.sum(h), h, count)
+
+        return lax.scan(body, (x, 0), w, reverse=True, unroll=2)
+
+    (scan,) = equations_of(fn, jnp.ones((4, 3, 3)), jnp.ones((2, 3)), jnp.ones(3))
+    found = internals.scan_of(scan)
+    assert (found.constants, found.carries, found.length) == (1, 2, 4)
+    assert found.reverse
+    assert found.unroll == 2
+    _, _, inputs, _, outputs = internals.parts(found.body)
+    assert [v.aval.shape for v in inputs] == [(3,), (2, 3), (), (3, 3)]
+    assert len(outputs) == 2 + 3
+    assert [v.aval.shape for v in scan.invars] == [(3,), (2, 3), (), (4, 3, 3)]
+    (whole,) = equations_of(lambda x: lax.scan(lambda c, y: (c + y, c), 0.0, x, unroll=True), X5)
+    assert internals.scan_of(whole).unroll == 5
+
+
+def test_what_a_scan_only_hands_on_is_no_carry_unless_it_is_copied() -> None:
+    """``transform.loops`` copies tangents so that their transposes are added up in their place."""
+
+    def carried(hand_on):
+        def body(carry, _):
+            h, same = carry
+            return (h * same, hand_on(same)), None
+
+        (scan,) = [
+            e
+            for e in equations_of(lambda x: lax.scan(body, (x, x), None, length=3)[0], jnp.ones(2))
+            if e.primitive.name == "scan"
+        ]
+        return internals.scan_of(scan).carries
+
+    assert carried(lambda same: same) == 1
+    assert carried(jnp.copy) == 2
+
+
+def test_symbolic_zeros_are_made_arrays_of_the_tangent_type() -> None:
+    seen = []
+
+    @jax.custom_jvp
+    def both(x, n):
+        return x
+
+    def rule(primals, tangents):
+        seen.extend(internals.instantiated(t, p) for t, p in zip(tangents, primals, strict=True))
+        return primals[0], seen[0]
+
+    both.defjvp(rule, symbolic_zeros=True)
+    jax.jvp(lambda x: both(x, jnp.ones(3)), (jnp.ones(2),), (jnp.full(2, 5.0),))
+    assert seen[0].shape == (2,)
+    np.testing.assert_array_equal(seen[1], jnp.zeros(3))
 
 
 def test_effects_are_said_by_the_equation() -> None:

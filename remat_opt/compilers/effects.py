@@ -26,10 +26,12 @@ class Figures:
       cotangent_bytes: of its cotangent.
       workspace_bytes: held beside its backward step.
       forward_workspace_bytes: held beside its step where it runs once.
+      internal_bytes: residuals that only running it provides.
     """
 
     bytes: NDArray[np.int64]
     cotangent_bytes: NDArray[np.int64]
+    internal_bytes: NDArray[np.int64]
     workspace_bytes: NDArray[np.int64]
     forward_workspace_bytes: NDArray[np.int64]
 
@@ -53,6 +55,10 @@ class Effect:
     def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
         """Bytes that are there all along beside what is alive."""
         return 0
+
+    def recomputation(self, schedule: Schedule) -> tuple[float, int]:
+        """Seconds and FLOPs of what runs again inside vertices."""
+        return 0.0, 0
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """What a user should know of it."""

@@ -187,6 +187,8 @@ class Learnt:
             "compiled": [
                 [_chain(one.schedule.regions), one.replayed_bytes, one.compiled_bytes, one.told]
                 for one in self.compiled
+                # What is done inside loops is not written down, and the rest says little of it.
+                if not one.schedule.loops
             ],
         }
 

@@ -8,6 +8,7 @@ lives of all arrays and lays them out as the compiler does (``heap``).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
@@ -76,11 +77,16 @@ class Model:
         """The schedule, with no vertex kept by name that the compiler is better not told of."""
         if not self.never_named:
             return schedule
-        return Schedule(regions=_without(schedule.regions, self.never_named))
+        return dataclasses.replace(schedule, regions=_without(schedule.regions, self.never_named))
 
     def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
         """A schedule in terms of equations."""
         return _stages(self.roots, schedule.regions)
+
+    def recomputation(self, schedule: Schedule) -> tuple[float, int]:
+        """Seconds and FLOPs of what runs again inside vertices: in loops that are opened."""
+        found = [effect.recomputation(schedule) for effect in self.effects]
+        return math.fsum(seconds for seconds, _ in found), sum(flops for _, flops in found)
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """What a user should know."""

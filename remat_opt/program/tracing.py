@@ -353,6 +353,25 @@ def operation(equation: Any) -> Operation:
     )
 
 
+def inner_program(closed: Any, positions: Sequence[int], name: str) -> Program:
+    """An inner program of an equation as a program of its own, all outputs differentiated.
+
+    Args:
+      closed: its jaxpr.
+      positions: of the inputs that derivatives are taken for.
+      name: what to call it.
+    """
+    return _Flattener().program(
+        closed,
+        positions,
+        {},
+        len(internals.parts(closed)[4]),
+        input_tree=None,
+        output_tree=None,
+        name=name,
+    )
+
+
 class _Flattener:
     """Numbers the values of a jaxpr and lists its equations, nested calls inlined."""
 

@@ -17,9 +17,15 @@ from remat_opt.transform.barriers import stored
 from remat_opt.transform.steps import Rewriting
 
 
-def name_of(root: int, position: int) -> str:
-    """The checkpoint name of one output of an equation."""
-    return f"remat_opt_{root}_{position}"
+def name_of(root: int, position: int, within: str = "") -> str:
+    """The checkpoint name of one output of an equation.
+
+    Args:
+      root: the equation.
+      position: of the output.
+      within: the ``Rewriting.within`` of its program.
+    """
+    return f"remat_opt_{within}{root}_{position}"
 
 
 def run_one(
@@ -40,14 +46,16 @@ def run_one(
       weight: for a product the place of the input whose gradient comes first, if any.
     """
     equation = rewriting.program.equations[index]
-    named_as = functools.partial(_all_named, index)
+    named_as = functools.partial(_all_named, index, rewriting.within)
     if named and equation.derivative_reads_kept and index not in rewriting.ways.waiting:
         return _run_kept(equation, inputs, named_as)
 
     def run(*given: Any) -> list[Any]:
         return internals.bind(equation.jax_equation, equation.name_stack, given)
 
-    if index in rewriting.ways.apart:
+    if index in rewriting.loops:
+        results = rewriting.loops[index](inputs)
+    elif index in rewriting.ways.apart:
         results = internals.bind_apart(equation.jax_equation, equation.name_stack, inputs)
     elif index in rewriting.ways.picking:
         results = _run_picking(equation, inputs)
@@ -180,8 +188,10 @@ def _run_kept(
     return list(kept(*(inputs[place] for place in places)))
 
 
-def _all_named(index: int, results: Sequence[Any]) -> list[Any]:
-    return [_named(result, name_of(index, position)) for position, result in enumerate(results)]
+def _all_named(index: int, within: str, results: Sequence[Any]) -> list[Any]:
+    return [
+        _named(result, name_of(index, position, within)) for position, result in enumerate(results)
+    ]
 
 
 def _named(value: Any, name: str) -> Any:

@@ -15,7 +15,8 @@ function has it, so that a compiler does as planned, is said by ``compilers.rewr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import functools
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -25,21 +26,27 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.rewrites import rewrites
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, RewriteError
-from remat_opt.program.record import Program
-from remat_opt.program.tracing import array_type, is_inexact
-from remat_opt.schedule import Stage
+from remat_opt.program import bodies
+from remat_opt.program.record import Equation, Program
+from remat_opt.program.tracing import array_type
+from remat_opt.schedule import Loop, Part, Stage
 from remat_opt.scopes import equation_scope, region_scope
 from remat_opt.transform.barriers import behind_barrier, cotangents_together
 from remat_opt.transform.equations import name_of, run_one
+from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases, with_partner
 
-#: Equations whose derivative is zero.
-_CONSTANT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
-
 
 def rewrite(
-    program: Program, stages: Sequence[Stage], platform: Platform, off: Set[str] = frozenset()
+    program: Program,
+    stages: Sequence[Stage],
+    platform: Platform,
+    off: Set[str] = frozenset(),
+    *,
+    loops: Sequence[Loop] = (),
+    named: Set[int] = frozenset(),
+    within: str = "",
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
 
@@ -50,6 +57,9 @@ def rewrite(
       platform: whose compiler is expected. On another the results are the same, and the memory may
         not be.
       off: names of rules about compilers that are switched off.
+      loops: those of the program that are opened; the others run as they are.
+      named: equations whose outputs carry a name for a policy round all of it.
+      within: what to put into names, so that they are not those of the program round this one.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -58,13 +68,21 @@ def rewrite(
       PlanFileError: the stages do not fit the program.
     """
     _check_stages(program, stages)
-    steps = steps_of(program, stages)
+    _check_loops(program, loops, named)
+    steps = steps_of(program, stages, frozenset(named))
     ways = rewrites(
         program,
         Rules(platform=platform, off=frozenset(off)),
         recomputes=any(stage.checkpointed for stage in stages),
     )
-    rewriting = Rewriting(program=program, summed=_active(program), ways=ways)
+    summed = bodies.varying(program)
+    opened = {
+        loop.root: functools.partial(
+            _run_opened, program.equations[loop.root], loop, summed, platform, off, within
+        )
+        for loop in loops
+    }
+    rewriting = Rewriting(program=program, summed=summed, ways=ways, loops=opened, within=within)
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
@@ -77,19 +95,56 @@ def rewrite(
     return run
 
 
-def _active(program: Program) -> frozenset[int]:
-    """The numbers that depend on a differentiated argument.
+def _run_opened(
+    equation: Equation,
+    loop: Loop,
+    summed: Set[int],
+    platform: Platform,
+    off: Set[str],
+    within: str,
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """Runs a loop in its parts, each iteration by the plan of its part."""
+    program = bodies.body_of(equation, summed)
+    inside = f"{within}{loop.root}_in_"
 
-    Not those whose derivative is zero whatever they depend on: a barrier makes an array of such a
-    zero, and what has no derivative, such as a callback, may read them.
-    """
-    active = set(program.differentiated)
-    for equation in program.equations:
-        if equation.operation.primitive in _CONSTANT:
-            continue
-        if not active.isdisjoint(equation.value_inputs):
-            active.update(v for v in equation.outputs if is_inexact(program.types[v]))
-    return frozenset(active)
+    def body(part: Part) -> tuple[Callable[..., list[Any]], Callable[..., Any]]:
+        run = rewrite(
+            program,
+            part.stages,
+            platform,
+            off,
+            loops=part.loops,
+            named=frozenset(part.kept),
+            within=inside,
+        )
+        return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
+
+    return run_loop(equation, loop, inputs, body)
+
+
+def _policy(program: Program, kept: Iterable[int], within: str) -> Callable[..., Any]:
+    """What keeps the outputs of these equations."""
+    names = [
+        name_of(index, position, within)
+        for index in sorted(kept)
+        for position in range(len(program.equations[index].outputs))
+    ]
+    policy: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(*names)
+    return policy
+
+
+def _check_loops(program: Program, loops: Sequence[Loop], named: Set[int]) -> None:
+    """Raises PlanFileError unless the loops are some of the program's, each once."""
+    roots = [loop.root for loop in loops]
+    strange = [root for root in (*roots, *named) if not 0 <= root < len(program.equations)]
+    if strange or len(set(roots)) < len(roots):
+        raise PlanFileError(
+            f"The plan opens loops at the equations {sorted(roots)} and keeps {sorted(named)} of a "
+            f"program with {len(program.equations)}. Make the plan again."
+        )
+    for loop in loops:
+        check_loop(program.equations[loop.root], loop)
 
 
 def _run(
@@ -241,10 +296,4 @@ def _runner(
 
     if not step.checkpointed:
         return region
-    names = [
-        name_of(index, position)
-        for index in sorted(step.kept)
-        for position in range(len(program.equations[index].outputs))
-    ]
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    return jax.checkpoint(region, policy=policy)
+    return jax.checkpoint(region, policy=_policy(program, step.kept, rewriting.within))

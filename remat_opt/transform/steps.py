@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from remat_opt.compilers.rewrites import Rewrites
 from remat_opt.program.record import Program
@@ -33,6 +34,10 @@ class Step:
     inside: tuple[Step, ...]
 
 
+#: Runs a loop that is opened on its inputs.
+Opened = Callable[[Sequence[Any]], list[Any]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rewriting:
     """What holds for all steps.
@@ -41,19 +46,31 @@ class Rewriting:
       program: what to run.
       summed: the values that derivatives are taken for, or of.
       ways: what is to be written in another way.
+      loops: those that are opened, by equation.
+      within: what tells the names of values from those of the program round it.
     """
 
     program: Program
     summed: frozenset[int]
     ways: Rewrites
+    loops: Mapping[int, Opened] = dataclasses.field(default_factory=dict)
+    within: str = ""
 
 
-def steps_of(program: Program, stages: Sequence[Stage]) -> list[Step]:
-    """The stages in order, and one more for what none of them has and the result needs."""
+def steps_of(
+    program: Program, stages: Sequence[Stage], named: frozenset[int] = frozenset()
+) -> list[Step]:
+    """The stages in order, and one more for what none of them has and the result needs.
+
+    Args:
+      program: a traced function.
+      stages: of it.
+      named: equations whose outputs carry a name for a policy round all of them.
+    """
     maker = program.makers()
     all_roots = {root for stage in stages for root in stage.roots}
     available = set(program.constants) | set(program.arguments)
-    drafts = _drafts(program, stages, frozenset(), maker, available)
+    drafts = _drafts(program, stages, named, maker, available)
     # Outputs that are only another shape of a root are emitted without a checkpoint at the end.
     # So is, where no stage has it, what has side effects.
     left = {maker[value] for value in program.output_values if value in maker} | {
@@ -67,7 +84,7 @@ def steps_of(program: Program, stages: Sequence[Stage]) -> list[Step]:
                 equations=tuple(trailing),
                 inputs=_inputs(program, trailing),
                 kept=frozenset(),
-                named=frozenset(),
+                named=named,
                 checkpointed=False,
                 inside=(),
             )

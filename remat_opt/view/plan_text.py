@@ -99,6 +99,10 @@ def _facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("regions", _regions(plan["stages"])),
     ]
+    sources = {decision["root"]: decision["source"] for decision in plan["decisions"]}
+    for loop in plan["loops"]:
+        source = sources.get(loop["root"])
+        facts.append(("loop", _loop(loop) + (f"; {source}" if source else "")))
     if plan["measured"] is not None:
         facts += _measured(plan["measured"], predicted)
     facts.append(
@@ -117,6 +121,26 @@ def _regions(stages: Sequence[Mapping[str, Any]]) -> str:
     said = f"{len(stages)}, {checkpointed} of them under jax.checkpoint"
     nested = sum(_inside(stage) for stage in stages)
     return f"{said}, {nested} more inside them" if nested else said
+
+
+def _loop(loop: Mapping[str, Any]) -> str:
+    """What the iterations of an opened loop keep."""
+    length = sum(part["length"] for part in loop["parts"])
+    return f"scan of {length}: " + ", then ".join(map(_part, loop["parts"]))
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    said = f"{part['length']}"
+    for number, size in enumerate(part["chunks"]):
+        said += f" in chunks of {size}" if not number else f" of {size}"
+    kept = _count(len(part["kept"]), "value")
+    said += (
+        f" that keep {format_bytes(part['kept_bytes'])} in {kept} each"
+        if part["kept"]
+        else (" that keep nothing but what they are handed")
+    )
+    nested = [_loop(one) for one in part["loops"]]
+    return said + (f" (inside: {'; '.join(nested)})" if nested else "")
 
 
 def _inside(stage: Mapping[str, Any]) -> int:

@@ -171,7 +171,7 @@ def test_a_cpu_transposes_what_convolutions_read() -> None:
         assert [pair for one in effects for pair in one.pairs] == pairs
         # Beside the step of what is read lies the cotangent of what reads it.
         workspaces = [graph.workspace_bytes[vertex] for vertex in (1, 3)]
-        assert all(size <= one for one in workspaces) if pairs else not any(workspaces)
+        assert all((size <= one) == bool(pairs) for one in workspaces)
         every = tuple(range(len(graph)))
         for regions, twice in (
             ([Region(vertices=every)], 0),

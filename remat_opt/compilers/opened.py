@@ -1,0 +1,54 @@
+"""Loops that are opened: what a vertex takes then, by what is decided inside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.schedule import Loop, Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """One way to open a loop.
+
+    Attributes:
+      vertex: the loop.
+      loop: what is decided.
+      stacked_bytes: what its iterations keep for the backward pass, all together.
+      workspace_bytes: what its backward pass takes beside that.
+      seconds: what is computed again.
+      flops: likewise.
+    """
+
+    vertex: int
+    loop: Loop
+    stacked_bytes: int
+    workspace_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opened(Effect):
+    """All ways to open the loops of a program.
+
+    Attributes:
+      ways: by what is decided.
+    """
+
+    ways: Mapping[Loop, Opening]
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Writes what the opened loops take."""
+        for loop in schedule.loops if schedule is not None else ():
+            way = self.ways[loop]
+            figures.internal_bytes[way.vertex] = way.stacked_bytes
+            figures.workspace_bytes[way.vertex] += way.workspace_bytes
+
+    def recomputation(self, schedule: Schedule) -> tuple[float, int]:
+        """What their iterations compute again."""
+        ways = [self.ways[loop] for loop in schedule.loops]
+        return math.fsum(way.seconds for way in ways), sum(way.flops for way in ways)

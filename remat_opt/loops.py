@@ -1,0 +1,522 @@
+"""What to do inside the loops of a program: how each ``scan`` is opened, and with what else.
+
+Problem. An iteration of a ``scan`` keeps the same as every other one, so what it keeps counts as
+often as the loop is long. Beside that may be decided how many iterations share one checkpoint
+(chunks), and where one way of doing it gives way to another (parts).
+
+Method. The body is a program of its own, and gets its own model. An iteration under one checkpoint
+that keeps some values by name has three figures: bytes kept, recomputation, and the workspace of
+one iteration. The kept sets are those of the minimum cut, which are best for every exchange rate
+between the first two, and those of ``jax.checkpoint``'s own policies; where the workspace is
+large, the body runs again as a chain that the default solver found. From these come the ways to
+open a loop: all iterations alike; in chunks; a first part that does one and a second that does
+another, cut anywhere. What keeps more comes last, since it is free again first. The ways that no
+other beats in memory and recomputation are left.
+
+To the rest of the program a loop is a vertex, whose figures depend on the way it is opened. Several
+loops are opened at common exchange rates. The default solver plans the rest for a few of these
+choices, from the least memory to the most, and all its schedules are judged with all choices. A
+loop in the body of another is opened likewise.
+
+Complexity: for a body, as for a program of its size; the rest is arithmetic on some hundreds of
+ways, and a bounded number of replays.
+
+Guarantee: none of optimality. Deterministic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from remat_opt import _jax_internals as internals
+from remat_opt import policies
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.model import Model, computes_nothing, model
+from remat_opt.compilers.opened import Opened, Opening
+from remat_opt.gradients import Gradients
+from remat_opt.graph import Graph
+from remat_opt.program import bodies
+from remat_opt.program.linearization import linearize
+from remat_opt.program.record import Linearization, Program
+from remat_opt.schedule import Loop, Part, Region, Schedule, Stage
+from remat_opt.simulator import demand
+from remat_opt.solvers import min_cut, portfolio
+from remat_opt.solvers.base import Candidate, Overhead, judged, priced, thinned
+
+#: A loop is opened where its residuals take at least this share of what the function as it is does.
+_LEAST_SHARE = 0.01
+#: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
+_MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
+#: Lengths of chunks, and places to cut a loop in two.
+_MOST_CHUNKS, _MOST_CUTS = 12, 24
+#: Choices for several loops together; for how many of them the rest is planned, and how many of
+#: its schedules are judged with all.
+_MOST_CHOICES, _MOST_SEARCHES, _MOST_SCHEDULES = 64, 4, 48
+#: Vertices that are judged in all.
+_WORK = 400_000
+#: How deep loops in loops are opened.
+_DEPTH = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Iteration:
+    """One way to run an iteration.
+
+    Attributes:
+      kept: positions of the equations whose results are kept by name.
+      stages: the chain in which it runs again.
+      loops: those inside it that are opened.
+      kept_bytes: of what is kept by name.
+      workspace_bytes: what its backward pass takes while it runs.
+      seconds: what is computed again.
+      flops: likewise.
+    """
+
+    kept: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    loops: tuple[Loop, ...]
+    kept_bytes: int
+    workspace_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """What all iterations of a loop have in common.
+
+    Attributes:
+      length: how many there are.
+      carry_bytes: of what one hands to the next.
+      entry_bytes: of what one reads of stacked inputs.
+      entry_gradient_bytes: of the gradients with respect to that.
+      seconds: of one.
+      flops: of one.
+    """
+
+    length: int
+    carry_bytes: int
+    entry_bytes: int
+    entry_gradient_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A part, before it is written down."""
+
+    length: int
+    chunks: tuple[int, ...]
+    iteration: _Iteration
+
+
+def opened(expected: Model, ways: Sequence[Sequence[Opening]]) -> Model:
+    """The model, which knows what opened loops take.
+
+    Args:
+      expected: of the program.
+      ways: for each loop all ways to open it.
+    """
+    effect = Opened(ways={way.loop: way for of_loop in ways for way in of_loop})
+    return dataclasses.replace(expected, effects=(*expected.effects, effect))
+
+
+def ways(
+    program: Program,
+    linearization: Linearization,
+    expected: Model,
+    measure: Overhead,
+    depth: int = _DEPTH,
+) -> list[tuple[Opening, ...]]:
+    """For each loop of a program that is worth it the ways to open it, by ascending memory.
+
+    Args:
+      program: a traced function.
+      linearization: what its backward steps read.
+      expected: its model.
+      measure: what recomputation is counted in.
+      depth: how many loops in loops are looked into.
+    """
+    if not depth or not any(one.operation.primitive == "scan" for one in program.equations):
+        return []
+    least_bytes = _LEAST_SHARE * expected.unchanged_peak_bytes()
+    given = bodies.varying(program)
+    found = []
+    for vertex, root in enumerate(expected.roots):
+        equation = program.equations[root]
+        derivative = linearization.derivatives.get(root)
+        if (
+            equation.operation.primitive == "scan"
+            and not equation.effects
+            and derivative is not None
+            and not derivative.assumed
+            and 0 < derivative.internal_bytes >= least_bytes
+            and internals.scan_of(equation.jax_equation).length > 1
+        ):
+            body = bodies.body_of(equation, given)
+            of_loop = _ways_of(program, body, vertex, root, expected, measure, depth)
+            if of_loop:
+                found.append(of_loop)
+    return found
+
+
+def together(
+    graph: Graph,
+    ways: Sequence[Sequence[Opening]],
+    front: Sequence[Candidate],
+    search: Callable[[Graph], list[Candidate]],
+    measure: Overhead,
+) -> Iterator[Candidate]:
+    """Candidates for the whole program with its loops opened.
+
+    Args:
+      graph: of the program.
+      ways: for each loop the ways to open it.
+      front: candidates with all loops as they are.
+      search: gives candidates for a graph.
+      measure: what recomputation is counted in.
+    """
+    choices = _choices(ways, measure)
+    graphs = [_with(graph, choice) for choice in choices]
+    most = max(1, min(_MOST_SEARCHES, _WORK // (100 * len(graph))))
+    schedules = dict.fromkeys(one.schedule for one in front)
+    for number in thinned(range(len(choices)), most):
+        schedules |= dict.fromkeys(one.schedule for one in search(graphs[number]))
+    most = max(4, min(_MOST_SCHEDULES, _WORK // (len(graph) * len(choices))))
+    chosen = thinned(list(schedules), most)
+    for choice, one in zip(choices, graphs, strict=True):
+        loops = tuple(way.loop for way in choice)
+        seconds = math.fsum(way.seconds for way in choice)
+        flops = sum(way.flops for way in choice)
+        for found in judged(one, chosen):
+            yield dataclasses.replace(
+                found,
+                schedule=dataclasses.replace(found.schedule, loops=loops),
+                overhead_seconds=found.overhead_seconds + seconds,
+                recomputed_flops=found.recomputed_flops + flops,
+            )
+
+
+def _with(graph: Graph, choice: Sequence[Opening]) -> Graph:
+    """The graph with some loops opened."""
+    internal, workspace = list(graph.internal_bytes), list(graph.workspace_bytes)
+    for way in choice:
+        internal[way.vertex] = way.stacked_bytes
+        workspace[way.vertex] += way.workspace_bytes
+    return dataclasses.replace(
+        graph, internal_bytes=tuple(internal), workspace_bytes=tuple(workspace)
+    )
+
+
+def _choices(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:
+    """One way for each loop, together best at some exchange rate; by ascending memory."""
+    if len(ways) == 1:
+        return [(way,) for way in ways[0]]
+    rates: set[float] = set()
+    for of_loop in ways:
+        hull = _hull([(_memory(way), _cost(way, measure)) for way in of_loop])
+        for (less, more_cost), (more, less_cost) in itertools.pairwise(hull):
+            rates.add((more_cost - less_cost) / (more - less))
+    middles = [math.sqrt(a * b) for a, b in itertools.pairwise(sorted(rates)) if a > 0]
+    tried = sorted({0.0, *rates, *middles, 2 * max(rates, default=1.0)})
+    found: dict[tuple[Opening, ...], None] = {}
+    for rate in reversed(thinned(tried, _MOST_CHOICES)):
+        found[
+            tuple(
+                min(of_loop, key=lambda way: _cost(way, measure) + rate * _memory(way))
+                for of_loop in ways
+            )
+        ] = None
+    return list(found)
+
+
+def _memory(way: Opening) -> int:
+    return way.stacked_bytes + way.workspace_bytes
+
+
+def _cost(way: Opening | _Iteration, measure: Overhead) -> float:
+    return way.seconds if measure is Overhead.SECONDS else float(way.flops)
+
+
+def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The lower convex hull of points that fall from left to right."""
+    hull: list[tuple[int, float]] = []
+    for x, y in sorted(points):
+        if hull and (x == hull[-1][0] or y >= hull[-1][1]):
+            continue
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (
+            y - hull[-2][1]
+        ) * (hull[-1][0] - hull[-2][0]):
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+# --- one loop -----------------------------------------------------------------------------
+
+
+def _ways_of(
+    program: Program,
+    body: Program,
+    vertex: int,
+    root: int,
+    expected: Model,
+    measure: Overhead,
+    depth: int,
+) -> tuple[Opening, ...]:
+    """The ways to open one loop; none if it cannot be."""
+    if computes_nothing(body) or not body.differentiated:
+        return ()
+    scan = internals.scan_of(program.equations[root].jax_equation)
+    compiler = expected.compiler
+    iterations, forward = _iterations(body, compiler, measure, depth)
+    if not iterations:
+        return ()
+
+    def total(values: Sequence[int]) -> int:
+        return sum(compiler.buffer_bytes(body.types[value]) for value in values)
+
+    arguments, varying = body.arguments, set(body.differentiated)
+    carry = arguments[scan.constants : scan.constants + scan.carries]
+    entries = arguments[scan.constants + scan.carries :]
+    entry_gradients = total([value for value in entries if value in varying])
+    graph = expected.graph
+    # Of the body's own rates and the whole loop's the latter are what the rest is counted in.
+    seconds = graph.seconds[vertex] / scan.length
+    scale = seconds / forward.seconds if forward.seconds else 0.0
+    shape = _Shape(
+        length=scan.length,
+        carry_bytes=total(carry),
+        entry_bytes=total(entries),
+        entry_gradient_bytes=entry_gradients,
+        seconds=seconds,
+        flops=graph.flops[vertex] // scan.length,
+    )
+    iterations = [dataclasses.replace(one, seconds=one.seconds * scale) for one in iterations]
+    drafts = [
+        _opening(vertex, root, shape, pieces) for pieces in _drafts(shape, iterations, measure)
+    ]
+    found: list[Opening] = []
+    for way in sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure))):
+        if not found or _cost(way, measure) < _cost(found[-1], measure):
+            found.append(way)
+    return tuple(thinned(found, _MOST_WAYS))
+
+
+def _drafts(
+    shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead
+) -> Iterator[tuple[_Piece, ...]]:
+    """Parts, in order of execution."""
+    length = shape.length
+    for one in iterations:
+        yield (_Piece(length=length, chunks=(), iteration=one),)
+    # What is best at some exchange rate, by what it keeps: neighbours are worth a mixture.
+    kept = [one for one in iterations if not one.loops] or list(iterations)
+    points: dict[tuple[int, float], _Iteration] = {}
+    for one in kept:
+        points.setdefault((one.kept_bytes, _cost(one, measure)), one)
+    hull = [points[point] for point in _hull(list(points))]
+    for few, many in itertools.pairwise(hull):
+        for cut in thinned(range(1, length), _MOST_CUTS):
+            yield (
+                _Piece(length=cut, chunks=(), iteration=few),
+                _Piece(length=length - cut, chunks=(), iteration=many),
+            )
+    smallest = sorted(iterations, key=lambda one: one.workspace_bytes + one.kept_bytes)[:4]
+    in_chunks = list(dict.fromkeys([*hull, *smallest]))
+    for size in _chunk_lengths(length):
+        for inner in (size, *_inner_lengths(size)):
+            chunks = (size,) if inner == size else (size, inner)
+            whole = length - length % size
+            for one in in_chunks:
+                first = _Piece(length=whole, chunks=chunks, iteration=one)
+                if whole == length:
+                    yield (first,)
+                else:
+                    rest = _Piece(length=length - whole, chunks=(), iteration=hull[0])
+                    yield (first, rest)
+            for cut in thinned(range(size, length, size), _MOST_CUTS):
+                yield (
+                    _Piece(length=cut, chunks=chunks, iteration=hull[0]),
+                    _Piece(length=length - cut, chunks=(), iteration=hull[0]),
+                )
+
+
+def _chunk_lengths(length: int) -> list[int]:
+    """Lengths of chunks that are tried: those round the root, without a rest where possible."""
+    most = length // 2
+    if most < 2:
+        return []
+    root = math.sqrt(length)
+    exact = [size for size in range(2, most + 1) if not length % size]
+    near = [round(root * factor) for factor in (0.5, 0.7, 1.0, 1.4, 2.0)]
+    found = {size for size in near if 2 <= size <= most}
+    exact.sort(key=lambda size: abs(math.log(size / root)))
+    return sorted({*found, *exact[: _MOST_CHUNKS - len(found)]})
+
+
+def _inner_lengths(size: int) -> list[int]:
+    """Lengths of chunks in chunks: one, near the root."""
+    if size < 16:
+        return []
+    exact = [inner for inner in range(2, size // 2 + 1) if not size % inner]
+    root = math.sqrt(size)
+    return sorted(exact, key=lambda inner: abs(math.log(inner / root)))[:1]
+
+
+def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) -> Opening:
+    """Parts with the figures of the whole."""
+    stacked = peak = flops = 0
+    seconds = 0.0
+    for piece in pieces:
+        one, again = piece.iteration, len(piece.chunks)
+        held, extents = 0, (piece.length, *piece.chunks)
+        for longer, size in itertools.pairwise(extents):
+            # What each chunk is handed, and what one of them reads and writes.
+            held += longer // size * shape.carry_bytes
+            if size == extents[1]:
+                own = held
+        innermost = extents[-1] * (shape.carry_bytes + one.kept_bytes)
+        if again:
+            entries = shape.entry_bytes + shape.entry_gradient_bytes
+            beside = held - own + innermost + sum(piece.chunks) * entries
+        else:
+            own, beside = innermost, 0
+        stacked += own
+        # What an iteration is handed lies beside the stack that it is read from.
+        peak = max(peak, stacked + beside + one.workspace_bytes + shape.carry_bytes)
+
+        seconds += piece.length * (one.seconds + again * shape.seconds)
+        flops += piece.length * (one.flops + again * shape.flops)
+    return Opening(
+        vertex=vertex,
+        loop=Loop(
+            root=root,
+            parts=tuple(
+                Part(
+                    length=piece.length,
+                    chunks=piece.chunks,
+                    kept=piece.iteration.kept,
+                    kept_bytes=piece.iteration.kept_bytes,
+                    stages=piece.iteration.stages,
+                    loops=piece.iteration.loops,
+                )
+                for piece in pieces
+            ),
+        ),
+        stacked_bytes=stacked,
+        workspace_bytes=max(0, peak - stacked),
+        seconds=seconds,
+        flops=flops,
+    )
+
+
+# --- one iteration ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """What one run of the body takes."""
+
+    seconds: float
+    flops: int
+
+
+def _iterations(
+    body: Program, compiler: Compiler, measure: Overhead, depth: int
+) -> tuple[list[_Iteration], _Forward]:
+    """The ways to run an iteration that no other beats in all figures."""
+    linearization = linearize(body)
+    expected = model(body, linearization, compiler, Gradients.CONSUMED)
+    graph = _with_outputs(body, expected)
+    expected = dataclasses.replace(expected, graph=graph)
+    inner = ways(body, linearization, expected, measure, depth - 1)
+    choices: list[tuple[Opening, ...]] = [()]
+    if inner:
+        expected = opened(expected, inner)
+        choices += thinned(_choices(inner, measure), _MOST_INSIDE)
+    found: dict[_Iteration, None] = {}
+    for choice in choices:
+        for schedule in _schedules(body, expected, _with(graph, choice), measure):
+            loops = tuple(way.loop for way in choice)
+            found[_iteration(expected, dataclasses.replace(schedule, loops=loops))] = None
+    best: list[_Iteration] = []
+    for one in found:
+        figures = (one.kept_bytes, one.workspace_bytes, _cost(one, measure))
+        if not any(
+            other is not one
+            and all(
+                theirs <= own
+                for theirs, own in zip(
+                    (other.kept_bytes, other.workspace_bytes, _cost(other, measure)),
+                    figures,
+                    strict=True,
+                )
+            )
+            for other in best
+        ):
+            best.append(one)
+    return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
+
+
+def _with_outputs(body: Program, expected: Model) -> Graph:
+    """The body's graph, in which outputs take memory: kept by name, they are stacked again."""
+    graph, compiler = expected.graph, expected.compiler
+    outputs = set(body.output_values)
+    sizes = [
+        size
+        + sum(
+            compiler.buffer_bytes(body.types[value])
+            for value in body.equations[root].outputs
+            if value in outputs
+        )
+        for root, size in zip(expected.roots, graph.bytes, strict=True)
+    ]
+    return dataclasses.replace(graph, bytes=tuple(sizes))
+
+
+def _schedules(
+    body: Program, expected: Model, graph: Graph, measure: Overhead
+) -> Iterator[Schedule]:
+    """One checkpoint round an iteration: what it keeps, and how it runs again."""
+    everything = tuple(range(len(graph)))
+    cuts = min_cut.breakpoints(priced(graph, measure), most_cuts=_MOST_KEPT)
+    for cut in cuts:
+        yield Schedule(regions=(Region(vertices=everything, kept=cut.kept),))
+    for schedule in policies.schedules(body, expected.roots, graph):
+        kept = tuple(v for region in schedule.regions for v in region.kept)
+        yield Schedule(regions=(Region(vertices=everything, kept=kept),))
+    if len(graph) > 2:
+        chains = [
+            one.schedule.regions
+            for one in portfolio.frontier(graph, measure)
+            if len(one.schedule.regions) > 1
+        ]
+        for chain in thinned(chains, _MOST_INSIDE):
+            yield Schedule(regions=(Region(vertices=everything, inside=chain),))
+
+
+def _iteration(expected: Model, schedule: Schedule) -> _Iteration:
+    """A schedule of a body, with its figures."""
+    schedule = expected.admitted(schedule)
+    graph = expected.graph_of(schedule)
+    wanted = demand(graph, schedule)
+    again = list(wanted.all_recomputed())
+    seconds, flops = expected.recomputation(schedule)
+    (region,) = schedule.regions
+    inside = expected.stages(Schedule(regions=region.inside))
+    if not inside:
+        inside = (Stage(roots=expected.roots, kept=(), checkpointed=False),)
+    return _Iteration(
+        kept=tuple(expected.roots[vertex] for vertex in region.kept if vertex in wanted.stored),
+        stages=inside,
+        loops=schedule.loops,
+        kept_bytes=sum(graph.bytes[vertex] for vertex in wanted.stored),
+        workspace_bytes=expected.peak_bytes(schedule),
+        seconds=math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
+        flops=sum(graph.flops[vertex] for vertex in again) + flops,
+    )

@@ -1,0 +1,83 @@
+"""The body of a ``scan`` as a program of its own: from constants, carry and entries to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from remat_opt import _jax_internals as internals
+from remat_opt.program.record import Equation, Program
+from remat_opt.program.tracing import inner_program, is_inexact
+
+#: Equations whose derivative is zero.
+CONSTANT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
+
+
+def varying(program: Program) -> frozenset[int]:
+    """The numbers of the values that depend on a differentiated argument.
+
+    Not those whose derivative is zero whatever they depend on: a barrier makes an array of such a
+    zero, and what has no derivative, such as a callback, may read them.
+    """
+    found = set(program.differentiated)
+    for equation in program.equations:
+        if equation.operation.primitive in CONSTANT:
+            continue
+        if not found.isdisjoint(equation.value_inputs):
+            found.update(v for v in equation.outputs if is_inexact(program.types[v]))
+    return frozenset(found)
+
+
+def body_of(equation: Equation, given: Set[int]) -> Program:
+    """The body of a ``scan`` equation.
+
+    Its arguments are one for each input of the equation, and its outputs one for each output: of
+    what is stacked, one entry. What is carried is differentiated if the first or any later one
+    depends on what is.
+
+    Args:
+      equation: a ``scan``.
+      given: the values, in the program round it, that depend on a differentiated argument.
+    """
+    return _body_at(
+        equation,
+        {p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given},
+    )
+
+
+def reached(equation: Equation, positions: Set[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """What derivatives along some inputs of a ``scan`` reach.
+
+    Args:
+      equation: a ``scan``.
+      positions: of those inputs.
+
+    Returns:
+      The positions of inputs, with what is carried and reached in a later iteration, and those of
+      outputs.
+    """
+    body = _body_at(equation, positions)
+    found = varying(body)
+    place = {value: position for position, value in enumerate(body.arguments)}
+    return (
+        frozenset(place[value] for value in body.differentiated),
+        frozenset(
+            n for n, atom in enumerate(body.outputs) if isinstance(atom, int) and atom in found
+        ),
+    )
+
+
+def _body_at(equation: Equation, given: Set[int]) -> Program:
+    """The body, differentiated at some inputs of the equation and what they reach."""
+    scan = internals.scan_of(equation.jax_equation)
+    positions = set(given)
+    while True:
+        program = inner_program(scan.body, sorted(positions), "the body of a scan")
+        found = varying(program)
+        more = {
+            scan.constants + number
+            for number, atom in enumerate(program.outputs[: scan.carries])
+            if isinstance(atom, int) and atom in found
+        }
+        if more <= positions:
+            return program
+        positions |= more
