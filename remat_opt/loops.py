@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt import _jax_internals as internals
 from remat_opt import policies
+from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model, computes_nothing, model
 from remat_opt.compilers.opened import Opened, Opening
@@ -93,6 +94,7 @@ class _Shape:
       carry_bytes: of what one hands to the next.
       entry_bytes: of what one reads of stacked inputs.
       entry_gradient_bytes: of the gradients with respect to that.
+      rounded_bytes: of what is rounded ahead of the loop.
       seconds: of one.
       flops: of one.
     """
@@ -101,6 +103,7 @@ class _Shape:
     carry_bytes: int
     entry_bytes: int
     entry_gradient_bytes: int
+    rounded_bytes: int
     seconds: float
     flops: int
 
@@ -293,6 +296,7 @@ def _ways_of(
         carry_bytes=total(carry),
         entry_bytes=total(entries),
         entry_gradient_bytes=entry_gradients,
+        rounded_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler),
         seconds=seconds,
         flops=graph.flops[vertex] // scan.length,
     )
@@ -409,7 +413,7 @@ def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) ->
             ),
         ),
         stacked_bytes=stacked,
-        workspace_bytes=max(0, peak - stacked),
+        workspace_bytes=max(0, peak - stacked) + shape.rounded_bytes,
         seconds=seconds,
         flops=flops,
     )

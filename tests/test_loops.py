@@ -97,11 +97,14 @@ def test_what_policies_in_the_body_do_is_matched() -> None:
         )
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_loops_in_loops_with_a_program_round_them() -> None:
     plan = make_plan(recurrent, max_overhead=2.5)
     assert len(plan.loops) == 2
     assert any(part.loops for loop in plan.loops for part in loop.parts)
     assert "(inside: scan of 4: " in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
     agree(
         jax.jit(jax.value_and_grad(remat_opt.apply_plan(plan, recurrent)))(W, X),
         jax.jit(jax.value_and_grad(recurrent))(W, X),
@@ -109,9 +112,9 @@ def test_loops_in_loops_with_a_program_round_them() -> None:
 
 
 def test_a_plan_file_says_what_is_done_in_loops() -> None:
-    plan = make_plan(recurrent, max_overhead=2.5)
+    plan = make_plan(budget=0.2)
     assert Plan.from_json(plan.to_json()) == plan
-    assert "scan of 13: " in str(make_plan(budget=0.2))
+    assert "scan of 13: " in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +147,8 @@ def test_what_cannot_be_opened_stays_as_it_is() -> None:
         assert make_plan(loss).loops == ()
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_the_compiler_agrees() -> None:
     def sizes(**wanted: Any) -> tuple[int, int]:
         plan = remat_opt.make_plan(mlp, W, X, device="cpu", verify=True, **wanted)

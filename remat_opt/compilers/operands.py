@@ -8,11 +8,13 @@ makes it: the queries of attention, with their bias and scale.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from remat_opt import costs
+from remat_opt.compilers.compiler import Compiler
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
-from remat_opt.program.dataflow import Dataflow
+from remat_opt.program.dataflow import ALIASES, Dataflow
+from remat_opt.program.record import Program
 
 #: What a product reads through: its operand is put together as it is read.
 _MOVES = frozenset({"concatenate", "slice"})
@@ -58,6 +60,29 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
         for value, count in readers.items()
         if value not in others and flow.program.types[value].dtype == "float32"
     }
+
+
+def rounded_entries_bytes(body: Program, entries: Sequence[int], compiler: Compiler) -> int:
+    """Bytes of one entry of the stacks that XLA rounds before a loop, and reads in their place.
+
+    It takes the conversion of an entry for one of the whole stack, which it does once.
+
+    Args:
+      body: of the loop.
+      entries: its arguments that are entries of stacks.
+      compiler: which one it is.
+    """
+    if not compiler.has("entries_rounded"):
+        return 0
+    source = {value: value for value in entries if body.types[value].dtype == "float32"}
+    found: set[int] = set()
+    for equation in body.equations:
+        read = [source[value] for value in equation.value_inputs if value in source]
+        if equation.operation.primitive in ALIASES:
+            source.update((value, read[0]) for value in equation.outputs if read)
+        elif rounds_operands(equation.operation):
+            found.update(read)
+    return sum(compiler.buffer_bytes(as_operand(body.types[value])) for value in found)
 
 
 def completed(flow: Dataflow, outputs: Set[int], rounded: Mapping[int, int]) -> dict[int, int]:

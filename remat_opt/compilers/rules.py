@@ -145,6 +145,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "transposed_cotangents": _rule(
             _CPU, "beside", "cpu_sums", "For a weight's gradient the cotangent is transposed."
         ),
+        "entries_rounded": _rule(
+            _TPU,
+            "beside",
+            "operands",
+            "A stack that a loop's products read is rounded ahead of it.",
+        ),
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has a signal of its own."
         ),

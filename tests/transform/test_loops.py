@@ -145,7 +145,7 @@ def test_values_and_gradients_are_those_of_the_scan(loss: Loss, parts: Any) -> N
     )
 
 
-@pytest.mark.parametrize("loss", [layers, frozen], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [layers, pytest.param(frozen, marks=pytest.mark.slow)])
 def test_other_transformations(loss: Loss) -> None:
     planned = in_parts(loss, PARTS[3])
     many = jnp.stack([X, 2 * X])
