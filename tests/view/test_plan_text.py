@@ -40,6 +40,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
             {"roots": [0], "kept": [0], "checkpointed": True, "inside": []},
             {"roots": [1], "kept": [], "checkpointed": False, "inside": []},
         ],
+        "loops": [],
         "decisions": list(decisions),
         "predicted": {
             "temporary_bytes": 3 * MIB,
