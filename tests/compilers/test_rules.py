@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt import compilers
+from remat_opt import compilers, loops
 from remat_opt.compilers.compiler import Compiler, Rules
 from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
 from remat_opt.errors import RematError
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
+from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.solvers.base import Overhead
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import compiler_of, cross_entropy, model_of, two_layers
 
@@ -214,6 +216,10 @@ def summed_products(w, x):
     return jnp.sum(x)
 
 
+def stacked(weights, x):
+    return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0])
+
+
 def narrow_and_wide(weights, x):
     for w in weights:
         x = jnp.tanh(x @ w)
@@ -249,6 +255,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
     "values_overwritten": ("h200", cross_entropy, (W, X)),
     "cotangents_pass": ("h200", gated, (W, X)),
+    "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_beside": ("h200", biased, ((W, W[0]), X)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
     "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),
@@ -295,7 +302,9 @@ def figures(program: Program, device: str, off: Collection[str] = ()) -> tuple[A
     """What a program is expected to take on a device."""
     found = model_of(program, device, off)
     schedules = plain(found.graph), halves(len(found.graph))
-    return found.graph, *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
+    ways = loops.ways(program, linearize(program), found, Overhead.SECONDS)
+    inside = [(way.stacked_bytes, way.workspace_bytes) for of_loop in ways for way in of_loop]
+    return found.graph, inside, *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
 
 
 def gradient(program: Program, device: str, off: Collection[str] = ()) -> str:
