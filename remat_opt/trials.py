@@ -272,6 +272,24 @@ class Trials:
         ]
         return self._fastest(faster, budget_bytes * self.tolerance)
 
+    def nearest_default(self, best: Candidate, limit_bytes: int) -> Candidate | None:
+        """The policy of ``jax.checkpoint`` that comes nearest to what is wanted, if none was tried.
+
+        Of those that recompute less than the best so far the one that is expected to need least,
+        unless that is hopeless.
+        """
+        if any(self.is_default(one) for one in self.as_compiled()):
+            return None
+        near = [
+            one
+            for one in self.expected()
+            if self.is_default(one)
+            and not self.tried(one)
+            and one.overhead(self.measure) < best.overhead(self.measure)
+            and one.peak_bytes <= HOPELESS * limit_bytes
+        ]
+        return min(near, key=lambda one: (one.peak_bytes, one.overhead(self.measure)), default=None)
+
     def smallest(self) -> Candidate | None:
         """What is expected to need least of all that was not tried."""
         untried = [one for one in self.expected() if not self.tried(one)]

@@ -210,8 +210,8 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
 
     The best of those that are expected to fit is next, until it has been compiled, or has hardly
     less recomputation than one that was and fits. Where nothing is expected to fit it is the
-    smallest, as long as there is hope. The last compile is for a policy of ``jax.checkpoint`` that
-    may do better than what fits.
+    smallest, as long as there is hope. The last compile is for a policy of ``jax.checkpoint``: for
+    one that may do better than what fits, or else for the nearest.
     """
     measure = trials.measure
     while trials.left:
@@ -235,6 +235,11 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
             break
         trials.compile(one)
     best = trials.best_within(budget_bytes)
+    if best is not None and trials.left:
+        default = trials.nearest_default(best, budget_bytes)
+        if default is not None:
+            trials.compile(default)
+            best = trials.best_within(budget_bytes)
     if best is not None:
         return trials.plan_of(best, f"a budget of {format_bytes(budget_bytes)}")
     trials.raise_if_all_refused()
@@ -257,7 +262,8 @@ def _least(trials: Trials) -> Plan:
     """The least memory, of near-equals with the least recomputation.
 
     What is expected to be best is next, until it has been compiled. Then those that may be better
-    than they are expected to be, policies of ``jax.checkpoint`` first.
+    than they are expected to be, policies of ``jax.checkpoint`` first, and at last the nearest of
+    these, if none was compiled.
     """
     most = planning.overhead_limit(trials.problem, trials.objective)
     while trials.left:
@@ -285,4 +291,10 @@ def _least(trials: Trials) -> Plan:
             break
         trials.compile(one)
     trials.raise_if_all_refused()
-    return trials.plan_of(least_memory(trials.as_compiled(), trials.measure), "the least memory")
+    best = least_memory(trials.as_compiled(), trials.measure)
+    if trials.left:
+        default = trials.nearest_default(best, best.peak_bytes)
+        if default is not None:
+            trials.compile(default)
+            best = least_memory(trials.as_compiled(), trials.measure)
+    return trials.plan_of(best, "the least memory")
