@@ -234,7 +234,7 @@ def test_loops_say_what_their_iterations_keep() -> None:
     last["loops"] = [{"root": 5, "parts": [inner]}]
     first = {**inner, "length": 40, "chunks": [10, 5]}
     assert plan_text._loop({"root": 0, "parts": [first, last]}) == (
-        "scan of 48: 40 in chunks of 10 of 5 that keep nothing but what they are handed, then 8 that "
-        "keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that keep nothing but what they are "
+        "scan of 48: 40 in chunks of 10 of 5 that keep nothing but what they are handed, then 8 "
+        "that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that keep nothing but what they are "
         "handed)"
     )
