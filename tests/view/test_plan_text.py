@@ -36,6 +36,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
         },
         "budget_bytes": None,
         "solver": "portfolio",
+        "loops": [],
         "stages": [
             {"roots": [0], "kept": [0], "checkpointed": True, "inside": []},
             {"roots": [1], "kept": [], "checkpointed": False, "inside": []},
@@ -228,3 +229,15 @@ def test_a_plan_of_nothing():
     )
     assert "there is nothing to plan." in text
     ET.fromstring(plan_text.html(given))
+
+
+def test_loops_say_what_their_iterations_keep() -> None:
+    inner = {"length": 4, "chunks": [], "kept": [], "kept_bytes": 0, "stages": [], "loops": []}
+    last = {**inner, "length": 8, "kept": [3], "kept_bytes": 2**20}
+    last["loops"] = [{"root": 5, "parts": [inner]}]
+    first = {**inner, "length": 40, "chunks": [10, 5]}
+    assert plan_text._loop({"root": 0, "parts": [first, last]}) == (
+        "scan of 48: 40 in chunks of 10 of 5 that keep nothing but what they are handed, then 8 "
+        "that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that keep nothing but what they are "
+        "handed)"
+    )
