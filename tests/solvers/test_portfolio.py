@@ -83,8 +83,8 @@ def test_candidates_and_budgets(graph: Graph) -> None:
 
 
 @pytest.mark.slow
-@hypothesis.given(graphs(max_vertices=14))
-@hypothesis.settings(max_examples=80)
+@hypothesis.given(graphs(max_vertices=12))
+@hypothesis.settings(max_examples=60)
 def test_candidates_and_budgets_on_many_graphs(graph: Graph) -> None:
     check_candidates(graph)
     check_monotone(graph)
