@@ -41,7 +41,6 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
             {"roots": [0], "kept": [0], "checkpointed": True, "inside": []},
             {"roots": [1], "kept": [], "checkpointed": False, "inside": []},
         ],
-        "loops": [],
         "decisions": list(decisions),
         "predicted": {
             "temporary_bytes": 3 * MIB,
@@ -238,6 +237,6 @@ def test_loops_say_what_their_iterations_keep() -> None:
     first = {**inner, "length": 40, "chunks": [10, 5]}
     assert plan_text._loop({"root": 0, "parts": [first, last]}) == (
         "scan of 48: 40 in chunks of 10 of 5 that keep nothing but what they are handed, then 8 "
-        "that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that keep nothing but what they are "
-        "handed)"
+        "that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that keep nothing but what they "
+        "are handed)"
     )
