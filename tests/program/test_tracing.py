@@ -154,12 +154,12 @@ def test_static_arguments(signature: Signature, args: Any, kwargs: Any) -> None:
             "argument(s). Pass that argument by position, or change the number.",
         ),
         (
-            Signature(static_argnums=(0,)),
+            Signature(argnums=(0,), static_argnums=(0,)),
             "Argument 0 is differentiated (argnums) and also static (static_argnums or "
             "static_argnames); a static argument has no derivative. Take it out of one of them.",
         ),
         (
-            Signature(static_argnames=("w",)),
+            Signature(argnums=(0,), static_argnames=("w",)),
             "Argument 0 is differentiated (argnums) and also static (static_argnums or "
             "static_argnames); a static argument has no derivative. Take it out of one of them.",
         ),
