@@ -522,7 +522,7 @@ MEASURE_AFTER_USE = """
     import jax, jax.numpy as jnp
     jnp.ones(3).sum().block_until_ready()
     before, environment = jax.devices(), dict(os.environ)
-    from remat_opt.measurement import measure
+    from remat_opt.measurement.compilation import measure
     record = measure(jnp.sin, jnp.ones((256, 256)), device={device!r})
     assert record.output_bytes == 256 * 256 * 4
     assert jax.devices() == before
@@ -557,7 +557,7 @@ class TestOtherProcesses:
     def test_plug_ins_are_loaded_only_when_asked_for(self) -> None:
         code = """
             import jax.numpy as jnp
-            from remat_opt.measurement import measure
+            from remat_opt.measurement.compilation import measure
             measure(jnp.sin, jnp.ones(8), device="cpu")
             maps = open("/proc/self/maps").read()
             assert "libtpu" not in maps
