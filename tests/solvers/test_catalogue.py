@@ -31,6 +31,7 @@ NOT_SOLVERS = {
         "link_figures",
         "lower_sets",
         "mirror",
+        "recombination",
         "trunk",
     ),
 }
