@@ -52,8 +52,9 @@ def test_shows_the_plan(printed):
 def test_is_within_the_budget_as_compiled(printed):
     compiled, budget = figures(printed, "Compiled temporaries")
     _, trained = figures(printed, "temporary memory")
-    assert compiled <= budget
-    assert compiled == trained
+    # What is compiled for the plan is a step, where gradients are temporaries; what is trained with
+    # is the gradient alone.
+    assert trained <= compiled <= budget
     assert "Chosen by compiling, for a budget of " in printed
 
 
