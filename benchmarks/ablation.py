@@ -23,7 +23,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,13 @@ class Subject:
             program, self._device, gradients=self._fate, off=frozenset({off} - {""})
         )
         chosen = planning.solve(of, objective)
-        full = self.expected()
+        full = self._full
         return full.peak_bytes(schedule_of(full, of.model.stages(chosen.schedule)))
+
+    @cached_property
+    def _full(self) -> Model:
+        """The model with all rules, by which the plans of all others are judged."""
+        return self.expected()
 
     def changes(self, rule: str, row: Mapping[str, Any]) -> bool:
         """Whether a rule of kind ``rewrite`` changes what is written for a recorded plan."""

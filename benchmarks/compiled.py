@@ -105,16 +105,7 @@ class Subject:
 
     def heading(self, kind: str, label: str) -> dict[str, Any]:
         """The entries that every row begins with."""
-        return {
-            "set": "judged" if self.name in networks.JUDGED else "tuned",
-            "network": self.name,
-            "batch": self.batch,
-            "device": self.device,
-            "step": self.step,
-            "jax": jax.__version__,
-            "kind": kind,
-            "label": label,
-        }
+        return heading(self.name, self.batch, self.device, self.step, kind, label)
 
     def compiled(
         self, kind: str, label: str, loss_fn: Callable[..., Any], **more: Any
@@ -173,6 +164,22 @@ class Subject:
 
     def _with_blocks(self, policy: str) -> Callable[..., Any]:
         return networks.build(self.name, self.batch, block_policy=policy).loss_fn
+
+
+def heading(
+    name: str, batch: int | None, device: str, step: str, kind: str, label: str
+) -> dict[str, Any]:
+    """The entries that a row of a network begins with; its own batch if None."""
+    return {
+        "set": "judged" if name in networks.JUDGED else "tuned",
+        "network": name,
+        "batch": networks.default_batch(name) if batch is None else batch,
+        "device": device,
+        "step": step,
+        "jax": jax.__version__,
+        "kind": kind,
+        "label": label,
+    }
 
 
 def subject(

@@ -40,7 +40,7 @@ from typing import Any
 
 import remat_opt
 from benchmarks import networks
-from benchmarks.compiled import STEPS, Subject, prediction, subject, table_line
+from benchmarks.compiled import STEPS, Subject, heading, prediction, subject, table_line
 from benchmarks.json_lines import JsonLines
 from benchmarks.kept import Kept
 from remat_opt import planning, verification
@@ -300,8 +300,8 @@ def rows(
     defaults = [("plain", "plain", lambda: of.network.loss_fn)]
     defaults += [("policy", label, make) for label, make in of.with_policies(POLICIES)]
     for kind, label, make in defaults:
-        heading = of.heading(kind, label)
-        same = (row for row in known if heading.items() <= row.items())
+        wanted = of.heading(kind, label)
+        same = (row for row in known if wanted.items() <= row.items())
         found.append(next(same, None) or of.row(kind, label, make()))
         yield found[-1]
     plans = _Plans(of)
@@ -376,14 +376,10 @@ def main(arguments: list[str] | None = None) -> int:
     known = list(on_file.rows) if on_file else []
     summaries = []
     for network in options.network:
-        of = subject(network, options.batch, options.device, options.step)
-        heading = of.heading("summary", network)
-        done = next((row for row in known if heading.items() <= row.items()), None)
-        found = (
-            iter([done])
-            if done
-            else rows(network, options.batch, options.device, options.step, known, kept)
-        )
+        case = network, options.batch, options.device, options.step
+        wanted = heading(*case, "summary", network)
+        done = next((row for row in known if wanted.items() <= row.items()), None)
+        found = iter([done]) if done else rows(*case, known, kept)
         for row in found:
             if on_file is not None and row not in known:
                 on_file.append(row)

@@ -59,6 +59,7 @@ from benchmarks.dominance import NETWORKS, POLICIES
 from benchmarks.json_lines import JsonLines
 from benchmarks.networks import Network
 from benchmarks.networks.small import SMALL
+from remat_opt.measurement import compilation
 from remat_opt.program import flop_count
 from remat_opt.training import training_step
 from remat_opt.units import format_bytes, format_seconds, format_share
@@ -340,22 +341,14 @@ class Subject:
         return plan, round(time.perf_counter() - start, 2)
 
 
-def compiler_options() -> dict[str, str | bool] | None:
-    """What ``remat_opt.measure`` compiles with for the attached device, too.
-
-    JAX before 0.11 undoes rematerialisation on a CPU otherwise.
-    """
-    if jax.default_backend() != "cpu" or jax.__version_info__ >= (0, 11):
-        return None
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
-
-
 def _compile(
     fn: Callable[..., Any], shapes: Sequence[Any], donated: tuple[int, ...]
 ) -> tuple[jax.stages.Compiled, float]:
     """The program that is run, and the seconds that it took to compile."""
     start = time.perf_counter()
-    jitted = jax.jit(fn, donate_argnums=donated, compiler_options=compiler_options())
+    # Those of ``remat_opt.measure``: JAX before 0.11 undoes rematerialisation on a CPU otherwise.
+    options = compilation.compiler_options(compilation.attached_device())
+    jitted = jax.jit(fn, donate_argnums=donated, compiler_options=options)
     compiled = jitted.lower(*shapes).compile()
     return compiled, round(time.perf_counter() - start, 2)
 

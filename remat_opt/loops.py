@@ -35,6 +35,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt import policies
 from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model, computes_nothing, model
 from remat_opt.compilers.opened import Opened, Opening
 from remat_opt.gradients import Gradients
@@ -206,13 +207,10 @@ def together(
 
 def _with(graph: Graph, choice: Sequence[Opening]) -> Graph:
     """The graph with some loops opened."""
-    internal, workspace = list(graph.internal_bytes), list(graph.workspace_bytes)
+    figures = Figures.of(graph)
     for way in choice:
-        internal[way.vertex] = way.stacked_bytes
-        workspace[way.vertex] += way.workspace_bytes
-    return dataclasses.replace(
-        graph, internal_bytes=tuple(internal), workspace_bytes=tuple(workspace)
-    )
+        way.write(figures)
+    return figures.put_into(graph)
 
 
 def _choices(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import typing
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal
 
+from remat_opt.checksum import checksum_of
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.gradients import Gradients
@@ -198,7 +198,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as the text that ``save`` writes."""
         body = self.to_dict()
-        return json.dumps({"format": FORMAT, "checksum": _checksum(body), "plan": body}, indent=1)
+        return json.dumps({"format": FORMAT, "checksum": checksum_of(body), "plan": body}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "the text") -> Plan:
@@ -233,7 +233,7 @@ class Plan:
                 f"{where} has the format {data['format']!r:.60}; this version of remat_opt reads "
                 f"{FORMAT!r}. Make the plan again with this version."
             )
-        if data.get("checksum") != _checksum(data["plan"]):
+        if data.get("checksum") != checksum_of(data["plan"]):
             raise PlanFileError(
                 f"{where} was changed after it was saved: its checksum does not match. Make the "
                 "plan again rather than edit it."
@@ -292,11 +292,6 @@ def _plain(thing: Any) -> Any:
     if isinstance(thing, Overhead | Gradients):
         return thing.value
     return thing
-
-
-def _checksum(body: Any) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_data(data: Any) -> None:

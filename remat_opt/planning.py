@@ -337,7 +337,6 @@ def _judged(expected: Model, schedule: Schedule) -> Candidate:
     seconds, flops = expected.recomputation(schedule)
     return dataclasses.replace(
         one,
-        schedule=dataclasses.replace(one.schedule, loops=schedule.loops),
         overhead_seconds=one.overhead_seconds + seconds,
         recomputed_flops=one.recomputed_flops + flops,
     )

@@ -155,7 +155,7 @@ class Trials:
     @property
     def told(self) -> bool:
         """Whether the compiler has told what is alive when."""
-        return any(one.told for one in self.learnt.compiled)
+        return self.learnt.told
 
     @property
     def tolerance(self) -> float:
@@ -263,14 +263,7 @@ class Trials:
 
         The one that recomputes least, if it was not tried.
         """
-        faster = [
-            one
-            for one in self.expected()
-            if self.is_default(one)
-            and not self.tried(one)
-            and one.overhead(self.measure) < best.overhead(self.measure)
-        ]
-        return self._fastest(faster, budget_bytes * self.tolerance)
+        return self._fastest(self._faster_defaults(best), budget_bytes * self.tolerance)
 
     def nearest_default(self, best: Candidate, limit_bytes: int) -> Candidate | None:
         """The policy of ``jax.checkpoint`` that comes nearest to what is wanted, if none was tried.
@@ -280,21 +273,26 @@ class Trials:
         """
         if any(self.is_default(one) for one in self.as_compiled()):
             return None
-        near = [
+        faster = self._faster_defaults(best)
+        return self._smallest([one for one in faster if one.peak_bytes <= HOPELESS * limit_bytes])
+
+    def _faster_defaults(self, best: Candidate) -> list[Candidate]:
+        """The policies of ``jax.checkpoint`` that were not tried and recompute less."""
+        return [
             one
             for one in self.expected()
             if self.is_default(one)
             and not self.tried(one)
             and one.overhead(self.measure) < best.overhead(self.measure)
-            and one.peak_bytes <= HOPELESS * limit_bytes
         ]
-        return min(near, key=lambda one: (one.peak_bytes, one.overhead(self.measure)), default=None)
 
     def smallest(self) -> Candidate | None:
         """What is expected to need least of all that was not tried."""
-        untried = [one for one in self.expected() if not self.tried(one)]
+        return self._smallest([one for one in self.expected() if not self.tried(one)])
+
+    def _smallest(self, among: Sequence[Candidate]) -> Candidate | None:
         return min(
-            untried, key=lambda one: (one.peak_bytes, one.overhead(self.measure)), default=None
+            among, key=lambda one: (one.peak_bytes, one.overhead(self.measure)), default=None
         )
 
     def as_compiled(self) -> list[Candidate]:

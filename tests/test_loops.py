@@ -11,8 +11,9 @@ import pytest
 from jax import lax
 
 import remat_opt
+from remat_opt.checksum import checksum_of
 from remat_opt.errors import BudgetError, PlanFileError
-from remat_opt.plan import FORMAT, Plan, _checksum
+from remat_opt.plan import FORMAT, Plan
 
 LENGTH, WIDTH, ROWS = 13, 32, 256
 W = (
@@ -127,7 +128,7 @@ def test_a_plan_file_says_what_is_done_in_loops() -> None:
 def test_a_plan_file_with_wrong_loops_is_refused(field: str, value: Any) -> None:
     body = json.loads(make_plan(budget=0.2).to_json())["plan"]
     body["loops"][0]["parts"][0][field] = value
-    text = json.dumps({"format": FORMAT, "checksum": _checksum(body), "plan": body})
+    text = json.dumps({"format": FORMAT, "checksum": checksum_of(body), "plan": body})
     with pytest.raises(PlanFileError):
         remat_opt.apply_plan(Plan.from_json(text), mlp)(W, X)
 

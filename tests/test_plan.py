@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_opt
-from remat_opt import plan as plan_module
+from remat_opt.checksum import checksum_of
 from remat_opt.errors import PlanFileError
 from remat_opt.plan import FORMAT, Plan
 
@@ -110,7 +110,7 @@ def resealed(plan: Plan, change: Any) -> str:
     """The plan's text after a change to its data, with a checksum that matches."""
     data = json.loads(plan.to_json())
     change(data["plan"])
-    data["checksum"] = plan_module._checksum(data["plan"])
+    data["checksum"] = checksum_of(data["plan"])
     return json.dumps(data)
 
 

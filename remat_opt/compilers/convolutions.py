@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.compilers.effects import Effect, Figures, under_checkpoints
 from remat_opt.operation import Operation
 from remat_opt.program.record import Derivative, Program
 from remat_opt.schedule import Schedule
@@ -38,12 +38,7 @@ class Padded(Effect):
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
         """Writes copies that wait beside their operand, and those that are made again."""
-        again = {
-            vertex
-            for region in (schedule.regions if schedule else ())
-            if region.checkpointed
-            for vertex in region.vertices
-        }
+        again = under_checkpoints(schedule)
         for vertex, (operand, size) in self.operands.items():
             if vertex in again:
                 figures.workspace_bytes[vertex] += size

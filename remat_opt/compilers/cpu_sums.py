@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name
+from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name, under_checkpoints
 from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS, ArrayType
 from remat_opt.program.dataflow import Dataflow
@@ -64,12 +64,7 @@ class Transposed(Effect):
 
     def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
         """Bytes of what is there twice: transposed, and as it is for regions with a checkpoint."""
-        checkpointed = {
-            vertex
-            for region in (schedule.regions if schedule else ())
-            if region.checkpointed
-            for vertex in region.vertices
-        }
+        checkpointed = under_checkpoints(schedule)
         read = {
             one
             for vertex in checkpointed

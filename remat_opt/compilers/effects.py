@@ -41,9 +41,13 @@ class Figures:
         return cls(**{name: np.array(getattr(graph, name), np.int64) for name in cls.__slots__})
 
     def put_into(self, graph: Graph) -> Graph:
-        """The graph with these figures."""
+        """The graph with these figures: the same one where nothing was changed.
+
+        To check a graph, and to put its arrays together, takes longer than to compare.
+        """
         found = {name: tuple(getattr(self, name).tolist()) for name in self.__slots__}
-        return dataclasses.replace(graph, **found)
+        changed = {name: sizes for name, sizes in found.items() if sizes != getattr(graph, name)}
+        return dataclasses.replace(graph, **changed) if changed else graph
 
 
 class Effect:
@@ -85,12 +89,15 @@ class Held(Effect):
         """One of the three."""
         if schedule is None:
             return self.unchanged_bytes
-        under = set(self.vertices)
-        checkpointed = any(
-            region.checkpointed and not under.isdisjoint(region.vertices)
-            for region in schedule.regions
-        )
-        return self.checkpointed_bytes if checkpointed else self.bytes
+        if under_checkpoints(schedule).isdisjoint(self.vertices):
+            return self.bytes
+        return self.checkpointed_bytes
+
+
+def under_checkpoints(schedule: Schedule | None) -> set[int]:
+    """The vertices that run under a checkpoint; of the function as it is none."""
+    regions = schedule.regions if schedule is not None else ()
+    return {vertex for region in regions if region.checkpointed for vertex in region.vertices}
 
 
 def kept_by_name(regions: Sequence[Region]) -> Iterator[int]:

@@ -35,7 +35,6 @@ differences of the moments during which it is there, as long as most of what is 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections import defaultdict
@@ -45,6 +44,7 @@ from typing import Any
 
 import numpy as np
 
+from remat_opt.checksum import checksum_of
 from remat_opt.errors import PlanFileError
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule
@@ -128,6 +128,11 @@ class Learnt:
     labels: tuple[str, ...]
     differences: tuple[Difference, ...] = ()
     compiled: tuple[Compiled, ...] = ()
+
+    @property
+    def told(self) -> bool:
+        """Whether the compiler has told of any plan what is alive when."""
+        return any(one.told for one in self.compiled)
 
     def with_plan(
         self,
@@ -408,7 +413,7 @@ class Corrections:
     @property
     def told(self) -> bool:
         """Whether the compiler has told of any plan what is alive when."""
-        return any(one.told for one in self.learnt.compiled)
+        return self.learnt.told
 
     def compiled_bytes(self, schedule: Schedule) -> int | None:
         """What the compiler needed for a schedule, if it was compiled."""
@@ -486,7 +491,9 @@ def write(path: str | os.PathLike[str], one: Learnt) -> None:
     known = {other.key: other for other in read(target)} if target.exists() else {}
     known[one.key] = one
     body = [known[key].to_plain() for key in sorted(known)]
-    text = json.dumps({"format": FORMAT, "checksum": _checksum(body), "learnt": body}, indent=None)
+    text = json.dumps(
+        {"format": FORMAT, "checksum": checksum_of(body), "learnt": body}, indent=None
+    )
     draft = target.with_name(target.name + ".part")
     draft.write_text(text, encoding="utf-8")
     draft.replace(target)
@@ -514,7 +521,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
             f"{FORMAT!r}, which this version of remat_opt reads. Learn it again, into another file."
         )
     body = data["learnt"]
-    if data.get("checksum") != _checksum(body):
+    if data.get("checksum") != checksum_of(body):
         raise PlanFileError(
             f"{where} was changed after it was written: its checksum does not match. Learn it "
             "again, into another file."
@@ -527,8 +534,3 @@ def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
             f"{where} does not hold what was learnt by this version: {error}. Learn it again, into "
             "another file."
         ) from None
-
-
-def _checksum(body: Any) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

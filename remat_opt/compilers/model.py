@@ -52,26 +52,25 @@ class Model:
     never_named: frozenset[int]
     as_it_is: Model | None
 
-    def graph_of(self, schedule: Schedule) -> Graph:
-        """The graph with what it takes under a schedule."""
-        return self._changed(schedule)
+    def graph_of(self, schedule: Schedule | None) -> Graph:
+        """The graph with what it takes under a schedule; with None in the function as it is."""
+        figures = Figures.of(self.graph)
+        for effect in self.effects:
+            effect.change(figures, schedule)
+        return figures.put_into(self.graph)
 
-    def held_bytes(self, schedule: Schedule) -> int:
-        """Bytes that are there all along, beside what is alive under a schedule."""
+    def held_bytes(self, schedule: Schedule | None) -> int:
+        """Bytes that are there all along, beside what is alive."""
         return sum(effect.held_bytes(self.graph, schedule) for effect in self.effects)
 
-    def peak_bytes(self, schedule: Schedule) -> int:
-        """The temporaries that a schedule is expected to need: the heap, and what is beside."""
-        lives = spans(self.graph_of(schedule), schedule)
+    def peak_bytes(self, schedule: Schedule | None) -> int:
+        """The temporaries that are expected to be needed: the heap, and what is beside."""
+        lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
         return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
 
     def unchanged_peak_bytes(self) -> int:
-        """Those of the function as it is."""
-        if self.as_it_is is not None:
-            return self.as_it_is.unchanged_peak_bytes()
-        graph = self._changed(None)
-        held_bytes = sum(effect.held_bytes(self.graph, None) for effect in self.effects)
-        return laid_out_bytes(spans(graph, plain(graph)), self.compiler) + held_bytes
+        """Those of the function as it is, whose graph may be another one."""
+        return (self.as_it_is or self).peak_bytes(None)
 
     def admitted(self, schedule: Schedule) -> Schedule:
         """The schedule, with no vertex kept by name that the compiler is better not told of."""
@@ -92,14 +91,6 @@ class Model:
         """What a user should know."""
         for effect in self.effects:
             yield from effect.notes(schedule)
-
-    def _changed(self, schedule: Schedule | None) -> Graph:
-        if not self.effects:
-            return self.graph
-        figures = Figures.of(self.graph)
-        for effect in self.effects:
-            effect.change(figures, schedule)
-        return figures.put_into(self.graph)
 
 
 def model(

@@ -30,6 +30,11 @@ class Opening:
     seconds: float
     flops: int
 
+    def write(self, figures: Figures) -> None:
+        """Writes what the loop takes then."""
+        figures.internal_bytes[self.vertex] = self.stacked_bytes
+        figures.workspace_bytes[self.vertex] += self.workspace_bytes
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Opened(Effect):
@@ -44,9 +49,7 @@ class Opened(Effect):
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
         """Writes what the opened loops take."""
         for loop in schedule.loops if schedule is not None else ():
-            way = self.ways[loop]
-            figures.internal_bytes[way.vertex] = way.stacked_bytes
-            figures.workspace_bytes[way.vertex] += way.workspace_bytes
+            self.ways[loop].write(figures)
 
     def recomputation(self, schedule: Schedule) -> tuple[float, int]:
         """What their iterations compute again."""

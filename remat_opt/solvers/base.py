@@ -98,7 +98,7 @@ def candidate(schedule: Schedule, figures: Figures, from_memory: Sequence[np.nda
     """
     wanted = [depth.tolist() for depth in from_memory]
     return Candidate(
-        schedule=Schedule(regions=_read_again(schedule.regions, 0, wanted)),
+        schedule=dataclasses.replace(schedule, regions=_read_again(schedule.regions, 0, wanted)),
         peak_bytes=figures.peak_bytes,
         overhead_seconds=figures.overhead_seconds,
         recomputed_flops=figures.recomputed_flops,

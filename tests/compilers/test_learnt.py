@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from remat_opt.checksum import checksum_of
 from remat_opt.compilers import learnt as lessons
 from remat_opt.compilers.learnt import Corrections, Key, Learnt, situations
 from remat_opt.errors import PlanFileError
@@ -232,7 +233,7 @@ def test_what_is_no_such_data_is_refused(path: tuple[Any, ...], to: Any, tmp_pat
     body = [data]
     file = tmp_path / "learnt.json"
     file.write_text(
-        json.dumps({"format": lessons.FORMAT, "checksum": lessons._checksum(body), "learnt": body})
+        json.dumps({"format": lessons.FORMAT, "checksum": checksum_of(body), "learnt": body})
     )
     with pytest.raises(PlanFileError, match="cannot be read"):
         lessons.read(file)
