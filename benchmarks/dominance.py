@@ -44,9 +44,9 @@ from benchmarks.compiled import STEPS, Subject, heading, prediction, subject, ta
 from benchmarks.json_lines import JsonLines
 from benchmarks.kept import Kept
 from remat_opt import planning, verification
-from remat_opt.api import objective_of
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.options import objective_of
 from remat_opt.plan import Objective, Plan
 from remat_opt.program import tracing
 from remat_opt.schedule import Stage

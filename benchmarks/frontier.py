@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks import networks
 from benchmarks.compiled import STEPS, prediction, subject, table_line
 from remat_opt import planning
-from remat_opt.api import objective_of
 from remat_opt.measurement import compilation
+from remat_opt.options import objective_of
 from remat_opt.plan import Plan
 from remat_opt.program import tracing
 from remat_opt.solvers.base import Overhead

@@ -51,7 +51,7 @@ from remat_opt.solvers.catalogue import Portfolio, Solver
 from remat_opt.units import format_bytes
 
 #: What plans where nothing else is asked for.
-DEFAULT_SOLVER = Portfolio()
+DEFAULT_SOLVER: Solver = Portfolio()
 
 #: Where the least memory is asked for, at most so many forward passes are recomputed.
 MOST_PASSES = 1.0

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import remat_opt
-from remat_opt import api, planning, solvers
+from remat_opt import planning, solvers
 from remat_opt.device import Device, get_device
 from remat_opt.errors import BudgetError, RematError, TraceError
+from remat_opt.options import objective_of
 from remat_opt.plan import Objective
 from remat_opt.program import linearization
 
@@ -110,7 +111,7 @@ def test_options_out_of_range(options: Any, message: str) -> None:
 @pytest.mark.parametrize("budget", ["6", "6 GB of it", "-1GiB", -5, True, [6]])
 def test_budgets_that_are_no_bytes(budget: Any) -> None:
     if budget == "6":
-        assert api.objective_of(budget=budget) == Objective(budget_bytes=6)
+        assert objective_of(budget=budget) == Objective(budget_bytes=6)
         return
     with pytest.raises(RematError):
         remat_opt.optimal_remat(layers, budget=budget)
@@ -164,11 +165,11 @@ def test_only_functions_are_decorated() -> None:
 
 
 def test_objectives() -> None:
-    assert api.objective_of() == Objective()
-    assert api.objective_of(budget="2MiB") == Objective(budget_bytes=2 * 1024**2)
-    assert api.objective_of(budget=2**40) == Objective(budget_bytes=2**40)
-    assert api.objective_of(budget=0.5) == Objective(budget_share=0.5)
-    assert api.objective_of(max_overhead=0) == Objective(max_overhead=0.0)
+    assert objective_of() == Objective()
+    assert objective_of(budget="2MiB") == Objective(budget_bytes=2 * 1024**2)
+    assert objective_of(budget=2**40) == Objective(budget_bytes=2**40)
+    assert objective_of(budget=0.5) == Objective(budget_share=0.5)
+    assert objective_of(max_overhead=0) == Objective(max_overhead=0.0)
 
 
 def test_nothing_to_differentiate() -> None:
@@ -355,13 +356,13 @@ def test_planned_once_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_of_shapes_is_the_plan_that_the_gradient_uses() -> None:
     seen = []
     fn = remat_opt.optimal_remat(layers, device="cpu", budget=0.8)
-    original = fn._plan_of
+    original = fn.plan_of
 
     def noted(program: Any, call: Any) -> Any:
         seen.append(original(program, call))
         return seen[-1]
 
-    fn._plan_of = noted
+    fn.plan_of = noted
     jax.jit(jax.grad(fn))(WEIGHTS, X)
     (used,) = seen
     assert fn.plan(of_shape(WEIGHTS), of_shape(X)) is used
@@ -525,13 +526,13 @@ def test_compare_differentiates_the_first_argument_that_is_not_static() -> None:
 def test_the_plan_is_for_what_is_differentiated() -> None:
     seen = []
     fn = remat_opt.optimal_remat(layers, device="cpu", errors="raise")
-    original = fn._plan_of
+    original = fn.plan_of
 
     def noted(program: Any, call: Any) -> Any:
         seen.append(original(program, call))
         return seen[-1]
 
-    fn._plan_of = noted
+    fn.plan_of = noted
     found = jax.jit(jax.grad(fn, argnums=1))(WEIGHTS, X)
     np.testing.assert_allclose(found, jax.grad(layers, argnums=1)(WEIGHTS, X), rtol=1e-5)
     jax.vmap(jax.grad(lambda x, weights: fn(weights, x)), (0, None))(X[None], WEIGHTS)

@@ -235,7 +235,7 @@ def test_without_jit(name: str) -> None:
 
 
 def program_of(example: Example) -> tuple[Program, tracing.Call]:
-    signature = remat_opt.api.signature_of(**example.options)
+    signature = remat_opt.options.signature_of(**example.options)
     call = tracing.bind_static(example.fn, signature, example.args, dict(example.kwargs))
     return tracing.trace_call(call, has_aux=signature.has_aux), call
 
@@ -244,7 +244,7 @@ def staged(example: Example, choose: Callable[[Program], Sequence[Stage]]) -> Ex
     """The example with its loss rewritten by hand-made stages, traced anew at every call."""
 
     def fn(*args: Any, **kwargs: Any) -> Any:
-        signature = remat_opt.api.signature_of(**example.options)
+        signature = remat_opt.options.signature_of(**example.options)
         call = tracing.bind_static(example.fn, signature, args, kwargs)
         program = tracing.trace_call(call, has_aux=signature.has_aux)
         run = rewriting.rewrite(program, choose(program), "cuda")

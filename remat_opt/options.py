@@ -1,0 +1,157 @@
+"""The options of a request, as users give them, read into records."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Sequence
+
+from remat_opt import planning, solvers
+from remat_opt.device import Device
+from remat_opt.errors import RematError
+from remat_opt.gradients import Gradients
+from remat_opt.plan import Objective
+from remat_opt.program.tracing import Signature
+from remat_opt.solvers import Solver
+from remat_opt.solvers.base import Overhead
+from remat_opt.units import parse_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is wanted of plans, and by whom they are made.
+
+    Attributes:
+      device: the machine to plan for, by name or as a record.
+      objective: what is to be least, within which limits.
+      solver: who decides.
+      verify: False, True or ``"compile"``: see ``optimal_remat``.
+      learnt: a file of what was learnt by compiling.
+      errors: ``"warn"`` or ``"raise"``: what happens where planning fails through our fault.
+    """
+
+    device: str | Device
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    solver: Solver = dataclasses.field(default=planning.DEFAULT_SOLVER)
+    verify: bool | str = False
+    learnt: str | os.PathLike[str] | None = None
+    errors: str = "raise"
+
+
+def objective_of(
+    budget: str | int | float | None = None,
+    max_overhead: float | None = None,
+    overhead: str = "seconds",
+    reserve: str | int | None = None,
+    gradients: str = "consumed",
+) -> Objective:
+    """Reads the options that say what is wanted of a plan.
+
+    Args:
+      budget: bytes of temporaries, as an int or a text such as ``"6GiB"``; or, as a float,
+        a share of what the unchanged function needs; or ``"fit"``.
+      max_overhead: share of a forward pass that may be recomputed.
+      overhead: ``"seconds"`` or ``"flops"``, what recomputation is counted in.
+      reserve: bytes that ``budget="fit"`` leaves free.
+      gradients: what becomes of them: ``"consumed"``, ``"together"`` or ``"results"``.
+
+    Raises:
+      RematError: both are given, or a number is out of range.
+    """
+    if budget is not None and max_overhead is not None:
+        raise RematError(
+            f"budget={budget!r} and max_overhead={max_overhead!r} are both given. A budget asks "
+            "for the least overhead, a largest overhead for the least memory: give one of them."
+        )
+    try:
+        counted = Overhead(overhead)
+    except ValueError:
+        raise RematError(f"overhead={overhead!r}: give 'seconds' or 'flops'.") from None
+    try:
+        fate = Gradients(gradients)
+    except ValueError:
+        raise RematError(
+            f"gradients={gradients!r}: give 'consumed' where a step uses up each as soon as it is "
+            "there, 'together' where it needs all at once, as for clipping by their norm, or "
+            "'results' where they are put out."
+        ) from None
+    wanted = functools.partial(Objective, overhead=counted, gradients=fate)
+    if reserve is not None and budget != "fit":
+        raise RematError(
+            f'reserve={reserve!r} is what budget="fit" leaves free of the device\'s memory; with '
+            f"budget={budget!r} it says nothing. Leave it out, or ask for the fit."
+        )
+    if max_overhead is not None:
+        is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
+        if not (is_number and max_overhead >= 0 and math.isfinite(max_overhead)):
+            raise RematError(
+                f"max_overhead={max_overhead!r}: give a share of a forward pass, such as 0.05."
+            )
+        return wanted(max_overhead=float(max_overhead))
+    if budget is None:
+        return wanted()
+    if budget == "fit":
+        free = 0 if reserve is None else parse_bytes(reserve)
+        return wanted(fit=True, reserve_bytes=free)
+    if isinstance(budget, float):
+        if not (budget > 0 and math.isfinite(budget)):
+            raise RematError(
+                f"budget={budget!r}: a float is a share of what the unchanged function needs, such "
+                "as 0.4. For bytes, give an int or a text such as '6GiB'."
+            )
+        if budget > 16:
+            raise RematError(
+                f"budget={budget!r}: a float is a share of what the unchanged function needs, and "
+                f"{budget:g} times that is hardly meant. For bytes, give an int or '6GiB'."
+            )
+        return wanted(budget_share=budget)
+    return wanted(budget_bytes=parse_bytes(budget))
+
+
+def solver_of(given: str | Solver) -> Solver:
+    """Reads the option that says who decides.
+
+    Raises:
+      RematError: there is no such solver, or it does not plan programs.
+    """
+    if isinstance(given, Solver):
+        return given
+    found = solvers.named(given) if isinstance(given, str) else None
+    if found is None:
+        fit = ", ".join(repr(row.name) for row in solvers.available() if row.plans_programs)
+        raise RematError(
+            f"solver={given!r}: give one of {fit}, or a record of remat_opt.solvers, such as "
+            "ApproximateDP(objective='memory')."
+        )
+    return found
+
+
+def numbers(given: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Reads an option that is one number or several."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+def names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Reads an option that is one name or several."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def signature_of(
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+) -> Signature:
+    """Reads the options that say how a function's arguments are to be taken."""
+    return Signature(
+        argnums=None if argnums is None else numbers(argnums),
+        has_aux=has_aux,
+        static_argnums=numbers(static_argnums),
+        static_argnames=names(static_argnames),
+    )

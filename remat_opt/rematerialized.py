@@ -1,0 +1,290 @@
+"""A function that follows a plan: traced and planned at its first call, then as often as needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat_opt import failure, frameworks, planning, verification
+from remat_opt.compilers.model import computes_nothing
+from remat_opt.device import Device
+from remat_opt.errors import PlanFileError, TraceError
+from remat_opt.measurement import compilation
+from remat_opt.measurement.compilation import Measurement
+from remat_opt.measurement.step import instead_of
+from remat_opt.options import Request
+from remat_opt.plan import Plan
+from remat_opt.program import tracing
+from remat_opt.program.record import Program
+from remat_opt.program.tracing import Signature
+from remat_opt.recent import Recent
+from remat_opt.transform import rewriting
+from remat_opt.view.plan_text import printable
+
+#: Plans that a decorated function holds, one for each program that it was traced to: a few hundred
+#: kilobytes each for a deep network.
+_MOST_PLANS = 64
+
+
+class Rematerialized:
+    """A function that follows a plan; what ``optimal_remat`` and ``apply_plan`` return.
+
+    Calling it gives the values, the tree and the dtypes of the function it wraps, and its
+    derivatives are the same too; taken backward, it keeps and recomputes as planned. The
+    function is traced at every call, as ``jax.jit`` would, and planned once for each program
+    that this gives. So it is best called under ``jax.jit``.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        signature: Signature,
+        request: Request,
+        plan: Plan | None = None,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.signature = signature
+        self.request = request
+        self._given = plan
+        self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
+        # Programs that have no plan, and were warned of.
+        self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
+        # A module of ``flax.nnx`` that it is a method of.
+        self._instance: tuple[Any, ...] = ()
+        # Which loss it is, for ``step``: bound methods are one with what they are bound from.
+        self._identity = object()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function as planned; the results are those of the function itself."""
+        with self.pure_call(args, kwargs) as (run, pure):
+            return pure.finish(run._call(pure.args, pure.kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        instead = instead_of(self._identity, self.fn, self.signature)
+        if instead is not None:
+            return instead(*args, **kwargs)
+        call = self.bind(args, kwargs)
+        if self.request.errors == "raise":
+            return self._run(self.trace(call), call)
+        try:
+            program = self.trace(call)
+        except Exception as error:
+            if not (failure.is_own_fault(error) and _can_be_traced(call)):
+                raise
+            return self._run_as_it_is(call, error)
+        fingerprint = program.fingerprint()
+        if self._unplanned.get(fingerprint):
+            return call.fn(*call.args, **call.kwargs)
+        try:
+            return self._run(program, call)
+        except Exception as error:
+            if not failure.is_own_fault(error):
+                raise
+            found = self._run_as_it_is(call, error)
+            self._unplanned.put(fingerprint, True)
+            return found
+
+    def _run(self, program: Program, call: tracing.Call) -> Any:
+        if program.differentiated or self._given is not None:
+            plan = self.plan_of(program, call)
+            run = rewriting.rewrite(program, plan.stages, plan.platform, loops=plan.loops)
+        else:
+            # jax.grad refuses such arguments; a call without derivative has nothing to plan.
+            run = rewriting.rewrite(program, (), "cpu")
+        outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
+        return jax.tree.unflatten(program.output_tree, outputs)
+
+    def _run_as_it_is(self, call: tracing.Call, error: Exception) -> Any:
+        """Calls the function itself, and warns where it does not fail by itself."""
+        result = call.fn(*call.args, **call.kwargs)
+        facts = {
+            "device": self.request.device,
+            "objective": self.request.objective,
+            "solver": self.request.solver,
+            "signature": self.signature,
+        }
+        failure.warn(error, call.name, facts, call.fn, call.args, call.kwargs, stack_level=4)
+        return result
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        # So that a decorated method is bound like any other. Numbers count as for
+        # jax.grad(model.loss): without the instance, which is closed over.
+        if instance is None:
+            return self
+        if frameworks.is_module(instance):
+            # An argument, so that its state comes through. Plans made ahead are for its parameters.
+            bound = self.around(self.fn, self.signature.with_instance())
+            bound._instance = (instance,)
+            bound.__wrapped__ = self.fn.__get__(instance, owner)
+            return bound
+        return self.around(self.fn.__get__(instance, owner))
+
+    @contextlib.contextmanager
+    def pure_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Rematerialized, frameworks.Pure]]:
+        """A call as one without modules of ``flax.nnx``: what to call, with which arguments."""
+        has_aux = self.signature.has_aux
+        args = (*self._instance, *args)
+        with frameworks.pure(self.fn, args, kwargs, has_aux=has_aux) as pure:
+            if pure.fn is self.fn:
+                yield self, pure
+            else:
+                signature = dataclasses.replace(self.signature, has_aux=True)
+                yield self.around(pure.fn, signature), pure
+
+    def around(self, fn: Callable[..., Any], signature: Signature | None = None) -> Rematerialized:
+        """The same, plans included, round a function that traces to the same programs."""
+        found = Rematerialized(fn, signature or self.signature, self.request, self._given)
+        found._plans, found._unplanned = self._plans, self._unplanned
+        found._identity = self._identity
+        return found
+
+    def following(self, plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """The way to run a loss by a plan; calls that are other programs are planned alike."""
+        found = self.around(self.fn)
+        found._plans = Recent(_MOST_PLANS)
+        found._plans.put(plan.fingerprint, plan)
+        return found.around
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan that a call with such arguments uses.
+
+        Args:
+          *args: arrays or ``jax.ShapeDtypeStruct`` in their place.
+          **kwargs: likewise.
+
+        Raises:
+          BudgetError: the budget cannot be reached.
+        """
+        with self.pure_call(args, kwargs) as (run, pure):
+            call = run.bind(pure.args, pure.kwargs)
+            return run.plan_of(run.trace(call), call)
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The program that a call with such arguments traces to."""
+        with self.pure_call(args, kwargs) as (run, pure):
+            return run.trace(run.bind(pure.args, pure.kwargs))
+
+    def problem(self, program: Program) -> planning.Problem:
+        """All that is to be decided about a program, which must compute something.
+
+        Raises:
+          RematError: nothing is differentiated, or the solver does not take the program.
+        """
+        planning.check_differentiated(program)
+        return planning.problem(
+            program,
+            compilation.resolve_device(self.request.device),
+            measure=self.request.objective.overhead,
+            solver=self.request.solver,
+            gradients=self.request.objective.gradients,
+        )
+
+    def choose(
+        self,
+        program: Program,
+        device: Device,
+        in_step: str,
+        compiled: Callable[[Plan], Measurement],
+    ) -> Plan:
+        """A plan of a program: by compiling, if that is asked for, and by what was learnt.
+
+        Args:
+          program: the program.
+          device: the machine to plan for.
+          in_step: what is compiled round the program; what is learnt is about that.
+          compiled: compiles a plan in it.
+        """
+        wanted = self.request.objective
+        planning.check_differentiated(program)
+        if computes_nothing(program):
+            return planning.make(program, device, wanted, self.request.solver)
+        by_compiling = self.request.verify == "compile"
+        if not by_compiling and self.request.learnt is None:
+            return planning.make(program, device, wanted, self.request.solver)
+        memory = verification.Memory(program, device, in_step, self.request.learnt)
+        if by_compiling:
+            return verification.choose(self.problem(program), wanted, compiled, memory)
+        known = memory.read()
+        plan = planning.make(program, device, wanted, self.request.solver, known)
+        if known is not None:
+            return plan
+        note = (
+            f"{os.fspath(self.request.learnt or '')!r} tells nothing of this program on "
+            f"{device.name} with this compiler in this step: the model alone predicts."
+        )
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tracing.Call:
+        """A call with its static arguments filled in."""
+        return tracing.bind_static(self.fn, self.signature, args, kwargs)
+
+    def trace(self, call: tracing.Call) -> Program:
+        """The program that a call traces to."""
+        trace = functools.partial(tracing.trace_call, call, has_aux=self.signature.has_aux)
+        try:
+            program = trace()
+            if self._given is None or program.fingerprint() == self._given.fingerprint:
+                return program
+            return trace(as_declared=True)
+        except Exception as error:
+            if not frameworks.is_change_from_within(error):
+                raise
+            first_line = str(error).splitlines()[0].partition(" (http")[0]
+            raise TraceError(
+                f"{call.name!r} changes a module that it closes over ({first_line}), and the "
+                "change would be lost. Give it the module as an argument."
+            ) from error
+
+    def plan_of(self, program: Program, call: tracing.Call) -> Plan:
+        """The plan that a call, traced to this program, follows."""
+        fingerprint = program.fingerprint()
+        if self._given is not None:
+            check_belongs(self._given, fingerprint, program.name)
+            return self._given
+        found = self._plans.get(fingerprint)
+        return found or self._plans.put(fingerprint, self._make(program, call))
+
+    def _make(self, program: Program, call: tracing.Call) -> Plan:
+        device = compilation.resolve_device(self.request.device)
+
+        def compiled(plan: Plan) -> Measurement:
+            arguments = jax.tree.leaves((call.args, call.kwargs))
+            return verification.measure_plan(
+                plan, program, arguments, device, with_buffers=self.request.verify == "compile"
+            )
+
+        plan = self.choose(program, device, self.request.objective.gradients.value, compiled)
+        compile_it = self.request.verify and plan.measured is None
+        return dataclasses.replace(plan, measured=compiled(plan)) if compile_it else plan
+
+
+def _can_be_traced(call: tracing.Call) -> bool:
+    """Whether JAX traces a function that ``tracing`` failed on: else the error is its own."""
+    try:
+        jax.make_jaxpr(call.fn)(*call.args, **call.kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
+    """Raises PlanFileError unless the plan was made for the program with this fingerprint."""
+    if plan.fingerprint != fingerprint:
+        raise PlanFileError(
+            f"The plan was made for another program: for {plan.function!r} with the fingerprint "
+            f"{printable(plan.fingerprint[:12])}, traced by JAX {printable(plan.jax_version)}; "
+            f"this is {function!r} with {fingerprint[:12]}, traced by JAX {jax.__version__}. "
+            "The function, the shapes of its arguments, argnums or the version of JAX have changed "
+            "since. Make the plan again."
+        )
