@@ -22,12 +22,14 @@ from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.gradients import Gradients
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.naming import ValueName
 from remat_opt.schedule import Loop, Stage
 from remat_opt.solvers.base import Overhead
+from remat_opt.timeline import Timeline
 from remat_opt.view import plan_text
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 6"
+FORMAT = "remat_opt plan 7"
 #: How deep the JSON of a plan may nest: two levels for each region round another, and a few. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210
@@ -67,9 +69,7 @@ class Decision:
 
     Attributes:
       root: position, in the program, of the equation that makes the value.
-      label: primitive, dtype and shape.
-      module: name stack, such as ``ResNet/block_3/conv``.
-      source: line of the user's code, as ``file.py:line (function)``.
+      name: what to call the value.
       region: number of its region.
       fate: ``kept``, ``recomputed`` or ``not needed`` (by the backward pass).
       times: how often it is computed again; more than once only where regions nest.
@@ -79,9 +79,7 @@ class Decision:
     """
 
     root: int
-    label: str
-    module: str
-    source: str
+    name: ValueName
     region: int
     fate: str
     times: int
@@ -89,24 +87,50 @@ class Decision:
     seconds: float
     flops: int
 
+    @property
+    def label(self) -> str:
+        """Primitive, dtype and shape."""
+        return self.name.label
+
+    @property
+    def module(self) -> str:
+        """Path of the module, such as ``ResNet/block_3/conv``."""
+        return self.name.module
+
+    @property
+    def source(self) -> str:
+        """Line of the user's code, as ``file.py:line (function)``."""
+        return self.name.source
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """One array alive at the predicted peak.
 
     Attributes:
-      label: primitive, dtype and shape of the value.
-      module: name stack.
-      source: line of the user's code.
+      name: what to call the value that it belongs to.
       role: ``kept``, ``forward``, ``recomputed``, ``cotangent``, ``internal`` or ``workspace``.
       bytes: its size.
     """
 
-    label: str
-    module: str
-    source: str
+    name: ValueName
     role: str
     bytes: int
+
+    @property
+    def label(self) -> str:
+        """Primitive, dtype and shape of the value."""
+        return self.name.label
+
+    @property
+    def module(self) -> str:
+        """Path of its module."""
+        return self.name.module
+
+    @property
+    def source(self) -> str:
+        """Line of the user's code."""
+        return self.name.source
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +146,8 @@ class Prediction:
       forward_seconds: time of one forward pass.
       recomputed_flops: operations of the recomputation.
       forward_flops: operations of one forward pass.
-      timeline: live bytes at each step of the forward and backward pass.
+      timeline: what is alive at the moments of the forward and backward pass.
+      plain_timeline: the same for the unchanged function.
       pins: the largest arrays alive at the peak.
     """
 
@@ -134,7 +159,8 @@ class Prediction:
     forward_seconds: float
     recomputed_flops: int
     forward_flops: int
-    timeline: tuple[int, ...]
+    timeline: Timeline
+    plain_timeline: Timeline
     pins: tuple[Pin, ...]
 
     @property

@@ -253,7 +253,7 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
         budget_bytes=budget_bytes,
         least_peak_bytes=least,
         pinning=tuple(
-            (f"{p.label} {p.module}".strip(), p.bytes) for p in trials.plans[-1].predicted.pins
+            (p.name.title, p.bytes) for p in trials.plans[-1].predicted.pins
         ),
     )
 
