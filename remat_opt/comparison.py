@@ -24,7 +24,7 @@ from remat_opt.plan import Plan
 from remat_opt.program import blocks, tracing
 from remat_opt.program.tracing import Signature
 from remat_opt.units import format_bytes, format_seconds, format_share
-from remat_opt.view import report
+from remat_opt.view import drawing, report, scatter
 
 _FIGURES = (
     "predicted_temporary_bytes",
@@ -125,24 +125,24 @@ class Comparison:
             "one forward pass.",
         )
 
-    def _picture(self) -> report.Scatter:
+    def _picture(self) -> scatter.Scatter:
         shown = [row for row in self.rows if row["temporary_bytes"] is not None]
         series = (
             ("plain", "plain"),
             ("jax.checkpoint", "policy"),
             ("remat_opt", "ours"),
         )
-        return report.Scatter(
+        return scatter.Scatter(
             title=f"{self._title()}: memory against recomputation",
-            x=report.share_axis("recomputed FLOPs, as a share of one forward pass"),
-            y=report.bytes_axis(
+            x=drawing.share_axis("recomputed FLOPs, as a share of one forward pass"),
+            y=drawing.bytes_axis(
                 "temporaries, compiled", max((r["temporary_bytes"] for r in shown), default=0)
             ),
             series=tuple(
-                report.Series(
+                scatter.Series(
                     label=label,
                     points=tuple(
-                        report.Point(
+                        scatter.Point(
                             x=row["recomputed_flops_share"],
                             y=row["temporary_bytes"],
                             label=row["label"],

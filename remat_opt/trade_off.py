@@ -12,7 +12,7 @@ from typing import Any
 from remat_opt.planning import Problem
 from remat_opt.solvers.base import Overhead, pareto
 from remat_opt.units import format_bytes, format_share
-from remat_opt.view import report
+from remat_opt.view import drawing, report, scatter
 
 #: Rows of the table in a terminal or a notebook; ``rows`` and the picture have them all.
 _MOST_ROWS = 24
@@ -77,21 +77,21 @@ class Frontier:
             + (f" {left} more between them are in .rows." if left else ""),
         )
 
-    def _picture(self) -> report.Scatter:
+    def _picture(self) -> scatter.Scatter:
         in_flops = self.overhead == Overhead.FLOPS.value
         key = "recomputed_flops_share" if in_flops else "overhead_seconds_share"
         counted = "FLOPs" if in_flops else "time"
-        return report.Scatter(
+        return scatter.Scatter(
             title=f"{self._title()}: memory against recomputation",
-            x=report.share_axis(f"recomputed {counted}, as a share of one forward pass"),
-            y=report.bytes_axis(
+            x=drawing.share_axis(f"recomputed {counted}, as a share of one forward pass"),
+            y=drawing.bytes_axis(
                 "temporaries, predicted", max(row["temporary_bytes"] for row in self.rows)
             ),
             series=(
-                report.Series(
+                scatter.Series(
                     label="remat_opt",
                     points=tuple(
-                        report.Point(
+                        scatter.Point(
                             x=row[key],
                             y=row["temporary_bytes"],
                             label=format_bytes(row["temporary_bytes"]),
