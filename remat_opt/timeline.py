@@ -8,6 +8,7 @@ that are among the largest at any of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -153,13 +154,13 @@ def _fullest(live_bytes: Sequence[int]) -> NDArray[np.int64]:
     edges = np.unique(np.linspace(0, count, min(count, _MOST_MOMENTS) + 1).astype(np.int64))
     amounts = np.array(live_bytes, dtype=np.int64)
     return np.array(
-        [start + int(amounts[start:end].argmax()) for start, end in zip(edges, edges[1:])],
+        [start + int(amounts[start:end].argmax()) for start, end in itertools.pairwise(edges)],
         dtype=np.int64,
     )
 
 
 def _boundaries(graph: Graph, schedule: Schedule, found: Simulation) -> frozenset[int]:
-    """Of the vertices that the backward pass finds in memory those that it reads in others' regions.
+    """The vertices that are in memory for the backward pass of later regions alone.
 
     What a region keeps by name, or without a checkpoint for itself, is not among them.
     """

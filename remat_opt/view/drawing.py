@@ -95,33 +95,41 @@ class Frame:
 
     @property
     def left(self) -> float:
+        """Of the left edge."""
         return 84.0
 
     @property
     def end(self) -> float:
+        """Of the right edge."""
         return self.width - 24.0
 
     @property
     def ceiling(self) -> float:
+        """Of the upper edge."""
         return 34.0
 
     @property
     def floor(self) -> float:
+        """Of the lower edge."""
         return self.height - 46.0
 
     def across(self, amount: float) -> float:
+        """Of an amount along the horizontal axis."""
         span = (self.right - self.low) or 1.0
         return self.left + (amount - self.low) / span * (self.end - self.left)
 
     def down(self, amount: float) -> float:
+        """Of an amount along the vertical axis."""
         return self.floor - amount / (self.top or 1.0) * (self.floor - self.ceiling)
 
     def svg(self) -> str:
+        """Both axes with their ticks and titles."""
         parts = []
         for tick in ticks(0.0, self.top, self.y.unit):
             y = self.down(tick)
             parts.append(
-                f'<line x1="{pixels(self.left)}" x2="{pixels(self.end)}" y1="{pixels(y)}" y2="{pixels(y)}" '
+                f'<line x1="{pixels(self.left)}" x2="{pixels(self.end)}" y1="{pixels(y)}" '
+                f'y2="{pixels(y)}" '
                 'stroke="currentColor" stroke-opacity="0.15"/>'
                 + words(self.left - 8, y + 4, self.y.tick(tick), "end")
             )
@@ -160,6 +168,7 @@ def ticks(low: float, high: float, unit: float) -> Iterator[float]:
 
 
 def words(x: float, y: float, said: str, anchor: str) -> str:
+    """Text at a point, in the colour of the page's text."""
     return (
         f'<text x="{pixels(x)}" y="{pixels(y)}" text-anchor="{anchor}" fill="currentColor">'
         f"{escape(said)}</text>"
@@ -167,6 +176,7 @@ def words(x: float, y: float, said: str, anchor: str) -> str:
 
 
 def svg_element(description: str, title: str, width: int, height: int, inside: str) -> str:
+    """A picture with what screen readers are to say of it."""
     described = f"<desc>{escape(description)}</desc>" if description != title else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '

@@ -16,7 +16,7 @@ is alive at the moment that is pointed at; the picture says all that it has with
 ... )
 >>> print(chart.text(width=24))
 Memory over time: highest 3.00 MiB at moment 3 of 3 (backward); budget 4.00 MiB
-▃▃▃▃▃▃▃▃▆▆▆▆▆▆▆▆████████
+▃▃▃▃▃▃▃▃▅▅▅▅▅▅▅▅████████
 at the highest: kept 2.00 MiB, gradients 1.00 MiB
 >>> chart.svg().startswith("<svg")
 True

@@ -156,7 +156,8 @@ def _name(
                 taken.append((left, at, width))
                 side = 1 if anchor == "start" else -1
                 lead = (
-                    f'<line x1="{pixels(x)}" y1="{pixels(y)}" x2="{pixels(x + 7 * side)}" y2="{pixels(at)}" '
+                    f'<line x1="{pixels(x)}" y1="{pixels(y)}" x2="{pixels(x + 7 * side)}" '
+                    f'y2="{pixels(at)}" '
                     'stroke="currentColor" stroke-opacity="0.4"/>'
                     if lines
                     else ""
