@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,15 @@ from remat_opt.naming import ValueName
 from remat_opt.schedule import Loop, Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.timeline import Timeline
-from remat_opt.view import plan_text
+from remat_opt.view import (
+    data_frame,
+    page,
+    plan_page,
+    plan_rows,
+    plan_text,
+    plan_words,
+    plots,
+)
 
 #: Changes when files of an older version can no longer be read.
 FORMAT = "remat_opt plan 7"
@@ -300,11 +309,66 @@ class Plan:
             ) from None
         return cls.from_json(text, where=repr(os.fspath(path)))
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary for each value, in the order of the program.
+
+        ``value``: what it is, in one line; ``what``, ``module``, ``source``, ``shape``, ``dtype``
+        and ``primitive``; ``region``; ``fate``; ``times`` that it is computed again; ``bytes``;
+        ``seconds`` and ``flops`` of computing it once; ``seconds_per_mib``: what one MiB more
+        would save here, or one less would cost, None where it is no choice; ``why``, in words.
+        """
+        return plan_rows.rows(self.to_dict())
+
+    def to_dataframe(self) -> Any:
+        """``rows`` as a DataFrame.
+
+        Raises:
+          MissingPackageError: pandas is not installed.
+        """
+        return data_frame.of(self.rows)
+
+    def show(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the plan as a page of its own, to be opened in a browser.
+
+        The page loads nothing from anywhere; it can be sent to others.
+
+        Args:
+          path: of the file, such as ``plan.html``.
+
+        Returns:
+          The path.
+        """
+        target = Path(path)
+        target.write_text(self.to_page(), encoding="utf-8")
+        return target
+
+    def to_page(self) -> str:
+        """The page that ``show`` writes, as HTML."""
+        data = plan_text.printable_data(self.to_dict())
+        body = plan_page.html(data, plan_page.MOST_ALONE)
+        return page.document(f"{data['function']}: plan", body)
+
+    def plot_memory(self, ax: Any = None) -> Any:
+        """Draws memory over time, of the plan and of the unchanged function.
+
+        Args:
+          ax: matplotlib axes; the current ones if None.
+
+        Returns:
+          The axes.
+
+        Raises:
+          MissingPackageError: matplotlib is not installed.
+        """
+        return plots.memory(plan_words.charts(self.to_dict()), plan_words.title(self.to_dict()), ax)
+
     def __repr__(self) -> str:
-        return plan_text.text(self.to_dict())
+        columns = shutil.get_terminal_size((plan_text.WIDTH, 0)).columns
+        return plan_text.text(self.to_dict(), columns)
 
     def _repr_html_(self) -> str:
-        return plan_text.html(self.to_dict())
+        return plan_page.html(plan_text.printable_data(self.to_dict()))
 
 
 def _plain(thing: Any) -> Any:

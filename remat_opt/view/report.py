@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import textwrap
 from collections.abc import Sequence
 
 _FONT = "font-family:system-ui,sans-serif;font-size:13px"
@@ -46,10 +47,20 @@ class Table:
                 f"alignments and rows of {sorted(set(map(len, self.rows)))} cells."
             )
 
-    def text(self) -> str:
-        """The table as aligned lines."""
-        lines = [self.headings, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    def text(self, width: int | None = None) -> str:
+        """The table as aligned lines.
+
+        Args:
+          width: of the terminal, in characters: the longest columns of words are cut until the
+            table fits, unless that leaves next to nothing of them. None cuts nothing.
+        """
+        widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
+        if width is not None:
+            widths = _narrowed(widths, self.align, width)
+        lines = [
+            [_cut(cell, most) for cell, most in zip(cells, widths, strict=True)]
+            for cells in (self.headings, *self.rows)
+        ]
 
         def line(cells: Sequence[str]) -> str:
             return "  ".join(
@@ -58,7 +69,7 @@ class Table:
             ).rstrip()
 
         rule = "  ".join("-" * width for width in widths)
-        body = [line(self.headings), rule, *map(line, self.rows)]
+        body = [line(lines[0]), rule, *map(line, lines[1:])]
         return "\n".join(filter(None, [self.title, *body, self.footer]))
 
     def html(self) -> str:
@@ -91,14 +102,61 @@ class Table:
         )
 
 
+#: No column of words is cut to less.
+_FEWEST = 12
+#: Between two columns.
+_GAP = 2
+
+
+def _narrowed(widths: Sequence[int], align: str, width: int) -> list[int]:
+    """Widths of columns that fit into a line, as far as the columns of words can give."""
+    found = list(widths)
+    over = sum(found) + _GAP * (len(found) - 1) - width
+    while over > 0:
+        words = [n for n, side in enumerate(align) if side == "l" and found[n] > _FEWEST]
+        if not words:
+            break
+        longest = max(words, key=lambda n: found[n])
+        found[longest] -= 1
+        over -= 1
+    return found
+
+
+def _cut(text: str, most: int) -> str:
+    """The text without its middle where it is too long: both ends say which it is.
+
+    >>> _cut("ResNet/stage_1/block_2/Conv_0", 16)
+    'ResNet.../Conv_0'
+    """
+    if len(text) <= most:
+        return text
+    end = (most - 3 + 1) // 2
+    return f"{text[: most - 3 - end]}...{text[len(text) - end :]}"
+
+
 _NUMERIC = "white-space:nowrap;font-variant-numeric:tabular-nums"
 _WRAP = "overflow-wrap:break-word"
 
 
-def facts_text(facts: Sequence[tuple[str, str]]) -> str:
-    """Pairs of a word and what is said of it, as aligned lines."""
-    width = max((len(word) for word, _ in facts), default=0)
-    return "\n".join(f"{word.ljust(width)}  {said}" for word, said in facts)
+def facts_text(facts: Sequence[tuple[str, str]], width: int | None = None) -> str:
+    """Pairs of a word and what is said of it, as aligned lines.
+
+    Args:
+      facts: the pairs.
+      width: of the terminal, in characters, to break longer lines at; None breaks none.
+    """
+    margin = max((len(word) for word, _ in facts), default=0) + _GAP
+    lines = []
+    for word, said in facts:
+        parts = [said]
+        if width is not None:
+            room = max(width - margin, 2 * _FEWEST)
+            parts = textwrap.wrap(said, room, break_on_hyphens=False) or [""]
+        lines += [
+            f"{first.ljust(margin)}{part}"
+            for first, part in zip([word, *[""] * (len(parts) - 1)], parts, strict=True)
+        ]
+    return "\n".join(lines)
 
 
 def facts_html(facts: Sequence[tuple[str, str]]) -> str:
@@ -120,15 +178,3 @@ def section(title: str, *parts: str) -> str:
     inside = "".join(f'<div style="margin:0 0 10px">{part}</div>' for part in parts if part)
     heading = f'<div style="font-size:15px;font-weight:600;margin:0 0 6px">{escape(title)}</div>'
     return f'<div style="{_FONT};line-height:1.4;color:inherit">{heading}{inside}</div>'
-
-
-def page(title: str, body: str) -> str:
-    """A whole HTML document around a part; follows the reader's choice of light or dark."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title>"
-        "<style>:root{color-scheme:light dark}body{max-width:80em;margin:2em auto;padding:0 1em}"
-        f"</style></head><body>{body}</body></html>\n"
-    )

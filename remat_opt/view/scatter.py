@@ -10,6 +10,8 @@ from remat_opt.view.report import Table, escape
 
 #: One colour and one shape per series, so that neither is needed to tell them apart.
 _COLORS = ("#2f81d8", "#d9731a", "#2a9d6f", "#b05cc6", "#c9475b", "#8a8a2b")
+#: A level is drawn up to so many times the highest point.
+_FARTHEST = 2.0
 _SHAPES = ("circle", "square", "diamond", "triangle", "circle", "square")
 
 
@@ -53,12 +55,22 @@ class Scatter:
       x: horizontal axis.
       y: vertical axis.
       series: at most six.
+      levels: amounts along the vertical axis to compare with, as (name, amount), such as the
+        memory of a device.
     """
 
     title: str
     x: Axis
     y: Axis
     series: tuple[Series, ...]
+    levels: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def top(self) -> float:
+        """The largest amount that is drawn: a level that dwarfs the points is told, not drawn."""
+        highest = max((point.y for one in self.series for point in one.points), default=0.0)
+        near = [level for _, level in self.levels if level <= _FARTHEST * highest]
+        return max([highest, *near])
 
     def text(self) -> str:
         """The picture in words: its title and a line for each point."""
@@ -67,6 +79,7 @@ class Scatter:
             for series in self.series
             for point in series.points
         )
+        rows += tuple(("level", name, "", self.y.write(level)) for name, level in self.levels)
         return Table(
             title=self.title,
             headings=("", "", self.x.title, self.y.title),
@@ -84,10 +97,11 @@ class Scatter:
             height=360,
             low=min([0.0, *(point.x for point in points)]),
             right=max((point.x for point in points), default=0.0),
-            top=max((point.y for point in points), default=0.0),
+            top=self.top,
         )
         taken: list[tuple[float, float, float]] = []
         parts = [frame.svg()]
+        parts += [_level(frame, *level, self.top, taken) for level in self.levels]
         marks: list[str] = []
         for number, series in enumerate(self.series):
             color = _COLORS[number % len(_COLORS)]
@@ -109,6 +123,24 @@ class Scatter:
         return svg_element(
             self.text(), self.title, 640, 360, "".join([*parts, *marks, *names, keys])
         )
+
+
+def _level(
+    frame: Frame, name: str, level: float, top: float, taken: list[tuple[float, float, float]]
+) -> str:
+    """A dashed line with its name; where it is far above all else its name at the upper edge."""
+    said = f"{name} {frame.y.write(level)}"
+    drawn = level <= top
+    y = frame.down(level) if drawn else frame.ceiling
+    wide = 6.4 * len(said)
+    taken.append((frame.end - wide, y - 5, wide))
+    if not drawn:
+        return words(frame.end, y + 4, f"{said}, far above", "end")
+    return (
+        f'<line x1="{pixels(frame.left)}" x2="{pixels(frame.end)}" y1="{pixels(y)}" '
+        f'y2="{pixels(y)}" stroke="currentColor" stroke-dasharray="6 4"/>'
+        + words(frame.end, y - 5, said, "end")
+    )
 
 
 def _staircase(frame: Frame, series: Series, color: str) -> str:
