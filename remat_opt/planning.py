@@ -204,6 +204,29 @@ def defaults(of: Problem) -> tuple[Candidate, ...]:
     return tuple(_modelled(of.model, one) for one in found)
 
 
+def named_defaults(of: Problem) -> dict[str, Candidate]:
+    """The function as it is and what each of the policies does alone, by what to call them.
+
+    Of those that come to the same figures the first.
+    """
+    model, program = of.model, of.program
+    found = {"plain": of.unchanged}
+    ways = {
+        "": policies.schedules(program, model.roots, model.graph),
+        ", per block": policies.schedules_per_block(
+            program, model.roots, model.graph, blocks.blocks(program)
+        ),
+    }
+    for suffix, schedules in ways.items():
+        for name, schedule in zip(policies.default_policies(), schedules, strict=False):
+            for one in judged(model.graph, [schedule]):
+                found[name + suffix] = _modelled(model, one)
+    different = {
+        (one.peak_bytes, one.overhead_seconds): name for name, one in [*found.items()][::-1]
+    }
+    return {name: found[name] for name in found if name in different.values()}
+
+
 def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
     """The problem with what was learnt of the compiler: searched again, and judged by that.
 

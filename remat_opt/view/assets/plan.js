@@ -230,7 +230,7 @@
       const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 5);
       const last = Math.min(rows.length, first + Math.ceil(scroll.clientHeight / ROW) + 10);
       const space = (count) => make("tr", "ro-space", { "aria-hidden": "true" },
-        make("td", "", { colspan: columns.length, style: `height:${count * ROW}px` }));
+        make("td", "", { style: `height:${count * ROW}px` }));
       const parts = first ? [space(first)] : [];
       for (let place = first; place < last; place += 1) {
         const value = rows[place][1];
@@ -241,7 +241,7 @@
       }
       if (last < rows.length) parts.push(space(rows.length - last));
       if (!rows.length) {
-        parts.push(make("tr", "", {}, make("td", "ro-sub", { colspan: columns.length },
+        parts.push(make("tr", "", {}, make("td", "ro-sub", { colspan: 3 },
           "No value is called so.")));
       }
       body.replaceChildren(...parts);
