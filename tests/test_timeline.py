@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis
 import hypothesis.strategies as st
+
 from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import simulate
@@ -110,4 +111,3 @@ def test_the_largest_arrays_are_named_at_every_moment(drawn: tuple[Graph, Schedu
         named = [one.bytes for one in told.arrays if one.first <= number <= one.last]
         largest = sorted((size for size in alive if size > 0), reverse=True)[:6]
         assert sorted(named, reverse=True)[:6] == largest
-
