@@ -78,7 +78,7 @@ def test_shows_the_plan_as_a_page(executed):
     page = shown(cell_with(executed, "plan = lean_loss_fn.plan"))["text/html"]
     assert "<table" in page
     assert "<svg" in page
-    assert "Kept" in page
+    assert "With this plan" in page
 
 
 @pytest.mark.slow
