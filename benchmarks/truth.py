@@ -36,6 +36,7 @@ from benchmarks.compiled import STEPS
 from benchmarks.dominance import NETWORKS
 from benchmarks.json_lines import JsonLines
 from remat_opt import planning, verification
+from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
@@ -107,10 +108,17 @@ class Subject:
         budget_bytes = round(self.least_bytes ** (1 - share) * most**share)
         return Objective(budget_bytes=budget_bytes, gradients=self._fate)
 
-    def compiled(self, plan: Plan, *, with_buffers: bool = False) -> Measurement:
+    def compiled(
+        self, plan: Plan, *, with_buffers: bool = False, off: frozenset[str] = frozenset()
+    ) -> Measurement:
         """What a plan compiles to in the step; with what is alive when, if asked."""
         return verification.measure_plan(
-            plan, self.problem.program, self._arguments, self._device, with_buffers=with_buffers
+            plan,
+            self.problem.program,
+            self._arguments,
+            self._device,
+            with_buffers=with_buffers,
+            off=off,
         )
 
     def as_it_is(self) -> Plan:
@@ -122,9 +130,9 @@ class Subject:
     def row(self, share: float | None, *, loop: bool) -> dict[str, Any]:
         """What is predicted and what is compiled; of the function as it is without a share."""
         if share is None:
+            # Nothing is written differently, unlike where a plan without a checkpoint is run.
             plan = self.as_it_is()
-            found = self.compiled(plan)
-            return self._figures(plan, found)
+            return self._figures(plan, self.compiled(plan, off=frozenset(RULES)))
         objective = self.objective(share)
         if not loop:
             chosen = planning.solve(self.problem, objective)
