@@ -36,7 +36,6 @@ from benchmarks.compiled import STEPS
 from benchmarks.dominance import NETWORKS
 from benchmarks.json_lines import JsonLines
 from remat_opt import planning, verification
-from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
@@ -92,7 +91,8 @@ class Subject:
         network = networks.build(name, networks.default_batch(name))
         self._device = get_device(device)
         self._fate = STEPS[step]
-        self._arguments = jax.tree.leaves(network.arguments)
+        self._network = network
+        self._arguments, self._tree = jax.tree.flatten(network.arguments)
         program = tracing.trace(
             network.loss_fn, *network.arguments, signature=Signature(has_aux=network.has_aux)
         )
@@ -108,31 +108,33 @@ class Subject:
         budget_bytes = round(self.least_bytes ** (1 - share) * most**share)
         return Objective(budget_bytes=budget_bytes, gradients=self._fate)
 
-    def compiled(
-        self, plan: Plan, *, with_buffers: bool = False, off: frozenset[str] = frozenset()
-    ) -> Measurement:
+    def compiled(self, plan: Plan, *, with_buffers: bool = False) -> Measurement:
         """What a plan compiles to in the step; with what is alive when, if asked."""
         return verification.measure_plan(
-            plan,
-            self.problem.program,
-            self._arguments,
-            self._device,
-            with_buffers=with_buffers,
-            off=off,
+            plan, self.problem.program, self._arguments, self._device, with_buffers=with_buffers
         )
 
-    def as_it_is(self) -> Plan:
-        """The plan that changes nothing."""
-        return planning.describe(
-            self.problem, self.problem.program, self.problem.unchanged, self._objective
+    def as_it_is(self) -> tuple[Plan, Measurement]:
+        """The plan that changes nothing, and what the function itself compiles to in the step.
+
+        With that plan, too, ``transform`` would write some of it differently.
+        """
+        program = self.problem.program
+        plan = planning.describe(self.problem, program, self.problem.unchanged, self._objective)
+
+        def run(constants: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+            given = jax.tree.unflatten(self._tree, flat)
+            leaves: list[Any] = jax.tree.leaves(self._network.loss_fn(*given))
+            return leaves
+
+        return plan, verification.measure_run(
+            run, program, self._arguments, self._device, self._fate
         )
 
     def row(self, share: float | None, *, loop: bool) -> dict[str, Any]:
         """What is predicted and what is compiled; of the function as it is without a share."""
         if share is None:
-            # Nothing is written differently, unlike where a plan without a checkpoint is run.
-            plan = self.as_it_is()
-            return self._figures(plan, self.compiled(plan, off=frozenset(RULES)))
+            return self._figures(*self.as_it_is())
         objective = self.objective(share)
         if not loop:
             chosen = planning.solve(self.problem, objective)

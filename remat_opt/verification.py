@@ -81,10 +81,35 @@ def measure_plan(
             "decorate a function that has the vmap or shard_map inside."
         )
     run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
+    fate = plan.objective.gradients
+    return measure_run(run, program, arguments, device, fate, with_buffers=with_buffers)
+
+
+def measure_run(
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    program: Program,
+    arguments: Sequence[Any],
+    device: Device,
+    fate: Gradients,
+    *,
+    with_buffers: bool = False,
+) -> Measurement:
+    """Compiles what computes a program's outputs in a step.
+
+    Args:
+      run: takes the program's constants and its flat arguments, and gives its flat outputs.
+      program: a traced function.
+      arguments: see ``measure_plan``, as are ``device`` and ``with_buffers``.
+      device: likewise.
+      fate: what becomes of the gradients.
+      with_buffers: likewise.
+
+    Raises:
+      CompileError: the compiler refuses it, as for want of memory.
+    """
     traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]
-    fate = plan.objective.gradients
 
     def step(given: Sequence[Any], cotangents: Sequence[Any], flat: Sequence[Any], own: Any) -> Any:
         parameters, state = own
