@@ -342,13 +342,23 @@ def instantiated(tangent: Any, value: Any) -> Any:
     return jnp.zeros(kind.shape, kind.dtype)
 
 
-def source_line(equation: Any) -> str:
+def source_line(equation: Any, calls: Sequence[Any] = ()) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 
     That is the innermost line outside JAX and outside installed packages (a Flax layer is
     told by its module path); where all lines are in packages, the innermost outside JAX.
+
+    Args:
+      equation: of a jaxpr.
+      calls: those whose bodies it was inlined from, the innermost first. A function of JAX's such
+        as ``jnp.clip`` is traced once for all its callers: its equations have no line of a user's,
+        so that of the call is theirs.
     """
-    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    frames = [
+        frame
+        for one in (equation, *calls)
+        for frame in source_info_util.user_frames(one.source_info.traceback)
+    ]
     own = (frame for frame in frames if not _is_installed(str(frame.file_name)))
     frame = next(own, frames[0] if frames else None)
     if frame is None:
@@ -360,6 +370,29 @@ def source_line(equation: Any) -> str:
 def _is_installed(file_name: str) -> bool:
     path = file_name.replace("\\", "/")
     return "/site-packages/" in path or "/dist-packages/" in path or path.startswith(_OWN_FOLDER)
+
+
+def results_of_call(call: Any, variables: Sequence[Any]) -> list[Any]:
+    """Those results of an inlined call that these variables of its body are."""
+    results = parts(inlinable_body(call))[4]
+    return [
+        outer
+        for outer, inner in zip(call.outvars, results, strict=True)
+        if any(inner is variable for variable in variables)
+    ]
+
+
+def custom_name(equation: Any) -> str:
+    """The name of a function with a derivative of its own, such as ``relu``; "" where unknown.
+
+    The rule wraps one call of a named function; where it does not, nothing says what it is.
+    """
+    body = equation.params.get("call_jaxpr")
+    if body is None or not equation.primitive.name.startswith("custom_"):
+        return ""
+    inner = parts(body)[3]
+    name = str(inner[0].params.get("name", "")) if len(inner) == 1 else ""
+    return "" if name == "<lambda>" else name.lstrip("_")
 
 
 def check(closed: Any) -> None:

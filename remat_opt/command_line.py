@@ -23,7 +23,7 @@ from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import RematError
 from remat_opt.units import format_bytes
-from remat_opt.view import report
+from remat_opt.view import page, report
 
 _EXAMPLE = """\
 example: given train.py with
@@ -254,7 +254,7 @@ def _compare(options: argparse.Namespace) -> None:
     else:
         print(found)
     if options.html:
-        _write(options.html, report.page(f"{found.function}: comparison", found._repr_html_()))
+        _write(options.html, page.document(f"{found.function}: comparison", found._repr_html_()))
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -277,7 +277,7 @@ def _plan(options: argparse.Namespace) -> None:
         except OSError as error:
             raise CommandError(f"{options.save!r} cannot be written: {error.strerror}.") from None
     if options.html:
-        _write(options.html, report.page(f"{plan.function}: plan", plan._repr_html_()))
+        _write(options.html, plan.to_page())
 
 
 def _frontier(options: argparse.Namespace) -> None:
@@ -290,7 +290,7 @@ def _frontier(options: argparse.Namespace) -> None:
     else:
         print(found)
     if options.html:
-        _write(options.html, report.page(f"{found.function}: frontier", found._repr_html_()))
+        _write(options.html, page.document(f"{found.function}: frontier", found._repr_html_()))
 
 
 def _devices(options: argparse.Namespace) -> None:

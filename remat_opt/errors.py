@@ -75,11 +75,12 @@ class MissingPackageError(RematError, ImportError):
 
     Attributes:
       package: the missing package, as ``import`` or ``pip`` names it.
-      extra: the extra of ``remat_opt`` that installs it, such as ``tpu`` or ``cuda``.
+      extra: the extra of ``remat_opt`` that installs it, such as ``tpu`` or ``cuda``; "" where
+        there is none, and the package is to be installed by its own name.
     """
 
-    def __init__(self, purpose: str, *, package: str, extra: str) -> None:
-        command = _INSTALL_COMMAND.format(extra=extra)
+    def __init__(self, purpose: str, *, package: str, extra: str = "") -> None:
+        command = _INSTALL_COMMAND.format(extra=extra) if extra else f"pip install {package}"
         super().__init__(
             f"{purpose} needs the package {package}, which is not installed. "
             f"Install it with: {command}"

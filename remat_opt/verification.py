@@ -277,9 +277,7 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
         "Give a larger budget or a smaller batch.",
         budget_bytes=budget_bytes,
         least_peak_bytes=least,
-        pinning=tuple(
-            (f"{p.label} {p.module}".strip(), p.bytes) for p in trials.plans[-1].predicted.pins
-        ),
+        pinning=tuple((p.name.title, p.bytes) for p in trials.plans[-1].predicted.pins),
     )
 
 

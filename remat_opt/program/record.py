@@ -40,6 +40,7 @@ class Equation:
       module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
       jax_equation: JAX's own equation, for running it again.
       name_stack: JAX's own name stack, for running it again.
+      calls: JAX's equations of the calls that it was inlined from, the innermost first.
       value_inputs: the numbers of the values among ``inputs``, in order.
     """
 
@@ -51,6 +52,7 @@ class Equation:
     module: str
     jax_equation: Any
     name_stack: Any
+    calls: tuple[Any, ...] = ()
     value_inputs: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Program:
       input_tree: the tree structure of (positional, keyword) arguments.
       output_tree: the tree structure of the result.
       name: the function's name.
+      argument_labels: what the function calls its positional arguments, or their positions.
     """
 
     types: tuple[ArrayType, ...]
@@ -105,6 +108,7 @@ class Program:
     input_tree: Any
     output_tree: Any
     name: str
+    argument_labels: tuple[int | str, ...] = ()
 
     @property
     def argument_bytes(self) -> int:

@@ -256,6 +256,7 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
         input_tree=tree,
         output_tree=output_tree,
         name=call.name,
+        argument_labels=call.labels,
     )
 
 
@@ -391,6 +392,7 @@ class _Flattener:
         input_tree: Any,
         output_tree: Any,
         name: str,
+        argument_labels: tuple[int | str, ...] = (),
     ) -> Program:
         constant_variables, constants, inputs, equations, outputs = internals.parts(closed)
         scope: dict[Any, Atom] = {}
@@ -420,6 +422,7 @@ class _Flattener:
             input_tree=input_tree,
             output_tree=output_tree,
             name=name,
+            argument_labels=argument_labels,
         )
 
     def _value(self, variable: Any) -> int:
@@ -443,7 +446,13 @@ class _Flattener:
             return dataclasses.replace(atom, value=internals.array_of(atom.value, variable.aval))
         return atom
 
-    def _inline(self, equations: Iterable[Any], scope: dict[Any, Atom], prefix: Any) -> None:
+    def _inline(
+        self,
+        equations: Iterable[Any],
+        scope: dict[Any, Atom],
+        prefix: Any,
+        calls: tuple[Any, ...] = (),
+    ) -> None:
         for equation in equations:
             inputs = tuple(self._read(variable, scope) for variable in equation.invars)
             body = internals.inlinable_body(equation)
@@ -451,18 +460,23 @@ class _Flattener:
             if body is None:
                 outputs = tuple(self._value(variable) for variable in equation.outvars)
                 scope.update(zip(equation.outvars, outputs, strict=True))
-                self.equations.append(self._equation(equation, inputs, outputs, stack))
+                self.equations.append(self._equation(equation, inputs, outputs, stack, calls))
                 continue
             variables, constants, body_inputs, body_equations, body_outputs = internals.parts(body)
             inner: dict[Any, Atom] = dict(zip(body_inputs, inputs, strict=True))
             for variable, value in zip(variables, constants, strict=True):
                 inner[variable] = self._constant(variable, value)
-            self._inline(body_equations, inner, stack)
+            self._inline(body_equations, inner, stack, (equation, *calls))
             for variable, result in zip(equation.outvars, body_outputs, strict=True):
                 scope[variable] = self._read(result, inner)
 
     def _equation(
-        self, equation: Any, inputs: tuple[Atom, ...], outputs: tuple[int, ...], stack: Any
+        self,
+        equation: Any,
+        inputs: tuple[Atom, ...],
+        outputs: tuple[int, ...],
+        stack: Any,
+        calls: tuple[Any, ...],
     ) -> Equation:
         return Equation(
             operation=operation(equation),
@@ -473,6 +487,7 @@ class _Flattener:
             module=str(stack),
             jax_equation=equation,
             name_stack=stack,
+            calls=calls,
         )
 
 
