@@ -221,10 +221,10 @@ def named_defaults(of: Problem) -> dict[str, Candidate]:
         for name, schedule in zip(policies.default_policies(), schedules, strict=False):
             for one in judged(model.graph, [schedule]):
                 found[name + suffix] = _modelled(model, one)
-    different = {
-        (one.peak_bytes, one.overhead_seconds): name for name, one in [*found.items()][::-1]
-    }
-    return {name: found[name] for name in found if name in different.values()}
+    first: dict[tuple[int, float], str] = {}
+    for name, one in found.items():
+        first.setdefault((one.peak_bytes, one.overhead_seconds), name)
+    return {name: found[name] for name in first.values()}
 
 
 def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:

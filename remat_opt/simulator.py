@@ -235,7 +235,6 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
     run = _Replay(graph, tell, gone)
     run.whole(schedule, wanted)
-    run.end()
     alive = [
         Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
         for (role, vertex, _), size in at_peak.items()
@@ -394,11 +393,6 @@ class _Replay:
         if size is not None:
             self.total -= size
             self._on_free(role, vertex, size, self._since[role, vertex, depth])
-
-    def end(self) -> None:
-        """Frees what is left when all has run."""
-        for role, vertex, depth in list(self.live):
-            self._free(role, vertex, depth)
 
     def whole(self, schedule: Schedule, wanted: Demand) -> None:
         """Runs the schedule forward and backward."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,10 +40,18 @@ def text(plan: Mapping[str, Any], width: int = WIDTH) -> str:
     facts += [("warning", f"{what} {remedy}") for what, remedy in plan_words.warnings(plan)]
     facts += [("note", note) for note in plan_words.notes(plan)]
     head = f"{plan_words.title(plan)}\n{report.facts_text(facts, width)}"
-    parts = [chart.text(min(width, _MOST_WIDTH)) for chart, _ in plan_words.charts(plan)]
-    margins = "\n".join(plan_rows.margins(plan))
-    parts += [table.text(width) for table in _tables(plan, width)]
+    charts = [chart.text(min(width, _MOST_WIDTH)) for chart, _ in plan_words.charts(plan)]
+    parts = [_wrapped(chart, width) for chart in charts]
+    margins = _wrapped("\n".join(plan_rows.margins(plan)), width)
+    parts += [_wrapped(table.text(width), width) for table in _tables(plan, width)]
     return "\n\n".join(filter(None, [head, *parts, margins]))
+
+
+def _wrapped(text: str, width: int) -> str:
+    """The text with its long lines broken."""
+    return "\n".join(
+        textwrap.fill(line, width) if len(line) > width else line for line in text.split("\n")
+    )
 
 
 def printable(text: str) -> str:

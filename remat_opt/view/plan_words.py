@@ -106,7 +106,7 @@ def warnings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     elif expected and abs(compiled - expected) > _FAR * expected:
         found.append(
             (
-                f"The compiler needs {(compiled - expected) / expected:+.0%} of what was "
+                f"The compiler needs {compiled / expected:.0%} of what was "
                 f"predicted: {format_bytes(compiled)}, not {format_bytes(expected)}.",
                 'verify="compile" learns from what was compiled and solves again.',
             )
