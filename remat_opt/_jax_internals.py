@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import source_info_util
+from jax._src import config, source_info_util
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jax_core
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -434,6 +434,25 @@ def is_differentiated(value: Any) -> bool:
     while hasattr(type(value), "batch_dim"):
         value = value.val
     return isinstance(value, jax.core.Tracer) and hasattr(type(value), "tangent")
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether a value is an array, or the tracer of a derivative or a ``vmap`` round one.
+
+    Not so under ``jax.jit`` and the like, where there are no arrays yet.
+    """
+    while isinstance(value, jax.core.Tracer):
+        kind = type(value)
+        inner = "val" if hasattr(kind, "batch_dim") else "primal"
+        if inner == "primal" and not hasattr(kind, "tangent"):
+            return False
+        value = getattr(value, inner)
+    return not isinstance(value, jax.ShapeDtypeStruct)
+
+
+def settings() -> Hashable:
+    """All settings of JAX that traces depend on, and the axes and meshes that they are made in."""
+    return config.trace_context(), jax.config.values["jax_disable_jit"]
 
 
 def scan_length(params: Mapping[str, Any]) -> int:

@@ -389,8 +389,8 @@ def measure(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Measurement:

@@ -84,15 +84,16 @@ class Program:
     Attributes:
       types: shape and dtype of each value.
       constants: numbers of the closed-over arrays.
-      constant_values: those arrays (or tracers), in the same order.
-      arguments: numbers of the flat arguments.
+      constant_values: those arrays, in the same order.
+      arguments: numbers of the flat arguments; last those of ``closed_over``.
+      closed_over: tracers that the function closes over, which are arguments as well.
       differentiated: those of the arguments that derivatives are taken for.
       equations: in the order they were traced.
       outputs: the flat outputs.
       loss_outputs: how many of the flat outputs, from the first, are differentiated;
         the others are auxiliary.
       input_tree: the tree structure of (positional, keyword) arguments.
-      output_tree: the tree structure of the result.
+      output_tree: the tree structure of the result, with leaves that are no arrays held.
       name: the function's name.
       argument_labels: what the function calls its positional arguments, or their positions.
     """
@@ -101,6 +102,7 @@ class Program:
     constants: tuple[int, ...]
     constant_values: tuple[Any, ...]
     arguments: tuple[int, ...]
+    closed_over: tuple[Any, ...]
     differentiated: tuple[int, ...]
     equations: tuple[Equation, ...]
     outputs: tuple[Atom, ...]
