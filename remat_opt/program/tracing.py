@@ -19,6 +19,7 @@ import numpy as np
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError, TraceError
 from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.program.placement import placement_of
 from remat_opt.program.record import Atom, Constant, Equation, Program
 
 
@@ -256,6 +257,7 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
         input_tree=tree,
         output_tree=output_tree,
         name=call.name,
+        given=leaves,
     )
 
 
@@ -379,6 +381,7 @@ class _Flattener:
         self.types: list[ArrayType] = []
         self.constants: list[int] = []
         self.constant_values: list[Any] = []
+        self.constant_kinds: list[Any] = []
         self.equations: list[Equation] = []
 
     def program(
@@ -391,6 +394,7 @@ class _Flattener:
         input_tree: Any,
         output_tree: Any,
         name: str,
+        given: Sequence[Any] | None = None,
     ) -> Program:
         constant_variables, constants, inputs, equations, outputs = internals.parts(closed)
         scope: dict[Any, Atom] = {}
@@ -406,6 +410,7 @@ class _Flattener:
             else Constant(value=numbers[number], text=f"{numbers[number]}:{variable.aval}")
             for number, variable in enumerate(outputs)
         )
+        kinds = (*self.constant_kinds, *(variable.aval for variable in inputs))
         return Program(
             types=tuple(self.types),
             constants=tuple(self.constants),
@@ -420,6 +425,12 @@ class _Flattener:
             input_tree=input_tree,
             output_tree=output_tree,
             name=name,
+            kinds=kinds,
+            placement=(
+                None
+                if given is None
+                else placement_of([*self.constant_values, *given], kinds, equations)
+            ),
         )
 
     def _value(self, variable: Any) -> int:
@@ -430,6 +441,7 @@ class _Flattener:
         number = self._value(variable)
         self.constants.append(number)
         self.constant_values.append(value)
+        self.constant_kinds.append(variable.aval)
         return number
 
     def _read(self, variable: Any, scope: dict[Any, Atom]) -> Atom:
