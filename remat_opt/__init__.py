@@ -24,6 +24,7 @@ from remat_opt.errors import (
     UnitError,
 )
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.measurement.meshes import make_mesh
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
 
@@ -45,6 +46,7 @@ __all__ = [
     "apply_plan",
     "compare",
     "frontier",
+    "make_mesh",
     "make_plan",
     "measure",
     "optimal_remat",

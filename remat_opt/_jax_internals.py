@@ -520,14 +520,41 @@ def describe(thing: object) -> str:
         return "{" + ",".join(f"{describe(k)}:{describe(v)}" for k, v in thing.items()) + "}"
     if isinstance(thing, str | int | float | complex | bool | bytes | type(None)):
         return repr(thing)
+    # Of a mesh its names: how many devices there are does not change the program.
+    if isinstance(thing, jax.sharding.NamedSharding):
+        return str(thing.spec)
+    if isinstance(thing, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        return f"mesh of {thing.axis_names}"
     if callable(thing) and not isinstance(thing, type):
         return getattr(thing, "__name__", type(thing).__name__)
     return _ADDRESS.sub("", repr(thing))
 
 
+#: Parameters that say how a result lies on a mesh, as the arguments do, and not what it is; of a
+#: constraint that is all there is to say.
+_LAYOUTS = frozenset({"sharding", "out_sharding", "context_mesh"})
+
+
 def describe_parameters(params: Mapping[str, Any]) -> str:
-    """The text of all parameters of an equation, in the order of their names."""
-    return ";".join(f"{key}={describe(params[key])}" for key in sorted(params))
+    """The text of all parameters of an equation, in the order of their names.
+
+    Where the arguments lie does not enter: a program is the same on any mesh. What the user wrote
+    does: constraints, and the axes of a ``shard_map``.
+    """
+    of_constraint = "unconstrained_dims" in params
+    told = {
+        key: None if key in _LAYOUTS and not (of_constraint and key == "sharding") else params[key]
+        for key in params
+    }
+    return ";".join(f"{key}={describe(told[key])}" for key in sorted(told))
+
+
+#: How the type of an array tells the mesh axes along which a dimension is sharded.
+_SHARDED_ALONG = re.compile(r"@(\([^)]*\)|[^,\]]+)")
+
+
+def _type_text(aval: Any) -> str:
+    return _SHARDED_ALONG.sub("", str(aval))
 
 
 def _describe_jaxpr(closed: Any) -> str:
@@ -536,8 +563,8 @@ def _describe_jaxpr(closed: Any) -> str:
 
     def atom(variable: Any) -> str:
         if isinstance(variable, Literal):
-            return f"{variable.val}:{variable.aval}"
-        return f"{numbers.setdefault(variable, len(numbers))}:{variable.aval}"
+            return f"{variable.val}:{_type_text(variable.aval)}"
+        return f"{numbers.setdefault(variable, len(numbers))}:{_type_text(variable.aval)}"
 
     def atoms(variables: Iterable[Any]) -> str:
         return " ".join(atom(variable) for variable in variables)

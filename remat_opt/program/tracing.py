@@ -21,6 +21,7 @@ import jax
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError, TraceError
 from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.program.placement import placement_of
 from remat_opt.program.record import Atom, Constant, Equation, Program
 from remat_opt.program.static_leaves import any_held, hold, release
 
@@ -263,6 +264,7 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
         output_tree=output_tree,
         name=call.name,
         argument_labels=call.labels,
+        given=leaves,
     )
     values = [*leaves, *program.closed_over]
     seen = [place for place, value in enumerate(values) if internals.is_differentiated(value)]
@@ -400,9 +402,11 @@ class _Flattener:
     def __init__(self, *, opens: bool) -> None:
         self.opens = opens
         self.closed_over: dict[int, Any] = {}
+        self.closed_over_kinds: list[Any] = []
         self.types: list[ArrayType] = []
         self.constants: list[int] = []
         self.constant_values: list[Any] = []
+        self.constant_kinds: list[Any] = []
         self.equations: list[Equation] = []
 
     def program(
@@ -415,6 +419,7 @@ class _Flattener:
         output_tree: Any,
         name: str,
         argument_labels: tuple[int | str, ...] = (),
+        given: Sequence[Any] | None = None,
     ) -> Program:
         constant_variables, constants, inputs, equations, outputs = internals.parts(closed)
         scope: dict[Any, Atom] = {}
@@ -430,12 +435,18 @@ class _Flattener:
             else Constant(value=numbers[number], text=f"{numbers[number]}:{variable.aval}")
             for number, variable in enumerate(outputs)
         )
+        kinds = (
+            *self.constant_kinds,
+            *(variable.aval for variable in inputs),
+            *self.closed_over_kinds,
+        )
+        closed_over = tuple(self.closed_over.values())
         return Program(
             types=tuple(self.types),
             constants=tuple(self.constants),
             constant_values=tuple(self.constant_values),
             arguments=(*arguments, *self.closed_over),
-            closed_over=tuple(self.closed_over.values()),
+            closed_over=closed_over,
             differentiated=(),
             equations=_live(self.equations, results),
             outputs=results,
@@ -444,6 +455,12 @@ class _Flattener:
             output_tree=output_tree,
             name=name,
             argument_labels=argument_labels,
+            kinds=kinds,
+            placement=(
+                None
+                if given is None
+                else placement_of([*self.constant_values, *given, *closed_over], kinds, equations)
+            ),
         )
 
     def _value(self, variable: Any) -> int:
@@ -454,9 +471,11 @@ class _Flattener:
         number = self._value(variable)
         if self.opens and isinstance(value, jax.core.Tracer):
             self.closed_over[number] = value
+            self.closed_over_kinds.append(variable.aval)
         else:
             self.constants.append(number)
             self.constant_values.append(value)
+            self.constant_kinds.append(variable.aval)
         return number
 
     def _read(self, variable: Any, scope: dict[Any, Atom]) -> Atom:
