@@ -27,7 +27,7 @@ from remat_opt.solvers.base import Overhead
 from remat_opt.view import plan_text
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 6"
+FORMAT = "remat_opt plan 7"
 #: How deep the JSON of a plan may nest: two levels for each region round another, and a few. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210

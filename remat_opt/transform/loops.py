@@ -1,16 +1,16 @@
 """A ``scan`` written as parts whose iterations keep what the plan says.
 
 Every iteration runs under a checkpoint of its own, whose policy keeps some values by name: a
-``scan`` stacks these, and what it carries. A chunk is a checkpoint round a ``scan`` of a few
-iterations. Parts follow one another. What the second and later ones read of stacked inputs they
-read by index, behind the checkpoint: nothing is cut up, gradients are written where they belong.
+``scan`` stacks these, and what it carries. A chunk is a checkpoint round a few iterations, which
+are in parts again. Parts follow one another. What they read of stacked inputs they read by index,
+behind the checkpoint: nothing is cut up, and gradients are written where they belong. One part that
+is all there is is a plain ``scan``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,16 +35,28 @@ def check_loop(equation: Equation, loop: Loop) -> None:
             "plan again."
         )
     length = internals.scan_of(equation.jax_equation).length
-    fits = sum(part.length for part in loop.parts) == length
-    for part in loop.parts:
-        extents = (part.length, *part.chunks)
-        fits &= min(extents) >= 1
-        fits = fits and not any(left % right for left, right in itertools.pairwise(extents))
-    if not fits:
+    if not _fit(loop.parts, length):
         raise PlanFileError(
             f"The parts of the loop at equation {loop.root} of the plan do not add up to its "
             f"length, {length}. Make the plan again."
         )
+
+
+def _fit(parts: Sequence[Part], length: int) -> bool:
+    """Whether parts, and those of their chunks, add up."""
+    return sum(part.length for part in parts) == length and all(
+        part.length >= 1
+        and (
+            not part.inside
+            or (
+                part.chunk >= 1
+                and not part.length % part.chunk
+                and not (part.kept or part.stages or part.loops)
+                and _fit(part.inside, part.chunk)
+            )
+        )
+        for part in parts
+    )
 
 
 def run_loop(
@@ -76,30 +88,8 @@ def run_loop(
         [*given[: scan.constants], *given[scan.constants + scan.carries :]],
         given[scan.constants : scan.constants + scan.carries],
     )
-    found: list[list[Any]] = []
-    done = 0
     with internals.context_of(equation.jax_equation, equation.name_stack):
-        for part in loop.parts:
-            start = scan.length - done - part.length if scan.reverse else done
-            run, policy = body(part)
-            iterations = _Iterations(
-                body=functools.partial(_iteration, run, scan),
-                policy=policy,
-                chunks=part.chunks,
-                scan=scan,
-            )
-            if part.length == scan.length:
-                carry, made = _run_all(iterations, reads, carry, scan.length)
-            else:
-                where = range(start, start + part.length)
-                carry, made, reads = _run_some(equation, iterations, reads, carry, where)
-            found.append(made)
-            done += part.length
-        in_order = found[::-1] if scan.reverse else found
-        results = [
-            parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-            for parts in zip(*in_order, strict=True)
-        ]
+        carry, results = _run_parts(_Body(equation, scan, body), loop.parts, reads, carry)
     return [*carry, *results]
 
 
@@ -111,89 +101,129 @@ def _iteration(
     return outputs[: scan.carries], outputs[scan.carries :]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Iterations:
-    """How to run iterations.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Body:
+    """What is run.
 
     Attributes:
-      body: runs one: from constants with entries of what is stacked, and the carry, to the next
-        carry and entries of what is stacked.
-      policy: of its checkpoint.
-      chunks: the lengths of chunks.
-      scan: what the equation says.
+      equation: the loop.
+      scan: what it says.
+      of: gives for a part what runs one iteration, and the policy of its checkpoint.
     """
 
-    body: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-    policy: Callable[..., Any]
-    chunks: tuple[int, ...]
+    equation: Equation
     scan: internals.Scan
-
-    @property
-    def size(self) -> int:
-        """How many run in one turn of the outermost loop."""
-        return self.chunks[0] if self.chunks else 1
-
-    def unroll(self, count: int) -> int:
-        """How many of so many turns are written out in a row."""
-        return 1 if self.chunks else min(self.scan.unroll, count)
-
-    def turn(self, reads: Sequence[Any], carry: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs one turn: an iteration, or a chunk of them."""
-        if not self.chunks:
-            return self.body(reads, carry)
-        inside = dataclasses.replace(self, chunks=self.chunks[1:])
-        return _run_all(inside, reads, carry, self.size)
-
-    def checkpointed(self, turn: Callable[..., Any], count: int) -> Callable[..., Any]:
-        """A turn under its checkpoint, where there are so many."""
-        return jax.checkpoint(
-            turn,
-            # In a loop, nothing but the loop that runs backward repeats what is under it.
-            prevent_cse=self.unroll(count) >= count,
-            policy=None if self.chunks else self.policy,
-        )
+    of: Callable[[Part], tuple[Callable[..., list[Any]], Callable[..., Any]]]
 
 
-def _run_all(
-    iterations: _Iterations, reads: Sequence[Any], carry: Sequence[Any], length: int
+def _run_parts(
+    body: _Body, parts: Sequence[Part], reads: Sequence[Any], carry: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Runs an iteration for all entries of what is stacked.
+    """Runs iterations in parts, one after the other.
+
+    Args:
+      body: what is run.
+      parts: together they have the length of what is stacked.
+      reads: constants, and what is stacked.
+      carry: what the first iteration is handed.
 
     Returns:
       The carry, and the stacked outputs.
     """
-    scan, size = iterations.scan, iterations.size
-    count = length // size
-    turn = iterations.checkpointed(iterations.turn, count)
+    length, done = sum(part.length for part in parts), 0
+    found: list[list[Any]] = []
+    for part in parts:
+        start = length - done - part.length if body.scan.reverse else done
+        turns = _turns(body, part)
+        if part.length == length:
+            return _run_all(turns, reads, carry)
+        where = range(start, start + part.length)
+        carry, made, reads = _run_some(body.equation, turns, reads, carry, where)
+        found.append(made)
+        done += part.length
+    in_order = found[::-1] if body.scan.reverse else found
+    return list(carry), [jnp.concatenate(made) for made in zip(*in_order, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Turns:
+    """A part as a loop whose turns, an iteration or a chunk each, are under checkpoints.
+
+    Attributes:
+      count: how many turns there are.
+      size: the length of a chunk; 0 where each turn is an iteration.
+      turn: runs one: from constants with entries of what is stacked, and the carry, to the next
+        carry and entries of what is stacked.
+      scan: what the equation says.
+    """
+
+    count: int
+    size: int
+    turn: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    policy: Callable[..., Any] | None
+    scan: internals.Scan
+
+    @property
+    def unroll(self) -> int:
+        """How many turns are written out in a row."""
+        return 1 if self.size else min(self.scan.unroll, self.count)
+
+    def checkpointed(self, turn: Callable[..., Any]) -> Callable[..., Any]:
+        """A turn under its checkpoint."""
+        # In a loop, nothing but the loop that runs backward repeats what is under it.
+        return jax.checkpoint(turn, prevent_cse=self.unroll >= self.count, policy=self.policy)
+
+
+def _turns(body: _Body, part: Part) -> _Turns:
+    scan = body.scan
+    if part.inside:
+        turn = functools.partial(_run_parts, body, part.inside)
+        return _Turns(
+            count=part.length // part.chunk, size=part.chunk, turn=turn, policy=None, scan=scan
+        )
+    run, policy = body.of(part)
+    turn = functools.partial(_iteration, run, scan)
+    return _Turns(count=part.length, size=0, turn=turn, policy=policy, scan=scan)
+
+
+def _run_all(
+    turns: _Turns, reads: Sequence[Any], carry: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Runs all turns, on all that is stacked.
+
+    Returns:
+      The carry, and the stacked outputs.
+    """
+    scan, turn = turns.scan, turns.checkpointed(turns.turn)
     constants, stacked = list(reads[: scan.constants]), list(reads[scan.constants :])
-    if iterations.chunks:
-        stacked = [one.reshape(count, size, *one.shape[1:]) for one in stacked]
+    if turns.size:
+        stacked = [one.reshape(turns.count, turns.size, *one.shape[1:]) for one in stacked]
     last, made = lax.scan(
         lambda carry, entries: turn([*constants, *entries], carry),
         list(carry),
         stacked,
-        length=count,
+        length=turns.count,
         reverse=scan.reverse,
-        unroll=iterations.unroll(count),
+        unroll=turns.unroll,
     )
-    return last, _flat(made, iterations)
+    return last, _flat(made, turns)
 
 
-def _flat(made: Sequence[Any], iterations: _Iterations) -> list[Any]:
+def _flat(made: Sequence[Any], turns: _Turns) -> list[Any]:
     """Stacked outputs of all turns, one entry for each iteration."""
-    if not iterations.chunks:
+    if not turns.size:
         return list(made)
     return [one.reshape(one.shape[0] * one.shape[1], *one.shape[2:]) for one in made]
 
 
 def _run_some(
     equation: Equation,
-    iterations: _Iterations,
+    turns: _Turns,
     reads: Sequence[Any],
     carry: Sequence[Any],
     where: range,
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Runs an iteration for some entries of what is stacked.
+    """Runs the turns on some entries of what is stacked.
 
     What is read is handed on to the next part, and its gradient comes back from there: that of this
     part is added to it, in its place. ``scan`` by itself would sum up a gradient of its own in each
@@ -203,27 +233,26 @@ def _run_some(
     Returns:
       The carry, the stacked outputs of these iterations, and what is read.
     """
-    scan, size = iterations.scan, iterations.size
-    count = len(where) // size
+    scan = turns.scan
 
     def from_place(
         reads: Sequence[Any], carry: Sequence[Any], place: Any
     ) -> tuple[list[Any], list[Any]]:
-        entries = [_entries(one, place, iterations) for one in reads[scan.constants :]]
-        return iterations.turn([*reads[: scan.constants], *entries], carry)
+        entries = [_entries(one, place, turns) for one in reads[scan.constants :]]
+        return turns.turn([*reads[: scan.constants], *entries], carry)
 
-    turn = iterations.checkpointed(from_place, count)
+    turn = turns.checkpointed(from_place)
     loop = functools.partial(
         lax.scan,
-        xs=np.arange(where.start, where.stop, size, dtype=np.int32),
+        xs=np.arange(where.start, where.stop, max(1, turns.size), dtype=np.int32),
         reverse=scan.reverse,
-        unroll=iterations.unroll(count),
+        unroll=turns.unroll,
     )
 
     @jax.custom_jvp
     def run(reads: list[Any], carry: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         carry, made = loop(lambda carry, place: turn(reads, carry, place), carry)
-        return carry, _flat(made, iterations), reads
+        return carry, _flat(made, turns), reads
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         reads, carry = primals
@@ -262,7 +291,7 @@ def _run_some(
             [tangents[0][n] for n in read_places],
         )
         (carry, to_carry, to_reads), (made, to_made) = loop(step, start)
-        made, to_made = _flat(made, iterations), _flat(to_made, iterations)
+        made, to_made = _flat(made, turns), _flat(to_made, turns)
         return (carry, made, reads), (
             _filled(list(map(internals.zero_tangent, carry)), carried, to_carry),
             _filled(list(map(internals.zero_tangent, made)), stacked, to_made),
@@ -281,9 +310,9 @@ def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any])
     return found
 
 
-def _entries(stacked: Any, place: Any, iterations: _Iterations) -> Any:
+def _entries(stacked: Any, place: Any, turns: _Turns) -> Any:
     """The entries that one turn reads, from a place on; one by itself where there are no chunks."""
     starts = (place, *[0] * (stacked.ndim - 1))
-    sizes = (iterations.size, *stacked.shape[1:])
+    sizes = (max(1, turns.size), *stacked.shape[1:])
     found = lax.dynamic_slice(stacked, starts, sizes, allow_negative_indices=False)
-    return found if iterations.chunks else found.reshape(stacked.shape[1:])
+    return found if turns.size else found.reshape(stacked.shape[1:])

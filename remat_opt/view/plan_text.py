@@ -125,14 +125,19 @@ def _regions(stages: Sequence[Mapping[str, Any]]) -> str:
 
 def _loop(loop: Mapping[str, Any]) -> str:
     """What the iterations of an opened loop keep."""
-    length = sum(part["length"] for part in loop["parts"])
-    return f"scan of {length}: " + ", then ".join(map(_part, loop["parts"]))
+    return f"scan of {_length(loop['parts'])}: " + ", then ".join(map(_part, loop["parts"]))
+
+
+def _length(parts: Sequence[Mapping[str, Any]]) -> int:
+    return sum(part["length"] for part in parts)
 
 
 def _part(part: Mapping[str, Any]) -> str:
     said = f"{part['length']}"
-    for number, size in enumerate(part["chunks"]):
-        said += f" in chunks of {size}" if not number else f" of {size}"
+    if part["inside"]:
+        size = _length(part["inside"])
+        said += f" in chunks of {size}" if size < part["length"] else " in one chunk"
+        return f"{said} ({', then '.join(map(_part, part['inside']))})"
     kept = _count(len(part["kept"]), "value")
     said += (
         f" that keep {format_bytes(part['kept_bytes'])} in {kept} each"
