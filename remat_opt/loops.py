@@ -94,7 +94,7 @@ class _Shape:
     Attributes:
       length: how many there are.
       carry_bytes: of what one hands to the next.
-      entry_bytes: of what one reads of stacks, with gradients, and writes.
+      result_bytes: of the gradients of what one writes to stacks.
       rounded_bytes: of what is rounded ahead of the loop.
       seconds: of one.
       flops: of one.
@@ -102,7 +102,7 @@ class _Shape:
 
     length: int
     carry_bytes: int
-    entry_bytes: int
+    result_bytes: int
     rounded_bytes: int
     seconds: float
     flops: int
@@ -112,7 +112,7 @@ class _Shape:
         return Chain(
             length=self.length,
             state_bytes=self.carry_bytes,
-            entry_bytes=self.entry_bytes,
+            result_bytes=self.result_bytes,
             seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
             ways=tuple(
                 Way(
@@ -288,7 +288,7 @@ def _ways_of(
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(body.types[value]) for value in values)
 
-    arguments, varying = body.arguments, set(body.differentiated)
+    arguments, varying = body.arguments, bodies.varying(body)
     carry = arguments[scan.constants : scan.constants + scan.carries]
     entries = arguments[scan.constants + scan.carries :]
     results = [atom for atom in body.outputs[scan.carries :] if isinstance(atom, int)]
@@ -299,8 +299,7 @@ def _ways_of(
     shape = _Shape(
         length=scan.length,
         carry_bytes=total(carry),
-        entry_bytes=total([*entries, *results])
-        + total([value for value in entries if value in varying]),
+        result_bytes=total([value for value in results if value in varying]),
         rounded_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler),
         seconds=seconds,
         flops=graph.flops[vertex] // scan.length,

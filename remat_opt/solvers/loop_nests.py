@@ -13,17 +13,18 @@ Their first part is one of
   leaf    w iterations in way j, each of which keeps its state and k[j] bytes and takes t[j] again:
           w t[j] + least(n - w, m - w (state + k[j])), and the workspace of j must fit beside; or
   chunks  q chunks of c iterations, which keep one state each, in one loop:
-          q (c t + least(c, m' - c entry)) + least(n - q c, m - q state), where t is the time of an
-          iteration, an entry is what one reads and writes of stacks, which a chunk has a copy of,
-          and m' is m - q state; with a single chunk m, since its state is the one it starts from.
+          q (c t + least(c, m' - c result)) + least(n - q c, m - q state), where t is the time of an
+          iteration, a result is the gradient of what one writes to stacks, which a chunk is handed,
+          and m' is m - q state.
 
-With single chunks alone this is Revolve's recursion. Every part costs a little time beside, so that
+With chunks of which there is only one this would be Revolve's recursion. But such a chunk is no
+loop, and compilers that see no loop do its work again as soon as it was done. With two or more
+the fewest steps are hardly more, and the program is much shorter. Every part costs a little time beside, so that
 of plans alike the shorter one is found.
 
 All n up to a few octaves are too many: of each octave 32 lengths are looked at, in equal steps, and
 parts and what is left are some of these. (A multiple of a step is one of all smaller steps, so that
-differences are there.) Another length than these is a longer plan without its first iterations.
-Memory is counted in slots, in tables whose budgets halve, and bytes are rounded up to slots, so
+differences are there.) Memory is counted in slots, in tables whose budgets halve, and bytes are rounded up to slots, so
 that what is found fits; ``judge`` gives its exact figures.
 
 Why not a ready-made tool: published implementations of Revolve drive a program of their own step by
@@ -81,14 +82,14 @@ class Chain:
     Attributes:
       length: n.
       state_bytes: of what an iteration hands to the next.
-      entry_bytes: of what it reads and writes of stacks.
+      result_bytes: of the gradients of what it writes to stacks.
       seconds: of an iteration, forward.
       ways: to run an iteration.
     """
 
     length: int
     state_bytes: int
-    entry_bytes: int
+    result_bytes: int
     seconds: float
     ways: tuple[Way, ...]
 
@@ -137,10 +138,8 @@ def judge(chain: Chain, pieces: Sequence[Piece]) -> Figures:
             size = piece.chunk
             count = piece.length // size
             chunk = judge(chain, piece.inside)
-            before = held
             held += count * chain.state_bytes
-            beside = (held if count > 1 else before) + size * chain.entry_bytes
-            peak = max(peak, held, beside + chunk.peak_bytes)
+            peak = max(peak, held + size * chain.result_bytes + chunk.peak_bytes)
             seconds += count * (chunk.seconds + size * chain.seconds)
         else:
             way = chain.ways[piece.way]
@@ -172,17 +171,20 @@ def nests(chain: Chain, *, slots: int = SLOTS) -> Iterator[tuple[Piece, ...]]:
 
 
 def lengths(most: int) -> list[int]:
-    """The lengths that are looked at, up to the first that is no less than ``most``.
+    """The lengths that are looked at, up to ``most``.
 
-    >>> lengths(70)[-4:]
-    [62, 64, 68, 72]
+    >>> lengths(71)[-4:]
+    [62, 64, 68, 71]
     """
-    found, step = [1], 1
+    found = [1]
     while found[-1] < most:
-        found.append(found[-1] + step)
-        if found[-1] == _IN_OCTAVE * step:
-            step *= 2
+        found.append(min(found[-1] + _step(found[-1]), most))
     return found
+
+
+def _step(length: int) -> int:
+    """How far the next length is that is looked at."""
+    return 1 << max(0, (length // _IN_OCTAVE).bit_length())
 
 
 def count(pieces: Sequence[Piece]) -> int:
@@ -236,7 +238,7 @@ class _Table:
 
     def _fill(self, place: int) -> None:
         chain, length = self.chain, self.lengths[place]
-        step = length - self.lengths[place - 1]
+        step = _step(self.lengths[place - 1])
         rests = np.array([rest for rest in self.lengths[:place] if rest % step == 0])
         rest_places = np.array([self.place[rest] for rest in rests.tolist()])
         firsts = length - rests
@@ -256,14 +258,14 @@ class _Table:
         found = [
             (count, self.place[size], rest)
             for first, rest in zip(firsts.tolist(), rest_places.tolist(), strict=True)
-            for count in range(1, min(MOST_CHUNKS, first) + 1)
+            for count in range(2, min(MOST_CHUNKS, first) + 1)
             if not first % count and 1 < (size := first // count) < length and size in self.place
         ]
         if found:
             counts, sizes, rest_places = np.array(found).T
             size = np.array(self.lengths)[sizes]
             held = self._rounded(counts * chain.state_bytes)
-            within = np.where(counts > 1, held, 0) + self._rounded(size * chain.entry_bytes)
+            within = held + self._rounded(size * chain.result_bytes)
             left, inner = budgets - held[:, None], budgets - within[:, None]
             seconds = np.where(
                 np.minimum(left, inner) >= 0,
@@ -292,8 +294,7 @@ class _Table:
         for budget in range(beyond + 1, self.slots + 1):
             if self.least[place, budget] < before:
                 before = self.least[place, budget]
-                pieces = self._pieces(place, budget)
-                yield _shortened(pieces, self.lengths[place] - self.chain.length)
+                yield self._pieces(place, budget)
 
     def _pieces(self, place: int, budget: int) -> tuple[Piece, ...]:
         chain, found = self.chain, []
@@ -308,27 +309,9 @@ class _Table:
             else:
                 length = self.lengths[size]
                 held = self._rounded(float(number * chain.state_bytes))
-                within = self._rounded(float(length * chain.entry_bytes))
-                inside = self._pieces(size, budget - int(within + (held if number > 1 else 0)))
+                within = self._rounded(float(length * chain.result_bytes))
+                inside = self._pieces(size, budget - int(held + within))
                 found.append(Piece(length=number * length, inside=inside))
             budget -= int(held)
             place = int(choice.rests[which])
         return tuple(found)
-
-
-def _shortened(pieces: Sequence[Piece], less: int) -> tuple[Piece, ...]:
-    """The parts without so many of their first iterations."""
-    found: list[Piece] = []
-    for piece in pieces:
-        gone = min(less, piece.length)
-        less -= gone
-        left = piece.length - gone
-        if piece.inside and left % piece.chunk:
-            # One chunk is shorter than the others.
-            rest = piece.chunk - left % piece.chunk
-            inside = _shortened(piece.inside, rest)
-            found.append(Piece(length=left % piece.chunk, inside=inside))
-            left -= left % piece.chunk
-        if left:
-            found.append(dataclasses.replace(piece, length=left))
-    return tuple(found)

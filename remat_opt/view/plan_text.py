@@ -136,8 +136,7 @@ def _part(part: Mapping[str, Any]) -> str:
     said = f"{part['length']}"
     if part["inside"]:
         size = _length(part["inside"])
-        said += f" in chunks of {size}" if size < part["length"] else " in one chunk"
-        return f"{said} ({', then '.join(map(_part, part['inside']))})"
+        return f"{said} in chunks of {size} ({', then '.join(map(_part, part['inside']))})"
     kept = _count(len(part["kept"]), "value")
     said += (
         f" that keep {format_bytes(part['kept_bytes'])} in {kept} each"

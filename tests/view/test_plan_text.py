@@ -235,10 +235,8 @@ def test_loops_say_what_their_iterations_keep() -> None:
     last = {**inner, "length": 8, "kept": [3], "kept_bytes": 2**20}
     last["loops"] = [{"root": 5, "parts": [inner]}]
     first = {**inner, "length": 40, "inside": [inner, {**last, "length": 6, "loops": []}]}
-    alone = {**inner, "length": 4, "inside": [inner]}
-    assert plan_text._loop({"root": 0, "parts": [first, alone, last]}) == (
-        "scan of 52: 40 in chunks of 10 (4 that keep nothing but what they are handed, then 6 that "
-        "keep 1.00 MiB in 1 value each), then 4 in one chunk (4 that keep nothing but what they "
-        "are handed), then 8 that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that keep "
-        "nothing but what they are handed)"
+    assert plan_text._loop({"root": 0, "parts": [first, last]}) == (
+        "scan of 48: 40 in chunks of 10 (4 that keep nothing but what they are handed, then 6 that "
+        "keep 1.00 MiB in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan "
+        "of 4: 4 that keep nothing but what they are handed)"
     )
