@@ -18,13 +18,13 @@ Their first part is one of
           and m' is m - q state.
 
 With chunks of which there is only one this would be Revolve's recursion. But such a chunk is no
-loop, and compilers that see no loop do its work again as soon as it was done. With two or more
-the fewest steps are hardly more, and the program is much shorter. Every part costs a little time beside, so that
-of plans alike the shorter one is found.
+loop, and a compiler that sees no loop may do its work again as soon as it was done. With two or
+more the fewest steps are hardly more, and the program is much shorter. Every part costs a little
+time beside, so that of plans alike the shorter one is found.
 
 All n up to a few octaves are too many: of each octave 32 lengths are looked at, in equal steps, and
-parts and what is left are some of these. (A multiple of a step is one of all smaller steps, so that
-differences are there.) Memory is counted in slots, in tables whose budgets halve, and bytes are rounded up to slots, so
+what is left after a part is one of these. (A multiple of a step is one of all smaller steps.)
+Memory is counted in slots, in tables whose budgets halve, and bytes are rounded up to slots, so
 that what is found fits; ``judge`` gives its exact figures.
 
 Why not a ready-made tool: published implementations of Revolve drive a program of their own step by
@@ -55,7 +55,7 @@ MOST_CHUNKS = 64
 #: Slots of a table; how many times smaller the budget of the next one is; how many tables.
 SLOTS, _FACTOR, _MOST_TABLES = 96, 2, 10
 #: The time that a part costs, as a share of the loop's: a little, and more where plans get long.
-_PART_SHARES = (1 / 1000, 1 / 100)
+_PART_SHARES = (1 / 10_000, 1 / 1000, 1 / 100)
 #: Parts in a plan, those inside of one another counted.
 MOST_PARTS = 96
 
