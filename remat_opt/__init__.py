@@ -23,6 +23,7 @@ from remat_opt.errors import (
     TraceError,
     UnitError,
 )
+from remat_opt.explanation import Explanation, explain
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
@@ -32,6 +33,7 @@ __all__ = [
     "Comparison",
     "CompileError",
     "DeviceError",
+    "Explanation",
     "Frontier",
     "GraphError",
     "MissingPackageError",
@@ -44,6 +46,7 @@ __all__ = [
     "UnitError",
     "apply_plan",
     "compare",
+    "explain",
     "frontier",
     "make_plan",
     "measure",

@@ -1,9 +1,9 @@
-"""``python -m remat_opt``: compare, plan and frontiers from a shell; lists of devices and solvers.
+"""``python -m remat_opt``: plans, what memory is spent on, and checks, from a shell.
 
 A loss function and its arguments are named as ``MODULE:FUNCTION``. The current directory is
 importable, as for ``python -m``. What goes wrong on purpose (``RematError``) is one line on
 stderr and the exit status 2, as for a wrong option; a fault in the named modules themselves
-keeps its traceback.
+keeps its traceback. ``check`` and ``lint`` exit with 1 where they have found something.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_opt import api, solvers
+from remat_opt import api, explanation, solvers
 from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import RematError
@@ -54,24 +54,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: those of the command line without the program's name; ``sys.argv`` if None.
 
     Returns:
-      The exit status: 0, or 2 where the command could not be carried out.
+      The exit status: 0; 1 where a check has found something; 2 where the command could not be
+      carried out.
     """
     options = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    run: Callable[[argparse.Namespace], None] = options.run
+    run: Callable[[argparse.Namespace], int | None] = options.run
     try:
-        run(options)
+        return run(options) or 0
     except RematError as error:
         print("remat_opt: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m remat_opt",
-        description="Rematerialisation that is planned: compare, plan, list devices and solvers.",
+        description="Rematerialisation that is planned: plan, compare, explain, lint, check.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -133,6 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     frontier = _command(commands, "frontier", _frontier, "show the best plans over all budgets")
     _add_function(frontier)
     _add_output(frontier, "one JSON object per plan")
+    explain = _command(
+        commands, "explain", _explain, "show what a training step's memory is spent on"
+    )
+    _add_function(explain, "a training step, or a decorated loss", planned=False)
+    _add_donated(explain)
+    _add_output(explain, "the explanation as one JSON object")
     devices = _command(commands, "devices", _devices, "list the machines that can be planned for")
     _add_output(devices, "one JSON object per device")
     listed = _command(commands, "solvers", _solvers, "list the algorithms there are")
@@ -141,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], purpose: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], purpose: str
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -154,12 +160,15 @@ def _command(
     return command
 
 
-def _add_function(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="the loss function, or a training step that differentiates a decorated one",
-    )
+def _add_function(
+    command: argparse.ArgumentParser,
+    what: str = "the loss function, or a training step that differentiates a decorated one",
+    *,
+    planned: bool = True,
+    compiled: bool = True,
+) -> None:
+    """The options that say which function, at which arguments, and how it is planned for."""
+    command.add_argument("function", metavar="MODULE:FUNCTION", help=what)
     command.add_argument(
         "--args",
         required=True,
@@ -172,9 +181,12 @@ def _add_function(command: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="likewise a function that returns the dictionary of its keyword arguments",
     )
-    command.add_argument(
-        "--device", default="attached", help="a name that 'devices' lists (default: attached)"
-    )
+    if compiled:
+        command.add_argument(
+            "--device", default="attached", help="a name that 'devices' lists (default: attached)"
+        )
+    if not planned:
+        return
     command.add_argument(
         "--solver",
         default="portfolio",
@@ -291,6 +303,16 @@ def _frontier(options: argparse.Namespace) -> None:
         print(found)
     if options.html:
         _write(options.html, report.page(f"{found.function}: frontier", found._repr_html_()))
+
+
+def _explain(options: argparse.Namespace) -> None:
+    fn, args, kwargs = _called(options)
+    found = explanation.explain(
+        fn, *args, device=options.device, donate_argnums=options.donate_argnums, **kwargs
+    )
+    print(found.to_json() if options.json else found)
+    if options.html:
+        _write(options.html, report.page(f"{found.function}: memory", found._repr_html_()))
 
 
 def _devices(options: argparse.Namespace) -> None:

@@ -38,6 +38,7 @@ from remat_opt.measurement.buffers import CompiledMemory
 from remat_opt.measurement.compile_only import compile_only_device
 from remat_opt.measurement.dump import dump_folder, read_memory
 from remat_opt.measurement.survival import survival
+from remat_opt.progress import doing
 from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation
 from remat_opt.units import format_bytes
 
@@ -208,11 +209,14 @@ def measure(
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )
-    lowered = _lower(jitted, args, kwargs, target)
     memory: CompiledMemory | None = None
+    name = getattr(fn, "__name__", type(fn).__name__)
+    with doing(f"tracing {name}"):
+        lowered = _lower(jitted, args, kwargs, target)
     with dump_folder() if with_buffers else contextlib.nullcontext() as folder:
         try:
-            compiled, notes = _compile(lowered, target, folder)
+            with doing(f"compiling {name} for {target.name}"):
+                compiled, notes = _compile(lowered, target, folder)
         except CompileError as error:
             if folder is not None:
                 # XLA writes down what it decided before it finds that it does not fit.

@@ -58,10 +58,10 @@ def read_memory(text: str, folder: Path, device: Device) -> CompiledMemory:
     found = []
     for path in sorted(folder.rglob(f"*{_DUMPED}{_ASSIGNMENT}")):
         stem = path.name.removesuffix(_ASSIGNMENT)
-        text = path.with_name(f"{stem}.txt")
+        scheduled = path.with_name(f"{stem}.txt")
         live_ranges = path.with_name(stem + _LIVE_RANGES)
-        if text.exists() and live_ranges.exists():
-            module = _MODULE.match(content := text.read_text())
+        if scheduled.exists() and live_ranges.exists():
+            module = _MODULE.match(content := scheduled.read_text())
             if module is not None and program is not None and module[1] == program[1]:
                 found.append((content, live_ranges.read_text(), path.read_text()))
     if len(found) != 1:

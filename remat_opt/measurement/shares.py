@@ -2,9 +2,11 @@
 
 Arguments are there from first to last: parameters, the optimizer's state, and inputs such as the
 batch; so are the *results* that do not lie in donated arguments. Of the temporaries, *activations*
-are made going forward and read going backward, which is what rematerialisation can change.
-*Gradients* are what the backward pass hands to the optimizer. All else is *workspace*: what lives
-within one pass only, copies, and what is computed again. Between arrays there may be *holes*.
+are made going forward and read going backward; *recomputed* is what is computed again for the
+backward pass, by ``jax.checkpoint``, a plan, or the compiler of its own accord. These two are
+what rematerialisation trades for one another. *Gradients* are what the backward pass hands to the
+optimizer. All else is *workspace*: what lives within one pass only, and copies. Between arrays
+there may be *holes*.
 
 The names that JAX gives to instructions say which pass they are part of.
 """
@@ -29,6 +31,7 @@ Share = Literal[
     "inputs",
     "results",
     "activations",
+    "recomputed",
     "gradients",
     "workspace",
     "holes",
@@ -40,6 +43,7 @@ SHARES: tuple[Share, ...] = (
     "inputs",
     "results",
     "activations",
+    "recomputed",
     "gradients",
     "workspace",
     "holes",
@@ -67,7 +71,8 @@ class Held:
       share: what they count to.
       bytes: of all of them together.
       count: how many they are.
-      label: what makes them: a primitive, a function, or the argument's name.
+      label: what makes them: a primitive, a function, or the argument's name; with "again" where
+        the compiler computes it again of its own accord.
       type: element type and shape, such as ``f32[8,4]``.
       module: the modules that they are made in, with ``*`` for numbers that differ.
       source: the user's line, as ``file.py:line (function)``; "" if unknown.
@@ -111,7 +116,7 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
     for name, role in roles.items():
         words.setdefault(_word(name), role)
     timelines: dict[Share, NDArray[np.int64]] = {
-        share: np.zeros(len(memory.instructions), np.int64) for share in SHARES[4:7]
+        share: np.zeros(len(memory.instructions), np.int64) for share in SHARES[4:8]
     }
     alive: list[tuple[Share, Buffer]] = []
     for buffer in memory.buffers:
@@ -121,9 +126,10 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
         timelines[share][buffer.first_step : buffer.last_step + 1] += buffer.size_bytes
         if buffer.first_step <= memory.peak_step <= buffer.last_step:
             alive.append((share, buffer))
-    for share, buffer in _resident(memory):
+    for buffer in _resident(memory):
         name = buffer.op_name
-        alive.append((share or roles.get(name, words.get(_word(name), "inputs")), buffer))
+        of_argument = roles.get(name) or words.get(_word(name), "inputs")
+        alive.append((of_argument if buffer.allocation == "argument" else "results", buffer))
     at_peak: dict[Share, int] = dict.fromkeys(SHARES, 0)
     for share, buffer in alive:
         at_peak[share] += buffer.size_bytes
@@ -138,9 +144,9 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
 
 def _share(buffer: Buffer) -> Share:
     """What a temporary counts to."""
-    if _OWN in buffer.instruction:
-        return "workspace"
     made = next((origin(name).phase for name in buffer.made_by), "other")
+    if made == "recomputed" or (_OWN in buffer.instruction and made == "forward"):
+        return "recomputed"
     read = {origin(name).phase for name in buffer.read_by}
     if made == "forward" and read & {"backward", "recomputed"}:
         return "activations"
@@ -149,25 +155,17 @@ def _share(buffer: Buffer) -> Share:
     return "workspace"
 
 
-def _resident(memory: CompiledMemory) -> list[tuple[Share | None, Buffer]]:
-    """Arguments, of which the share is not known here, and results in places of their own.
-
-    One for each allocation, as large as what lies in it reaches.
-    """
+def _resident(memory: CompiledMemory) -> list[Buffer]:
+    """Arguments, and results in places of their own: one for each allocation, as large as it is."""
     places: defaultdict[int, list[Buffer]] = defaultdict(list)
     for buffer in memory.buffers:
         if buffer.allocation != "temporary":
             places[buffer.allocation_number].append(buffer)
-    found: list[tuple[Share | None, Buffer]] = []
+    found = []
     for inside in places.values():
         size_bytes = max(one.offset_bytes + one.size_bytes for one in inside)
         named = [one for one in inside if one.kind == inside[0].allocation] or inside
-        found.append(
-            (
-                "results" if inside[0].allocation == "result" else None,
-                dataclasses.replace(named[0], size_bytes=size_bytes),
-            )
-        )
+        found.append(dataclasses.replace(named[0], size_bytes=size_bytes))
     return found
 
 
@@ -208,7 +206,7 @@ def _held(share: Share, buffer: Buffer) -> Held:
             # Named after an argument that it is made of.
             label = f"copy of {label}"
         if _OWN in buffer.instruction:
-            label = f"{label}, computed again by the compiler"
+            label = f"{label}, again"
     return Held(
         share=share,
         bytes=buffer.size_bytes,
@@ -236,7 +234,12 @@ def _module_and_label(op_name: str) -> tuple[str, str]:
     if between and (call := _CALL.match(between[-1])) is not None and call[1].strip("_"):
         label = call[1].strip("_")
     modules = [part.rstrip(")") if not _CALL.match(part) else "" for part in between]
-    kept = [part for part in modules if part and part not in _HOW and not is_scope(part)]
+    # What an einsum is of has a scope of its own.
+    kept = [
+        part
+        for part in modules
+        if part and part not in _HOW and "->" not in part and not is_scope(part)
+    ]
     return "/".join(kept), label
 
 

@@ -33,9 +33,10 @@ def argument_roles(program: Program) -> tuple[Role, ...]:
         for one in program.equations
     ]
     read = found.walk(equations, program.output_values)
-    if not found.gradients:
-        return ("input",) * len(program.arguments)
     roles: list[Role] = []
+    if not found.gradients:
+        roles += ["input" for _ in program.arguments]
+        return tuple(roles)
     left = Counter(found.gradients)
     for value in program.arguments:
         shape = program.types[value].shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from remat_opt.view.plan_text import printable
 #: Rows of the table of arrays in a terminal, and on a page.
 _MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
 #: Characters of the picture in a terminal, of a label, of a module, and of the compiler's words.
-_COLUMNS, _MOST_LABEL, _MOST_MODULE, _MOST_WORDS = 60, 34, 30, 300
+_COLUMNS, _MOST_LABEL, _MOST_MODULE, _MOST_WORDS = 60, 20, 26, 300
+#: Characters of a line, and of its margin: what the words before facts take.
+_MOST_WIDTH, _MARGIN = 110, 10
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -22,7 +25,8 @@ def text(explanation: Mapping[str, Any]) -> str:
     Args:
       explanation: what ``Explanation.to_dict`` gives.
     """
-    parts = ["\n".join([_title(explanation), report.facts_text(_facts(explanation))])]
+    facts = [(word, _wrapped(said)) for word, said in _facts(explanation)]
+    parts = ["\n".join([_title(explanation), report.facts_text(facts)])]
     parts.append(_shares_table(explanation).text())
     parts.append(_curves(explanation))
     parts.append(_arrays_table(explanation, _MOST_ROWS, shorten=True).text())
@@ -43,9 +47,7 @@ def html(explanation: Mapping[str, Any]) -> str:
             title="Memory over time",
             amounts=tuple(timeline),
             x=report.steps_axis("step, as compiled: forward, then backward"),
-            y=report.bytes_axis(
-                "device memory", max([*timeline, *(level for _, level in levels)])
-            ),
+            y=report.bytes_axis("device memory", max([*timeline, *(level for _, level in levels)])),
             levels=levels,
         ).svg()
     return report.section(
@@ -55,6 +57,11 @@ def html(explanation: Mapping[str, Any]) -> str:
         picture,
         _arrays_table(explanation, _MOST_ROWS_ON_A_PAGE, shorten=False).html(),
     )
+
+
+def _wrapped(said: str) -> str:
+    """A long text in lines that go on below one another, behind the word that they explain."""
+    return f"\n{' ' * _MARGIN}".join(textwrap.wrap(said, _MOST_WIDTH - _MARGIN)) or said
 
 
 def _title(explanation: Mapping[str, Any]) -> str:
@@ -125,9 +132,7 @@ def _curves(explanation: Mapping[str, Any]) -> str:
         if any(amounts)
     ]
     where = total.index(highest) + 1
-    return "\n".join(
-        [f"Memory over time: highest at step {where:,} of {len(total):,}", *lines]
-    )
+    return "\n".join([f"Memory over time: highest at step {where:,} of {len(total):,}", *lines])
 
 
 def _curve(amounts: Sequence[int], highest: int) -> str:
@@ -141,28 +146,29 @@ def _curve(amounts: Sequence[int], highest: int) -> str:
 
 
 def _arrays_table(explanation: Mapping[str, Any], most: int, *, shorten: bool) -> report.Table:
-    rows = explanation["arrays"]
+    rows = explanation["rows"]
     left = rows[most:]
 
     def cut(words: str, length: int) -> str:
         words = printable(words)
-        return words if not shorten or len(words) <= length else "..." + words[3 - length :]
+        return words if not shorten or len(words) <= length else words[: length - 3] + "..."
 
     return report.Table(
         title="Largest arrays at the peak",
-        headings=("bytes", "", "share", "made by", "module", "source"),
+        headings=("bytes", "", "share", "made by", "type", "module", "source"),
         rows=tuple(
             (
                 format_bytes(row["bytes"]),
                 f"{row['count']} x" if row["count"] > 1 else "",
                 row["share"],
-                cut(f"{row['label']} {row['type']}".strip(), _MOST_LABEL),
+                cut(row["label"], _MOST_LABEL),
+                row["type"],
                 cut(row["module"], _MOST_MODULE),
                 printable(row["source"]),
             )
             for row in rows[:most]
         ),
-        align="rrllll",
+        align="rrlllll",
         footer=(
             f"and {sum(row['count'] for row in left):,} more, "
             f"{format_bytes(sum(row['bytes'] for row in left))}"
