@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_opt import api, explanation, solvers
+from remat_opt import api, explanation, solvers, testing
 from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import RematError
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         commands, "compare", _compare, "compile plans beside jax.checkpoint's own policies"
     )
     _add_function(compare)
+    _add_planning(compare)
     compare.add_argument(
         "--budget",
         action="append",
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(compare, "one JSON object per row")
     plan = _command(commands, "plan", _plan, "decide what to keep and what to recompute")
     _add_function(plan)
+    _add_planning(plan)
     plan.add_argument(
         "--budget",
         metavar="BYTES|SHARE",
@@ -132,13 +134,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(plan, "the plan as --save writes it")
     frontier = _command(commands, "frontier", _frontier, "show the best plans over all budgets")
     _add_function(frontier)
+    _add_planning(frontier)
     _add_output(frontier, "one JSON object per plan")
     explain = _command(
         commands, "explain", _explain, "show what a training step's memory is spent on"
     )
-    _add_function(explain, "a training step, or a decorated loss", planned=False)
+    _add_function(explain, "a training step, or a decorated loss")
+    _add_device(explain)
     _add_donated(explain)
     _add_output(explain, "the explanation as one JSON object")
+    check = _command(
+        commands, "check", _check, "fail where a plan's peak has grown or its program has changed"
+    )
+    check.add_argument("plan", metavar="FILE", help="a plan that was saved with --verify")
+    _add_function(check, "what the plan was made for")
+    _add_device(check, None, "the plan's")
+    _add_derivative(check)
+    _add_donated(check)
+    check.add_argument(
+        "--tolerance",
+        type=float,
+        default=testing.TOLERANCE,
+        metavar="SHARE",
+        help="by what share temporaries may grow (default: %(default)s)",
+    )
+    check.add_argument("--json", action="store_true", help="for machines: one JSON object")
     devices = _command(commands, "devices", _devices, "list the machines that can be planned for")
     _add_output(devices, "one JSON object per device")
     listed = _command(commands, "solvers", _solvers, "list the algorithms there are")
@@ -163,17 +183,13 @@ def _command(
 def _add_function(
     command: argparse.ArgumentParser,
     what: str = "the loss function, or a training step that differentiates a decorated one",
-    *,
-    planned: bool = True,
-    compiled: bool = True,
 ) -> None:
-    """The options that say which function, at which arguments, and how it is planned for."""
     command.add_argument("function", metavar="MODULE:FUNCTION", help=what)
     command.add_argument(
         "--args",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the tuple of the loss's positional "
+        help="a function without arguments that returns the tuple of the function's positional "
         "arguments: arrays, or jax.ShapeDtypeStruct in their place",
     )
     command.add_argument(
@@ -181,12 +197,18 @@ def _add_function(
         metavar="MODULE:FUNCTION",
         help="likewise a function that returns the dictionary of its keyword arguments",
     )
-    if compiled:
-        command.add_argument(
-            "--device", default="attached", help="a name that 'devices' lists (default: attached)"
-        )
-    if not planned:
-        return
+
+
+def _add_device(
+    command: argparse.ArgumentParser, default: str | None = "attached", said: str = "attached"
+) -> None:
+    command.add_argument(
+        "--device", default=default, help=f"a name that 'devices' lists (default: {said})"
+    )
+
+
+def _add_planning(command: argparse.ArgumentParser) -> None:
+    _add_device(command)
     command.add_argument(
         "--solver",
         default="portfolio",
@@ -199,6 +221,10 @@ def _add_function(
         default="seconds",
         help="what recomputation is counted in (default: seconds)",
     )
+    _add_derivative(command)
+
+
+def _add_derivative(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--argnums",
         type=_numbers,
@@ -313,6 +339,30 @@ def _explain(options: argparse.Namespace) -> None:
     print(found.to_json() if options.json else found)
     if options.html:
         _write(options.html, report.page(f"{found.function}: memory", found._repr_html_()))
+
+
+def _check(options: argparse.Namespace) -> int:
+    fn, args, kwargs = _called(options)
+    found = testing.verdict(
+        options.plan,
+        fn,
+        args,
+        kwargs,
+        tolerance=options.tolerance,
+        argnums=options.argnums,
+        has_aux=options.has_aux,
+        donate_argnums=options.donate_argnums,
+        device=options.device,
+    )
+    if options.json:
+        print(json.dumps(dataclasses.asdict(found)))
+    elif found.complaint:
+        print(found.complaint, file=sys.stderr)
+    else:
+        now = format_bytes(found.now_bytes or 0)
+        then = format_bytes(found.then_bytes)
+        print(f"The plan of {found.function} holds on {found.device}: {now}, {then} when made.")
+    return 1 if found.complaint else 0
 
 
 def _devices(options: argparse.Namespace) -> None:
