@@ -24,6 +24,7 @@ from remat_opt.errors import (
     UnitError,
 )
 from remat_opt.explanation import Explanation, explain
+from remat_opt.linting.report import Findings, lint
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
@@ -34,6 +35,7 @@ __all__ = [
     "CompileError",
     "DeviceError",
     "Explanation",
+    "Findings",
     "Frontier",
     "GraphError",
     "MissingPackageError",
@@ -48,6 +50,7 @@ __all__ = [
     "compare",
     "explain",
     "frontier",
+    "lint",
     "make_plan",
     "measure",
     "optimal_remat",

@@ -22,6 +22,7 @@ from remat_opt import api, explanation, solvers, testing
 from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import RematError
+from remat_opt.linting.report import lint
 from remat_opt.units import format_bytes
 from remat_opt.view import report
 
@@ -143,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_device(explain)
     _add_donated(explain)
     _add_output(explain, "the explanation as one JSON object")
+    linted = _command(commands, "lint", _lint, "find hand-written checkpoints that do nothing")
+    _add_function(linted, "a loss function")
+    linted.add_argument("--json", action="store_true", help="for machines: one JSON object")
     check = _command(
         commands, "check", _check, "fail where a plan's peak has grown or its program has changed"
     )
@@ -339,6 +343,13 @@ def _explain(options: argparse.Namespace) -> None:
     print(found.to_json() if options.json else found)
     if options.html:
         _write(options.html, report.page(f"{found.function}: memory", found._repr_html_()))
+
+
+def _lint(options: argparse.Namespace) -> int:
+    fn, args, kwargs = _called(options)
+    found = lint(fn, *args, **kwargs)
+    print(found.to_json() if options.json else found)
+    return 1 if found else 0
 
 
 def _check(options: argparse.Namespace) -> int:
