@@ -32,6 +32,7 @@ from remat_opt.program.linearization import linearize
 from remat_opt.program.names import Names
 from remat_opt.program.propagation import per_device
 from remat_opt.program.record import Program
+from remat_opt.progress import doing
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import Moment, Simulation, simulate
@@ -163,7 +164,7 @@ def problem(
     key = (fingerprint, program.types, compiler, measure, solver, gradients)
     found = _sweeps.get(key)
     if found is None:
-        with _no_collection():
+        with doing(f"planning {program.name} for {device.name}"), _no_collection():
             found = _sweeps.put(key, _sweep(program, compiler, measure, solver, gradients))
     return Problem(
         program=program, fingerprint=fingerprint, device=device, solver=solver, sweep=found
