@@ -9,7 +9,15 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from remat_opt import solvers
-from remat_opt.api import apply_plan, compare, frontier, make_plan, measure, optimal_remat
+from remat_opt.api import (
+    apply_plan,
+    compare,
+    frontier,
+    make_plan,
+    measure,
+    optimal_remat,
+    to_source,
+)
 from remat_opt.comparison import Comparison
 from remat_opt.errors import (
     BudgetError,
@@ -23,6 +31,7 @@ from remat_opt.errors import (
     TraceError,
     UnitError,
 )
+from remat_opt.export.source import Source
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
@@ -40,6 +49,7 @@ __all__ = [
     "PlanFileError",
     "PlanningWarning",
     "RematError",
+    "Source",
     "TraceError",
     "UnitError",
     "apply_plan",
@@ -49,4 +59,5 @@ __all__ = [
     "measure",
     "optimal_remat",
     "solvers",
+    "to_source",
 ]
