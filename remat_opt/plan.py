@@ -22,6 +22,7 @@ from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.gradients import Gradients
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.plan_difference import PlanDifference, difference
 from remat_opt.schedule import Loop, Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.view import plan_text
@@ -273,6 +274,17 @@ class Plan:
                 f"The plan file {os.fspath(path)!r} cannot be read: {reason}."
             ) from None
         return cls.from_json(text, where=repr(os.fspath(path)))
+
+    def diff(self, other: Plan) -> PlanDifference:
+        """What another plan does differently: fates by value, regions, loops and bytes.
+
+        Args:
+          other: the second plan; best one for the same program.
+
+        Returns:
+          A record that shows itself as a table.
+        """
+        return difference(self.to_dict(), other.to_dict())
 
     def __repr__(self) -> str:
         return plan_text.text(self.to_dict())

@@ -425,7 +425,7 @@ class Printer:
     # --- equations with programs inside ----------------------------------------------------
 
     def _inner(self, closed: Any, wanted: str) -> str:
-        return self.flat(program_of(closed, ()), wanted)
+        return self.flat(program_of(closed), wanted)
 
     def _scan(self, equation: Equation, inputs: Sequence[str]) -> Call:
         scan = internals.scan_of(equation.jax_equation)
@@ -470,7 +470,7 @@ class Printer:
         if key in self._known:
             return self._known[key]
         wanted = rule_name(params)
-        program = program_of(params["call_jaxpr"], ())
+        program = program_of(params["call_jaxpr"])
         body = self.flat(program, f"{wanted}_of", apart=apart)
         function = self._known[key] = self.name(wanted)
         moving = [
@@ -490,7 +490,7 @@ class Printer:
 
         kinds = [jax.ShapeDtypeStruct(k.shape, k.dtype) for k in equation.operation.inputs]
         closed, _ = internals.make_jaxpr(derivative, kinds, [kinds[place] for place in moving])
-        rule = self.flat(program_of(closed, ()), f"{wanted}_moved")
+        rule = self.flat(program_of(closed), f"{wanted}_moved")
         lines = [
             f"{function} = jax.custom_jvp({body})",
             "",
@@ -516,9 +516,9 @@ class Printer:
                     f"x{place}" if place in places else self._atom(scope, equation, place)
                     for place in range(len(inputs))
                 ]
-                expression, _ = self._call(equation, given)
-                run = f"lambda {', '.join(arguments)}: {expression}"
-                if expression.arguments == arguments:
+                expression, several = self._call(equation, given)
+                run = f"lambda {', '.join(arguments)}: {expression}{'[0]' if several else ''}"
+                if expression.arguments == arguments and not several:
                     run = expression.fn
                 self.helpers.add("zero_of")
                 written = Call(
@@ -531,9 +531,10 @@ class Printer:
                     ),
                 )
                 return assigned(results, written, one=True)
-            expression, _ = self._call(equation, inputs)
+            expression, several = self._call(equation, inputs)
             (value,) = equation.outputs
-            return assigned(results, self._named(scope, value, str(expression)), one=True)
+            written = f"{expression}{'[0]' if several else ''}"
+            return assigned(results, self._named(scope, value, written), one=True)
         lines = self._plain(equation, inputs, results)
         for value, result in zip(equation.outputs, results, strict=True):
             lines += assigned([result], self._named(scope, value, result), one=True)
@@ -566,7 +567,7 @@ class Printer:
                 return jax.jvp(of_one, [given[number]], [tangent])[1]
 
             closed, _ = internals.make_jaxpr(along, shapes[number], *shapes)
-            inner = program_of(closed, ())
+            inner = program_of(closed)
             again = same_as(inner, equation, places, literals)
             reads_output |= again is not None
             found.append(self._derivative(inner, again, equation, number))

@@ -26,11 +26,13 @@ def has_usual_type(equation: Equation) -> bool:
 
 
 def scan_options(scan: internals.Scan) -> list[str]:
+    """What a ``scan`` says beside its lengths, as keyword arguments."""
     options = ["reverse=True"] if scan.reverse else []
     return options + ([f"unroll={scan.unroll}"] if scan.unroll > 1 else [])
 
 
 def scan_inputs(scan: internals.Scan, inputs: Sequence[str]) -> tuple[str, str, str]:
+    """Its constants, its carry and what is stacked, each as a list."""
     first, last = scan.constants, scan.constants + scan.carries
     constants, carry, stacked = inputs[:first], inputs[first:last], inputs[last:]
     # Carries and stacks are arrays, as they are in the program.
@@ -60,8 +62,9 @@ def scan_varying(equation: Equation, scan: internals.Scan, summed: Set[int]) -> 
     return [f"varying=({reads}, {carried})", f"made_varying={made}"]
 
 
-def program_of(closed: Any, positions: Sequence[int]) -> Program:
-    return inner_program(closed, positions, "an inner program")
+def program_of(closed: Any) -> Program:
+    """An inner program as one of its own."""
+    return inner_program(closed, (), "an inner program")
 
 
 def same_as(
