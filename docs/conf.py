@@ -1,5 +1,9 @@
 """Settings of the documentation site: ``sphinx-build -W -n docs site``."""
 
+import contextlib
+import io
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -7,7 +11,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-import remat_opt  # noqa: E402  (the checkout, whether it is installed or not)
+# The checkout, whether it is installed or not.
+import remat_opt  # noqa: E402
+from remat_opt import command_line  # noqa: E402
 
 project = "remat_opt"
 author = "the remat_opt authors"
@@ -19,8 +25,6 @@ extensions = [
     "sphinx.ext.autodoc",  # the reference comes from docstrings
     "sphinx.ext.napoleon",  # which follow Google's style
 ]
-exclude_patterns = ["Thumbs.db", ".DS_Store"]
-
 # Notebooks are shown with the outputs they are stored with. The tests run them.
 nb_execution_mode = "off"
 # A site built offline must not ask for a file from elsewhere.
@@ -55,6 +59,23 @@ def copy_notebooks(app):
         shutil.copy(notebook, target)
 
 
+def write_help(app):
+    """The command line's own help, of every command."""
+
+    def help_of(*command):
+        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+            command_line.main([*command, "--help"])
+        return text.getvalue()
+
+    os.environ["COLUMNS"] = "88"
+    whole = help_of()
+    names = re.findall(r"(?m)^    (\w+) ", whole.partition("example:")[0])
+    # The example at the end is the same for all.
+    pages = [whole, *(help_of(name).partition("example:")[0].rstrip() + "\n" for name in names)]
+    (HERE / "reference" / "command_line.txt").write_text("\n\n".join(pages), encoding="utf-8")
+
+
 def setup(app):
     """Called by Sphinx."""
     app.connect("builder-inited", copy_notebooks)
+    app.connect("builder-inited", write_help)

@@ -485,30 +485,46 @@ def draw_compilers() -> None:
         policies=["dots_saveable", "nothing_saveable"],
         overhead="flops",
     )
-    print(found)
+    table["comparison"] = {
+        row["label"]: [
+            row["kind"],
+            round(row["temporary_bytes"] / 2**20),
+            round(row["recomputed_flops_share"], 3),
+        ]
+        for row in found.rows
+        if row["temporary_bytes"] is not None
+    }
+    draw_trade_off(table["comparison"])
+    _write("figures_compilers.json", table)
+
+
+def draw_trade_off(rows: dict[str, list[Any]]) -> None:
+    """Memory against recomputation: ours as a line, the defaults as points with labels."""
     figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-    rows_of = {row["label"]: row for row in found.rows if not row.get("error")}
-    table["comparison"] = {}
-    ours = []
-    for label, row in rows_of.items():
-        mib = row["temporary_bytes"] / 2**20
-        share = row["recomputed_flops_share"]
-        table["comparison"][label] = [round(mib), round(share, 3)]
-        if row["kind"] in ("ours", "plain"):
-            ours.append((mib, share))
-        if row["kind"] != "ours":
+    ours = sorted((mib, share) for kind, mib, share in rows.values() if kind in ("ours", "plain"))
+    axes.plot(*zip(*ours, strict=True), "o-", color=KEPT, label="remat_opt", zorder=1)
+    # Defaults that come to much the same share a label.
+    places: dict[tuple[int, int], list[str]] = {}
+    for label, (kind, mib, share) in rows.items():
+        if kind != "ours":
             axes.plot(mib, share, "s", color=AGAIN)
-            axes.annotate(
-                label, (mib, share), xytext=(6, 5), textcoords="offset points", size=8, color=INK
-            )
-    axes.plot(*zip(*sorted(ours), strict=True), "o-", color=KEPT, label="remat_opt", zorder=1)
+            places.setdefault((round(mib / 80), round(10 * share)), []).append(label)
+    for labels in places.values():
+        _, mib, share = rows[labels[0]]
+        axes.annotate(
+            "\n".join(labels),
+            (mib, share),
+            xytext=(6, 6),
+            textcoords="offset points",
+            size=8,
+            color=INK,
+        )
     axes.set(xlabel="temporaries as compiled, MiB", ylabel="recomputed, of a forward pass")
     axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
     axes.margins(x=0.16, y=0.12)
     axes.legend(frameon=False, fontsize=8)
     _plain_axes(axes)
     _save(figure, "trade_off")
-    _write("figures_compilers.json", table)
 
 
 # -------------------------------------------------------------------------------------- common
