@@ -23,7 +23,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Their blocks compile, or plan more than a small network: some seconds each.
 SLOW = frozenset({"how_to/check_with_the_compiler.md"})
 
-_BLOCK = re.compile(r"(?m)(?:^<!-- (?P<comment>.+?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.S)
+_BLOCK = re.compile(
+    r"(?m)(?:^<!-- (?P<comment>.+?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.S
+)
 _COMMAND = "python -m remat_opt "
 
 
@@ -84,7 +86,7 @@ def test_runs_as_it_is_printed(page, tmp_path, monkeypatch, capsys):
         if block.kind == "python":
             # The line numbers of errors, and of the plan's sources, are those of the page.
             code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
-            exec(code, space)  # noqa: S102
+            exec(code, space)
             if file := re.match(r"# (\w+\.py)\n", block.text):
                 (tmp_path / file[1]).write_text(block.text, encoding="utf-8")
         elif block.kind == "bash":
