@@ -23,7 +23,10 @@ from remat_opt.errors import (
     TraceError,
     UnitError,
 )
+from remat_opt.explanation import Explanation, explain
+from remat_opt.linting.report import Findings, lint
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.measurement.meshes import make_mesh
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
 
@@ -32,6 +35,8 @@ __all__ = [
     "Comparison",
     "CompileError",
     "DeviceError",
+    "Explanation",
+    "Findings",
     "Frontier",
     "GraphError",
     "MissingPackageError",
@@ -44,7 +49,10 @@ __all__ = [
     "UnitError",
     "apply_plan",
     "compare",
+    "explain",
     "frontier",
+    "lint",
+    "make_mesh",
     "make_plan",
     "measure",
     "optimal_remat",
