@@ -22,6 +22,7 @@ from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.step import How, as_it_is
 from remat_opt.plan import Plan
 from remat_opt.program import blocks, tracing
+from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 from remat_opt.units import format_bytes, format_seconds, format_share
 from remat_opt.view import drawing, plots, report, scatter
@@ -338,8 +339,9 @@ def checkpointed_per_block(policy: Callable[..., Any], signature: Signature) -> 
             call = tracing.bind_static(fn, signature, args, kwargs)
             program = tracing.trace_call(call, has_aux=signature.has_aux)
             run = policies.per_block(program, blocks.blocks(program), policy)
-            outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
-            return jax.tree.unflatten(program.output_tree, outputs)
+            leaves = jax.tree.leaves((call.args, call.kwargs))
+            outputs = run(program.constant_values, [*leaves, *program.closed_over])
+            return release(jax.tree.unflatten(program.output_tree, outputs))
 
         return wrapped
 

@@ -98,6 +98,8 @@ class CompileError(RematError):
         names: the whole program or its temporaries), or None where it gave no figure.
       available_bytes: device memory the compiler says there is, or None likewise.
       compiler_message: what the compiler said, in full.
+      memory: what would have been alive when (``measurement.buffers.CompiledMemory``), where that
+        was asked for and the compiler had decided it before it refused; else None.
     """
 
     def __init__(
@@ -114,3 +116,4 @@ class CompileError(RematError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.compiler_message = compiler_message
+        self.memory: object | None = None

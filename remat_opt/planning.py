@@ -25,11 +25,14 @@ from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
+from remat_opt.operation import ArrayType
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import blocks
 from remat_opt.program.linearization import linearize
 from remat_opt.program.names import Names
+from remat_opt.program.propagation import per_device
 from remat_opt.program.record import Program
+from remat_opt.progress import doing
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import Moment, Simulation, simulate
@@ -70,7 +73,7 @@ _MOST_PINS = 12
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What depends on the fingerprint and the device alone: it outlives the trace.
+    """What depends on the fingerprint, the mesh and the device alone: it outlives the trace.
 
     It holds nothing of JAX's: what a function closes over may be large, or a tracer.
 
@@ -95,8 +98,8 @@ class Problem:
     """All that is to be decided about one program on one device.
 
     Attributes:
-      program: the traced function.
-      fingerprint: of the program.
+      program: the traced function; on a mesh, as one device has it.
+      fingerprint: of the program as it was traced.
       device: whose rates the seconds are in.
       solver: where the schedules to choose from come from.
       sweep: the graph and the schedules to choose from.
@@ -127,7 +130,9 @@ class Problem:
         return self.sweep.unchanged
 
 
-_sweeps: Recent[tuple[str, Compiler, Overhead, Solver, Gradients], Sweep] = Recent(_MOST_SWEEPS)
+_sweeps: Recent[tuple[str, tuple[ArrayType, ...], Compiler, Overhead, Solver, Gradients], Sweep] = (
+    Recent(_MOST_SWEEPS)
+)
 
 
 def problem(
@@ -153,12 +158,17 @@ def problem(
       RematError: the solver does not take this program.
     """
     compiler = Compiler(device=device, off=off)
-    key = (program.fingerprint(), compiler, measure, solver, gradients)
+    fingerprint = program.fingerprint()
+    # On a mesh, all that is counted is what one device has.
+    program = per_device(program)
+    key = (fingerprint, program.types, compiler, measure, solver, gradients)
     found = _sweeps.get(key)
     if found is None:
-        with _no_collection():
+        with doing(f"planning {program.name} for {device.name}"), _no_collection():
             found = _sweeps.put(key, _sweep(program, compiler, measure, solver, gradients))
-    return Problem(program=program, fingerprint=key[0], device=device, solver=solver, sweep=found)
+    return Problem(
+        program=program, fingerprint=fingerprint, device=device, solver=solver, sweep=found
+    )
 
 
 def _sweep(

@@ -147,8 +147,7 @@ def asked(plan: Mapping[str, Any]) -> str:
 
 def loop_words(loop: Mapping[str, Any]) -> str:
     """What the iterations of an opened loop keep."""
-    length = sum(part["length"] for part in loop["parts"])
-    return f"scan of {length}: " + ", then ".join(map(_part, loop["parts"]))
+    return f"scan of {_length(loop['parts'])}: " + ", then ".join(map(_part, loop["parts"]))
 
 
 def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]]]:
@@ -231,15 +230,20 @@ def inside(stage: Mapping[str, Any]) -> int:
     return sum(1 + inside(one) for one in stage["inside"])
 
 
+def _length(parts: Sequence[Mapping[str, Any]]) -> int:
+    return sum(part["length"] for part in parts)
+
+
 def _part(part: Mapping[str, Any]) -> str:
     said = f"{part['length']}"
-    for number, size in enumerate(part["chunks"]):
-        said += f" in chunks of {size}" if not number else f" of {size}"
+    if part["inside"]:
+        size = _length(part["inside"])
+        return f"{said} in chunks of {size} ({', then '.join(map(_part, part['inside']))})"
     kept = counted(len(part["kept"]), "value")
     said += (
         f" that keep {format_bytes(part['kept_bytes'])} in {kept} each"
         if part["kept"]
-        else (" that keep nothing but what they are handed")
+        else " that keep nothing but what they are handed"
     )
     nested = [loop_words(one) for one in part["loops"]]
     return said + (f" (inside: {'; '.join(nested)})" if nested else "")

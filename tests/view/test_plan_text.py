@@ -184,12 +184,12 @@ def test_what_is_amiss_comes_with_a_remedy():
 
 
 def test_loops_say_what_their_iterations_keep() -> None:
-    inner = {"length": 4, "chunks": [], "kept": [], "kept_bytes": 0, "stages": [], "loops": []}
+    inner = {"length": 4, "inside": [], "kept": [], "kept_bytes": 0, "stages": [], "loops": []}
     last = {**inner, "length": 8, "kept": [3], "kept_bytes": 2**20}
     last["loops"] = [{"root": 5, "parts": [inner]}]
-    first = {**inner, "length": 40, "chunks": [10, 5]}
+    first = {**inner, "length": 40, "inside": [inner, {**last, "length": 6, "loops": []}]}
     assert plan_words.loop_words({"root": 0, "parts": [first, last]}) == (
-        "scan of 48: 40 in chunks of 10 of 5 that keep nothing but what they are handed, then 8 "
-        "that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that keep nothing but what they "
-        "are handed)"
+        "scan of 48: 40 in chunks of 10 (4 that keep nothing but what they are handed, then 6 that "
+        "keep 1.00 MiB in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan "
+        "of 4: 4 that keep nothing but what they are handed)"
     )
