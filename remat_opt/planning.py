@@ -217,7 +217,8 @@ def defaults(of: Problem) -> tuple[Candidate, ...]:
 def named_defaults(of: Problem) -> dict[str, Candidate]:
     """The function as it is and what each of the policies does alone, by what to call them.
 
-    Of those that come to the same figures the first.
+    Of those that come to the same figures the first. What keeps everything is the function as it
+    is, and is left out.
     """
     model, program = of.model, of.program
     found = {"plain": of.unchanged}
@@ -228,7 +229,11 @@ def named_defaults(of: Problem) -> dict[str, Candidate]:
         ),
     }
     for suffix, schedules in ways.items():
-        for name, schedule in zip(policies.default_policies(), schedules, strict=False):
+        for (name, policy), schedule in zip(
+            policies.default_policies().items(), schedules, strict=False
+        ):
+            if policy is jax.checkpoint_policies.everything_saveable:
+                continue
             for one in judged(model.graph, [schedule]):
                 found[name + suffix] = _modelled(model, one)
     first: dict[tuple[int, float], str] = {}
