@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import subprocess
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -221,23 +223,47 @@ def test_a_mesh_needs_as_many_devices() -> None:
 @needs_libtpu
 def test_fully_sharded_parameters_on_a_pod_that_is_not_there() -> None:
     mesh = remat_opt.make_mesh("v5e:4x4", (16,), ("data",))
-    weights = jax.ShapeDtypeStruct(
-        (8, 1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P(None, "data"))
-    )
-    rows = jax.ShapeDtypeStruct(
-        (16 * 2048, 1024), jnp.float32, sharding=NamedSharding(mesh, P("data"))
-    )
-    plan = remat_opt.make_plan(scanned, weights, rows, budget=0.75, verify="compile")
+
+    def sharded(*shape: int, spec: PartitionSpec) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    weights = sharded(8, 2048, 2048, spec=P(None, "data"))
+    rows = sharded(16 * 8192, 2048, spec=P("data"))
+    plan = remat_opt.make_plan(scanned, weights, rows, budget=0.75, verify=True)
     assert plan.device == "v5e"
     assert plan.measured is not None
     assert plan.budget_bytes is not None
     assert plan.measured.temporary_bytes <= plan.budget_bytes
     # Parameters and both moments, a sixteenth of each; rows likewise.
-    arguments = 4 * (3 * 8 * 1024**2 / 16 + 2048 * 1024)
+    arguments = 4 * (3 * 8 * 2048**2 / 16 + 8192 * 2048)
     assert plan.measured.argument_bytes == pytest.approx(arguments, rel=0.01)
     plain = remat_opt.measure(jax.grad(scanned), weights, rows)
-    assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.3)
-    assert plan.measured.temporary_bytes < plain.temporary_bytes
+    assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.4)
+    assert plan.measured.temporary_bytes < plain.temporary_bytes / 2
+
+
+def code_in_docs() -> list[str]:
+    text = (Path(__file__).parent.parent / "docs" / "meshes.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_code_in_the_docs_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(code_in_docs()[0], names)
+    assert names["plan"].predicted.temporary_bytes <= names["plan"].budget_bytes == 2**20
+    assert names["plan"] is names["loss_fn"].plan(names["params"], names["x"])
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_libtpu
+def test_the_code_in_the_docs_about_pods_runs() -> None:
+    names: dict[str, Any] = {}
+    for block in code_in_docs():
+        exec(block, names)
+    assert names["plan"].measured.argument_bytes == pytest.approx(
+        4 * (3 * 8 * 2048**2 + 65536 * 2048) / 16, rel=0.01
+    )
 
 
 PROCESS = """
@@ -290,7 +316,11 @@ def test_equal_plans_in_every_process() -> None:
         )
         for number, seed in enumerate("12")
     ]
-    first, second = (process.communicate(timeout=300)[0] for process in processes)
+    written = [process.communicate(timeout=300)[0] for process in processes]
+    # The library that connects them says so on the same stream.
+    first, second = (
+        [line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in written
+    )
     assert [process.returncode for process in processes] == [0, 0]
-    assert "All figures are those of one of the 8 devices" in first
+    assert any("All figures are those of one of the 8 devices" in line for line in first)
     assert first == second
