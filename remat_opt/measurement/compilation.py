@@ -24,22 +24,22 @@ import dataclasses
 import importlib.metadata
 import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from remat_opt import device as device_table
 from remat_opt.device import AttachedTarget, Device
 from remat_opt.errors import CompileError, DeviceError, PlanFileError
 from remat_opt.measurement import meshes
-from remat_opt.measurement.buffers import CompiledMemory, parse_memory
+from remat_opt.measurement.buffers import CompiledMemory
 from remat_opt.measurement.compile_only import compile_only_devices
+from remat_opt.measurement.dump import dump_folder, read_memory
 from remat_opt.measurement.survival import survival
+from remat_opt.progress import doing
 from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation
 from remat_opt.units import format_bytes
 
@@ -63,11 +63,6 @@ _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
     "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"),
     "tpu": (),
 }
-
-#: What XLA writes about memory: the last of the names of three files, the first alike in all.
-_DUMPED = "after_optimizations"
-_ASSIGNMENT, _LIVE_RANGES = "-buffer-assignment.txt", "-live-range.txt"
-_MODULE = re.compile(r"HloModule ([^\s,]+)")
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _BARRIER_PASS = "cse_barrier_expander"
@@ -164,8 +159,8 @@ def measure(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     with_buffers: bool = False,
     **kwargs: Any,
@@ -189,7 +184,8 @@ def measure(
     Raises:
       DeviceError: if the device is unknown or cannot take these arguments.
       MissingPackageError: if compiling for it needs a package that is not installed.
-      CompileError: if the compiler refuses the program, as for want of memory.
+      CompileError: if the compiler refuses the program, as for want of memory. Its ``memory`` is
+        what was alive when, where that was asked for and the compiler came so far.
     """
     target = resolve_device(device, meshes.mesh_of((args, kwargs)))
     start = time.perf_counter()
@@ -199,14 +195,24 @@ def measure(
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )
-    lowered = _lower(jitted, args, kwargs, target)
     memory: CompiledMemory | None = None
-    with _dump_folder() if with_buffers else contextlib.nullcontext() as folder:
-        compiled, notes = _compile(lowered, target, folder)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    with doing(f"tracing {name}"):
+        lowered = _lower(jitted, args, kwargs, target)
+    with dump_folder() if with_buffers else contextlib.nullcontext() as folder:
+        try:
+            with doing(f"compiling {name} for {target.name}"):
+                compiled, notes = _compile(lowered, target, folder)
+        except CompileError as error:
+            if folder is not None:
+                # XLA writes down what it decided before it finds that it does not fit.
+                with contextlib.suppress(CompileError):
+                    error.memory = read_memory(lowered.as_text("hlo"), folder, target)
+            raise
         seconds = time.perf_counter() - start
         if folder is not None:
             try:
-                memory = _read_memory(compiled, folder, target)
+                memory = read_memory(compiled.as_text() or "", folder, target)
             except CompileError as error:
                 notes = (*notes, str(error))
     found = _read(lowered, compiled, target, compile_seconds=seconds)
@@ -217,8 +223,8 @@ def compiled_memory(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> CompiledMemory:
@@ -235,17 +241,17 @@ def compiled_memory(
         donate_argnums=donate_argnums,
     )
     lowered = _lower(jitted, args, kwargs, target)
-    with _dump_folder() as folder:
+    with dump_folder() as folder:
         compiled, _ = _compile(lowered, target, folder)
-        return _read_memory(compiled, folder, target)
+        return read_memory(compiled.as_text() or "", folder, target)
 
 
 def compile_for(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> jax.stages.Compiled:
@@ -279,55 +285,6 @@ def _lower(
     # Arguments alone do not place a function that has none, or only Python numbers.
     with jax.default_device(place):
         return jitted.lower(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _dump_folder() -> Iterator[Path]:
-    """A folder for XLA to write to, which is removed at the end.
-
-    What JAX has compiled before it takes from its cache, and nothing is written: options about
-    dumps are no part of the cache's key. So the cache is off meanwhile. JAX looks only once
-    whether it is on, hence the resets; where none is configured, nothing is touched.
-    """
-    settings = jax.config.values
-    cached = bool(
-        settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]
-    )
-    with tempfile.TemporaryDirectory(prefix="remat_opt_") as folder:
-        if not cached:
-            yield Path(folder)
-            return
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        try:
-            yield Path(folder)
-        finally:
-            jax.config.update("jax_enable_compilation_cache", True)
-            compilation_cache.reset_cache()
-
-
-def _read_memory(compiled: jax.stages.Compiled, folder: Path, device: Device) -> CompiledMemory:
-    """What XLA wrote to ``folder`` about the program; it may have compiled others for it."""
-    program = _MODULE.match(compiled.as_text() or "")
-    found = []
-    for path in sorted(folder.rglob(f"*{_DUMPED}{_ASSIGNMENT}")):
-        stem = path.name.removesuffix(_ASSIGNMENT)
-        text = path.with_name(f"{stem}.txt")
-        live_ranges = path.with_name(stem + _LIVE_RANGES)
-        if text.exists() and live_ranges.exists():
-            module = _MODULE.match(content := text.read_text())
-            if module is not None and program is not None and module[1] == program[1]:
-                found.append((content, live_ranges.read_text(), path.read_text()))
-    if len(found) != 1:
-        raise CompileError(
-            f"The compiler for {device} was to write what it decided about memory, and wrote it "
-            f"for {len(found)} programs of this name rather than one.",
-            device=device.name,
-        )
-    content, lives, assignment = found[0]
-    return parse_memory(
-        program=content, live_ranges=lives, assignment=assignment, device=device.name
-    )
 
 
 def _compile(
