@@ -22,7 +22,7 @@ from remat_opt.loss_in_step import (
     step_of,
     undecorated,
 )
-from remat_opt.measurement import compilation, step
+from remat_opt.measurement import compilation, meshes, step
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.options import Request, objective_of, signature_of, solver_of
 from remat_opt.plan import Plan
@@ -539,7 +539,7 @@ def compare(
     limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
     if not (budgets or limits):
         budgets, limits = (None,), (0.25, 0.05, 0.0)
-    target = compilation.resolve_device(device)
+    target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     chosen_solver = solver_of(solver)
     signature = signature_of(argnums, has_aux, static_argnums, static_argnames)
     compiled, calls, in_step = compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)

@@ -30,7 +30,7 @@ from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import blocks
 from remat_opt.program.linearization import linearize
 from remat_opt.program.names import Names
-from remat_opt.program.propagation import per_device
+from remat_opt.program.propagation import is_split, per_device
 from remat_opt.program.record import Program
 from remat_opt.progress import doing
 from remat_opt.recent import Recent
@@ -483,12 +483,12 @@ def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
 
 
 def step_bytes(program: Program, device: Device, gradients: Gradients) -> tuple[int, int]:
-    """Bytes of arguments (closed-over arrays among them) and of outputs of a step.
+    """Bytes of arguments (closed-over arrays among them) and of outputs of a step, on one device.
 
     Outputs are those of the function, and where they are put out one gradient for each
     differentiated argument. Else these are temporaries, which the prediction counts.
     """
-    compiler = Compiler(device=device)
+    compiler, program = Compiler(device=device), per_device(program)
 
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(program.types[value]) for value in values)
@@ -676,9 +676,32 @@ def _pins(of: Problem, simulation: Simulation, names: Names) -> tuple[Pin, ...]:
     )
 
 
+def _mesh_notes(program: Program) -> Iterator[str]:
+    where = program.placement
+    if where is None:
+        return
+    axes = ", ".join(f"{name} {size}" for name, size in where.axes)
+    if is_split(program):
+        yield f"All figures are those of one of the {where.devices} devices of the mesh ({axes})."
+    else:
+        yield unsplit_note(program)
+
+
+def unsplit_note(program: Program) -> str:
+    """What to do where nothing is known of how a program on a mesh is split."""
+    assert program.placement is not None, "it is on a mesh"
+    return (
+        f"{program.name!r} runs on a mesh of {program.placement.devices} devices, and nothing "
+        "tells how its arguments are split over it, as is usual under jax.jit: bytes are counted "
+        f"as if each device held all of them. Call {program.name}.plan(...) with the sharded "
+        "arguments first, or with jax.ShapeDtypeStruct that have their shardings; or constrain "
+        "values inside with jax.lax.with_sharding_constraint."
+    )
+
+
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     expected = of.model
-    notes = list(expected.notes(schedule))
+    notes = [*_mesh_notes(of.program), *expected.notes(schedule)]
     if expected.estimated_flops_share > 0.005:
         notes.append(
             f"{expected.estimated_flops_share:.1%} of the forward FLOPs come from estimated "

@@ -32,6 +32,10 @@ Atom = int | Constant
 Spec = tuple[tuple[tuple[str, int], ...], ...]
 
 
+#: What is known of arguments that lie on a mesh and nobody knows how.
+UNKNOWN_PLACEMENT = "somewhere on a mesh"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where some arrays lie on a mesh, as far as that is known.
@@ -52,6 +56,13 @@ class Placement:
     def devices(self) -> int:
         """How many there are on the mesh."""
         return math.prod(size for _, size in self.axes)
+
+    @property
+    def text(self) -> str:
+        """What is known, the same in every process."""
+        if all(spec is None for spec in self.specs):
+            return UNKNOWN_PLACEMENT
+        return f"{self.axes} {self.specs}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +138,8 @@ class Program:
       argument_labels: what the function calls its positional arguments, or their positions.
       kinds: JAX's own types of constants and arguments, in this order; opaque.
       placement: where these lie, on a mesh; None without one.
-        Types are those of whole arrays all the same; ``propagation.per_device`` gives the program
-        that one device has.
+      is_part: whether types are those of what one device has (``propagation.per_device``), and
+        not those of whole arrays.
     """
 
     types: tuple[ArrayType, ...]
@@ -146,6 +157,20 @@ class Program:
     argument_labels: tuple[int | str, ...] = ()
     kinds: tuple[Any, ...] = ()
     placement: Placement | None = None
+    is_part: bool = False
+
+    def placed_fingerprint(self) -> str:
+        """The fingerprint with what is known of where the arguments lie: what a plan is made for.
+
+        Where there is a mesh and nothing is known, as under ``jax.jit``, that is said instead.
+        """
+        fingerprint = self.fingerprint()
+        return fingerprint if self.placement is None else f"{fingerprint} {self.placement.text}"
+
+    @property
+    def mesh(self) -> Any:
+        """JAX's mesh that it runs on; None without one."""
+        return None if self.placement is None else self.placement.mesh
 
     @property
     def argument_bytes(self) -> int:
