@@ -82,9 +82,34 @@ def measure_plan(
             "decorate a function that has the vmap or shard_map inside."
         )
     run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
+    fate = plan.objective.gradients
+    return measure_run(run, program, arguments, device, fate, with_buffers=with_buffers)
+
+
+def measure_run(
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    program: Program,
+    arguments: Sequence[Any],
+    device: Device,
+    fate: Gradients,
+    *,
+    with_buffers: bool = False,
+) -> Measurement:
+    """Compiles what computes a program's outputs in a step.
+
+    Args:
+      run: takes the program's constants and its flat arguments, and gives its flat outputs.
+      program: a traced function.
+      arguments: see ``measure_plan``, as are ``device`` and ``with_buffers``.
+      device: likewise.
+      fate: what becomes of the gradients.
+      with_buffers: likewise.
+
+    Raises:
+      CompileError: the compiler refuses it, as for want of memory.
+    """
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]
-    fate = plan.objective.gradients
 
     def step(cotangents: Sequence[Any], flat: Sequence[Any], own: Any) -> Any:
         parameters, state = own
@@ -245,9 +270,7 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
         "Give a larger budget or a smaller batch.",
         budget_bytes=budget_bytes,
         least_peak_bytes=least,
-        pinning=tuple(
-            (f"{p.label} {p.module}".strip(), p.bytes) for p in trials.plans[-1].predicted.pins
-        ),
+        pinning=tuple((p.name.title, p.bytes) for p in trials.plans[-1].predicted.pins),
     )
 
 

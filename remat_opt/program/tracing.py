@@ -21,6 +21,7 @@ import jax
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError, TraceError
 from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.program.placement import placement_of
 from remat_opt.program.record import Atom, Constant, Equation, Program
 from remat_opt.program.static_leaves import any_held, hold, release
 
@@ -262,6 +263,8 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
         input_tree=tree,
         output_tree=output_tree,
         name=call.name,
+        argument_labels=call.labels,
+        given=leaves,
     )
     values = [*leaves, *program.closed_over]
     seen = [place for place, value in enumerate(values) if internals.is_differentiated(value)]
@@ -399,9 +402,11 @@ class _Flattener:
     def __init__(self, *, opens: bool) -> None:
         self.opens = opens
         self.closed_over: dict[int, Any] = {}
+        self.closed_over_kinds: list[Any] = []
         self.types: list[ArrayType] = []
         self.constants: list[int] = []
         self.constant_values: list[Any] = []
+        self.constant_kinds: list[Any] = []
         self.equations: list[Equation] = []
 
     def program(
@@ -413,6 +418,8 @@ class _Flattener:
         input_tree: Any,
         output_tree: Any,
         name: str,
+        argument_labels: tuple[int | str, ...] = (),
+        given: Sequence[Any] | None = None,
     ) -> Program:
         constant_variables, constants, inputs, equations, outputs = internals.parts(closed)
         scope: dict[Any, Atom] = {}
@@ -428,12 +435,18 @@ class _Flattener:
             else Constant(value=numbers[number], text=f"{numbers[number]}:{variable.aval}")
             for number, variable in enumerate(outputs)
         )
+        kinds = (
+            *self.constant_kinds,
+            *(variable.aval for variable in inputs),
+            *self.closed_over_kinds,
+        )
+        closed_over = tuple(self.closed_over.values())
         return Program(
             types=tuple(self.types),
             constants=tuple(self.constants),
             constant_values=tuple(self.constant_values),
             arguments=(*arguments, *self.closed_over),
-            closed_over=tuple(self.closed_over.values()),
+            closed_over=closed_over,
             differentiated=(),
             equations=_live(self.equations, results),
             outputs=results,
@@ -441,6 +454,13 @@ class _Flattener:
             input_tree=input_tree,
             output_tree=output_tree,
             name=name,
+            argument_labels=argument_labels,
+            kinds=kinds,
+            placement=(
+                None
+                if given is None
+                else placement_of([*self.constant_values, *given, *closed_over], kinds, equations)
+            ),
         )
 
     def _value(self, variable: Any) -> int:
@@ -451,9 +471,11 @@ class _Flattener:
         number = self._value(variable)
         if self.opens and isinstance(value, jax.core.Tracer):
             self.closed_over[number] = value
+            self.closed_over_kinds.append(variable.aval)
         else:
             self.constants.append(number)
             self.constant_values.append(value)
+            self.constant_kinds.append(variable.aval)
         return number
 
     def _read(self, variable: Any, scope: dict[Any, Atom]) -> Atom:
@@ -467,7 +489,13 @@ class _Flattener:
             return dataclasses.replace(atom, value=internals.array_of(atom.value, variable.aval))
         return atom
 
-    def _inline(self, equations: Iterable[Any], scope: dict[Any, Atom], prefix: Any) -> None:
+    def _inline(
+        self,
+        equations: Iterable[Any],
+        scope: dict[Any, Atom],
+        prefix: Any,
+        calls: tuple[Any, ...] = (),
+    ) -> None:
         for equation in equations:
             inputs = tuple(self._read(variable, scope) for variable in equation.invars)
             body = internals.inlinable_body(equation)
@@ -475,18 +503,23 @@ class _Flattener:
             if body is None:
                 outputs = tuple(self._value(variable) for variable in equation.outvars)
                 scope.update(zip(equation.outvars, outputs, strict=True))
-                self.equations.append(self._equation(equation, inputs, outputs, stack))
+                self.equations.append(self._equation(equation, inputs, outputs, stack, calls))
                 continue
             variables, constants, body_inputs, body_equations, body_outputs = internals.parts(body)
             inner: dict[Any, Atom] = dict(zip(body_inputs, inputs, strict=True))
             for variable, value in zip(variables, constants, strict=True):
                 inner[variable] = self._constant(variable, value)
-            self._inline(body_equations, inner, stack)
+            self._inline(body_equations, inner, stack, (equation, *calls))
             for variable, result in zip(equation.outvars, body_outputs, strict=True):
                 scope[variable] = self._read(result, inner)
 
     def _equation(
-        self, equation: Any, inputs: tuple[Atom, ...], outputs: tuple[int, ...], stack: Any
+        self,
+        equation: Any,
+        inputs: tuple[Atom, ...],
+        outputs: tuple[int, ...],
+        stack: Any,
+        calls: tuple[Any, ...],
     ) -> Equation:
         return Equation(
             operation=operation(equation),
@@ -497,6 +530,7 @@ class _Flattener:
             module=str(stack),
             jax_equation=equation,
             name_stack=stack,
+            calls=calls,
         )
 
 
