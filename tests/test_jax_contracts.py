@@ -599,3 +599,46 @@ def test_tracers_of_derivatives() -> None:
     jax.jit(jax.vmap(loss))(x, x)
     jax.grad(jax.jit(loss))(x, x)  # the derivative is outside, and not to be seen
     assert seen == [(False, False)] * 3
+
+
+def test_where_there_are_arrays() -> None:
+    seen = []
+
+    def loss(x: jax.Array) -> jax.Array:
+        seen.append(internals.is_concrete(x))
+        return jnp.sum(x * x)
+
+    x = jnp.ones((2, 2))
+    for taken in (loss, jax.grad(loss), jax.vmap(jax.grad(loss)), jax.hessian(loss)):
+        taken(x)
+    jax.jvp(jax.grad(loss), (x,), (x,))
+    jax.linearize(loss, x)
+    assert all(seen)
+    seen.clear()
+    jax.jit(loss)(x)
+    jax.grad(jax.jit(loss))(x)
+    jax.jit(jax.vmap(jax.grad(loss)))(x)
+    jax.eval_shape(loss, x)
+    assert not any(seen)
+    assert not internals.is_concrete(jax.ShapeDtypeStruct((2,), "float32"))
+    assert internals.is_concrete(1.0)
+
+
+def test_settings_tell_what_traces_depend_on() -> None:
+    context = jax.make_user_context(default_value=0)  # each is one more setting
+    before = internals.settings()
+    assert internals.settings() == before
+    assert hash(internals.settings()) == hash(before)
+    inside = []
+    for setting in (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("float32"),
+        jax.disable_jit(),
+        jax.numpy_dtype_promotion("strict"),
+        context(1),
+    ):
+        with setting:
+            inside.append(internals.settings())
+    jax.vmap(lambda x: inside.append(internals.settings()) or x, axis_name="i")(jnp.ones(2))
+    assert len({before, *inside}) == 7
+    assert internals.settings() == before
