@@ -32,11 +32,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt import _jax_internals as internals
-from remat_opt import policies
+from remat_opt import inner, policies
 from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
-from remat_opt.compilers.model import Model, computes_nothing, model
+from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opened, Opening
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
@@ -155,7 +155,7 @@ def ways(
         derivative = linearization.derivatives.get(root)
         if (
             equation.operation.primitive == "scan"
-            and not equation.effects
+            and not equation.once
             and derivative is not None
             and not derivative.assumed
             and 0 < derivative.internal_bytes >= least_bytes
@@ -299,8 +299,10 @@ def _ways_of(
         flops=graph.flops[vertex] // scan.length,
     )
     iterations = [dataclasses.replace(one, seconds=one.seconds * scale) for one in iterations]
+    closed_bytes = expected.inside.get(vertex, 0)
     drafts = [
-        _opening(vertex, root, shape, pieces) for pieces in _drafts(shape, iterations, measure)
+        _opening(vertex, root, shape, pieces, closed_bytes)
+        for pieces in _drafts(shape, iterations, measure)
     ]
     found: list[Opening] = []
     for way in sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure))):
@@ -331,8 +333,8 @@ def _drafts(
     smallest = sorted(iterations, key=lambda one: one.workspace_bytes + one.kept_bytes)[:4]
     in_chunks = list(dict.fromkeys([*hull, *smallest]))
     for size in _chunk_lengths(length):
-        for inner in (size, *_inner_lengths(size)):
-            chunks = (size,) if inner == size else (size, inner)
+        for within in (size, *_inner_lengths(size)):
+            chunks = (size,) if within == size else (size, within)
             whole = length - length % size
             for one in in_chunks:
                 first = _Piece(length=whole, chunks=chunks, iteration=one)
@@ -370,7 +372,9 @@ def _inner_lengths(size: int) -> list[int]:
     return sorted(exact, key=lambda inner: abs(math.log(inner / root)))[:1]
 
 
-def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) -> Opening:
+def _opening(
+    vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece], closed_bytes: int
+) -> Opening:
     """Parts with the figures of the whole."""
     stacked = peak = flops = 0
     seconds = 0.0
@@ -412,6 +416,7 @@ def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) ->
         ),
         stacked_bytes=stacked,
         workspace_bytes=max(0, peak - stacked) + shape.rounded_bytes,
+        closed_bytes=closed_bytes,
         seconds=seconds,
         flops=flops,
     )
@@ -433,14 +438,17 @@ def _iterations(
 ) -> tuple[list[_Iteration], _Forward]:
     """The ways to run an iteration that no other beats in all figures."""
     linearization = linearize(body)
-    expected = model(body, linearization, compiler, Gradients.CONSUMED)
+    expected = inner.model(body, linearization, compiler, Gradients.CONSUMED)
+    if any(expected.graph.pinned):
+        # Every iteration runs under a checkpoint.
+        return [], _Forward(seconds=0.0, flops=0)
     graph = _with_outputs(body, expected)
     expected = dataclasses.replace(expected, graph=graph)
-    inner = ways(body, linearization, expected, measure, depth - 1)
+    inside = ways(body, linearization, expected, measure, depth - 1)
     choices: list[tuple[Opening, ...]] = [()]
-    if inner:
-        expected = opened(expected, inner)
-        choices += thinned(_choices(inner, measure), _MOST_INSIDE)
+    if inside:
+        expected = opened(expected, inside)
+        choices += thinned(_choices(inside, measure), _MOST_INSIDE)
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):

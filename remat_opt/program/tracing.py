@@ -2,7 +2,8 @@
 
 The function is traced by ``jax.make_jaxpr`` with its positional and keyword arguments
 flattened; nested ``jit`` calls are inlined, everything else that holds an inner program
-(scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation.
+(scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation. Asked for,
+inner checkpoints are dissolved: what is under them stands in their place, in loops and branches too.
 Equations that nothing reads and that have no side effects are left out.
 """
 
@@ -32,12 +33,15 @@ class Signature:
       has_aux: whether the function returns a pair (differentiated, auxiliary).
       static_argnums: positional arguments that are Python values, not arrays.
       static_argnames: keyword arguments that are Python values, not arrays.
+      dissolved: whether what is under checkpoints of the function's own counts as if there were
+        none.
     """
 
     argnums: tuple[int, ...] | None = None
     has_aux: bool = False
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
+    dissolved: bool = False
 
     def with_instance(self) -> Signature:
         """The same for a method that is given its instance as first argument."""
@@ -63,6 +67,7 @@ class Call:
       argnames: names, among ``kwargs``, of the differentiated ones that were passed by name.
       positions: of ``args`` in the call.
       labels: the names of ``args``, or their positions where those are unknown.
+      dissolved: see ``Signature``.
     """
 
     name: str
@@ -73,6 +78,7 @@ class Call:
     argnames: tuple[str, ...]
     positions: tuple[int, ...]
     labels: tuple[int | str, ...]
+    dissolved: bool = False
 
 
 #: The key of what is ``Fixed``, in the path of a leaf.
@@ -149,6 +155,7 @@ def bind_static(
         argnames=tuple(where for where in differentiated if isinstance(where, str)),
         positions=tuple(dynamic),
         labels=tuple((*parameters, *range(len(parameters), count))[n] for n in dynamic),
+        dissolved=signature.dissolved,
     )
 
 
@@ -248,7 +255,7 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
         )
         if _is_differentiated(path, call)
     ]
-    return _Flattener().program(
+    return _Flattener(dissolved=call.dissolved).program(
         closed,
         declared if as_declared or not seen else seen,
         numbers,
@@ -375,7 +382,8 @@ def inner_program(closed: Any, positions: Sequence[int], name: str) -> Program:
 class _Flattener:
     """Numbers the values of a jaxpr and lists its equations, nested calls inlined."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dissolved: bool = False) -> None:
+        self.dissolved = dissolved
         self.types: list[ArrayType] = []
         self.constants: list[int] = []
         self.constant_values: list[Any] = []
@@ -447,6 +455,10 @@ class _Flattener:
         for equation in equations:
             inputs = tuple(self._read(variable, scope) for variable in equation.invars)
             body = internals.inlinable_body(equation)
+            if self.dissolved:
+                checkpoint = internals.checkpoint_of(equation)
+                body = body if checkpoint is None else checkpoint.body
+                equation = internals.without_checkpoints(equation)
             stack = internals.name_stack_of(equation, prefix)
             if body is None:
                 outputs = tuple(self._value(variable) for variable in equation.outvars)
@@ -469,6 +481,7 @@ class _Flattener:
             inputs=inputs,
             outputs=outputs,
             effects=internals.has_effects(equation),
+            once=internals.has_effects(equation) or internals.calls_back(equation),
             parameters=internals.describe_parameters(equation.params),
             module=str(stack),
             jax_equation=equation,
