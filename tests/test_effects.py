@@ -1,4 +1,4 @@
-"""Side effects happen as often as without the decorator, in the same order, and the plan says so."""
+"""Side effects happen as often as without the decorator, in the same order; the plan says so."""
 
 from __future__ import annotations
 
@@ -211,7 +211,8 @@ def test_checkify_inside_and_outside() -> None:
     taken = [jax.jit(jax.grad(f, has_aux=True))(WEIGHTS, BATCH) for f in (inside, ours)]
     (expected, error), (found, our_error) = taken
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), expected, found)
-    assert error.get() is not None and error.get() == our_error.get()
+    assert error.get() is not None
+    assert error.get() == our_error.get()
 
     decorated = remat_opt.optimal_remat(loss, device="h200", errors="raise")
     errors = []
@@ -219,7 +220,8 @@ def test_checkify_inside_and_outside() -> None:
         error, found = checkify.checkify(jax.grad(fn))(WEIGHTS, BATCH)
         errors.append(error.get())
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), expected, found)
-    assert errors[0] is not None and errors[1] == errors[0]
+    assert errors[0] is not None
+    assert errors[1] == errors[0]
 
 
 def test_a_reference_that_is_an_argument() -> None:

@@ -2,8 +2,9 @@
 
 The function is traced by ``jax.make_jaxpr`` with its positional and keyword arguments
 flattened; nested ``jit`` calls are inlined, everything else that holds an inner program
-(scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation. Asked for,
-inner checkpoints are dissolved: what is under them stands in their place, in loops and branches too.
+(scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation.
+Asked for, inner checkpoints are dissolved: what is under them stands in their place, in loops and
+branches too.
 Equations that nothing reads and that have no side effects are left out.
 """
 

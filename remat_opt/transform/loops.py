@@ -283,7 +283,7 @@ def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any])
 
 def _entries(stacked: Any, place: Any, iterations: _Iterations) -> Any:
     """The entries that one turn reads, from a place on; one by itself where there are no chunks."""
-    starts = (place, *[0] * (stacked.ndim - 1))
+    starts = (place, *[np.int32(0)] * (stacked.ndim - 1))
     sizes = (iterations.size, *stacked.shape[1:])
     found = lax.dynamic_slice(stacked, starts, sizes, allow_negative_indices=False)
     return found if iterations.chunks else found.reshape(stacked.shape[1:])
