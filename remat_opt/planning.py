@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__, loops, policies
+from remat_opt import __version__, inner, loops, policies
+from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.learnt import Corrections, Learnt
-from remat_opt.compilers.model import Model, computes_nothing, model
+from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.parts import Parts
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
@@ -69,6 +70,8 @@ _MOST_SWEEPS = 16
 _REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
+#: How many of the equations with side effects a note names.
+_MOST_EFFECTS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ def _sweep(
     program: Program, compiler: Compiler, measure: Overhead, solver: Solver, gradients: Gradients
 ) -> Sweep:
     linearization = linearize(program)
-    expected = model(program, linearization, compiler, gradients)
+    expected = inner.model(program, linearization, compiler, gradients)
     graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
     alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()
@@ -699,6 +702,27 @@ def unsplit_note(program: Program) -> str:
     )
 
 
+def _side_effects(of: Problem) -> Iterator[str]:
+    """What must run once, and so is under no checkpoint."""
+    found = Counter(
+        f"{equation.operation.primitive} at {internals.source_line(equation.jax_equation) or '?'}"
+        for equation in of.program.equations
+        if equation.once
+    )
+    if not found:
+        return
+    told = [
+        place if times == 1 else f"{place}, {times} times"
+        for place, times in list(found.items())[:_MOST_EFFECTS]
+    ]
+    more = [f"and {len(found) - _MOST_EFFECTS} more"] if len(found) > _MOST_EFFECTS else []
+    yield (
+        "Run once, in the order of the function, and under no checkpoint, since they have side "
+        f"effects or call back to Python: {'; '.join([*told, *more])}. What their derivatives read "
+        "is kept; a loop with one inside is planned as one piece."
+    )
+
+
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     expected = of.model
     notes = [*_mesh_notes(of.program), *expected.notes(schedule)]
@@ -707,6 +731,7 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
             f"{expected.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
             "cost rules; remat_opt.costs.register adds exact ones."
         )
+    notes += _side_effects(of)
     if expected.assumed:
         notes.append(
             "JAX gave no derivative for "
