@@ -12,6 +12,8 @@ from remat_opt.comparison import Comparison, Contender
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import RematError
+from remat_opt.export.source import Source
+from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import (
     check_is_loss,
     compiled_in,
@@ -20,7 +22,7 @@ from remat_opt.loss_in_step import (
     step_of,
     undecorated,
 )
-from remat_opt.measurement import compilation, step
+from remat_opt.measurement import compilation, meshes, step
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.options import Request, objective_of, signature_of, solver_of
 from remat_opt.plan import Plan
@@ -357,7 +359,7 @@ def frontier(
         raise RematError(
             f"{program.name!r} hands on its arguments or constants: there is nothing to plan."
         )
-    return trade_off.of(decorated.problem(program), Overhead(overhead))
+    return trade_off.of(decorated.problem(program), Overhead(overhead), Gradients(gradients))
 
 
 def apply_plan(
@@ -395,12 +397,55 @@ def apply_plan(
     )
 
 
+def to_source(
+    plan: Plan | str | os.PathLike[str],
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    **kwargs: Any,
+) -> Source:
+    """A plan as ordinary JAX code: checkpoints, names and loops, without remat_opt.
+
+    A plan is a decision about a program and does not hold the program, so the function is asked
+    for, too. A decorated function has a method of this name, which uses its own plan.
+
+    Args:
+      plan: a plan, or a file of one.
+      fn: the function the plan was made for.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+      **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+      The code, and the arrays that ``fn`` closes over.
+
+    Raises:
+      PlanFileError: the plan belongs to another program.
+      RematError: something in the program cannot be written as code; the message names it.
+    """
+    decorated: Rematerialized = apply_plan(
+        plan,
+        undecorated(fn),
+        argnums=argnums,
+        has_aux=has_aux,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+    )
+    return decorated.to_source(*args, **kwargs)
+
+
 def measure(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Measurement:
@@ -507,7 +552,7 @@ def compare(
     limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
     if not (budgets or limits):
         budgets, limits = (None,), (0.25, 0.05, 0.0)
-    target = compilation.resolve_device(device)
+    target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     chosen_solver = solver_of(solver)
     signature = signature_of(argnums, has_aux, static_argnums, static_argnames, existing)
     compiled, calls, in_step = compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)
@@ -537,6 +582,7 @@ def compare(
         contenders,
         function=call.program.name,
         device=target.name,
+        memory_bytes=target.memory_bytes,
         step=compiled.name if in_step else "",
         measure=lambda how: compiled.measure(how, call.loss, target),
         flops=lambda how: compiled.flops(how, call.loss),
