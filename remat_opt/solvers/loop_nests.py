@@ -57,7 +57,7 @@ SLOTS, _FACTOR, _MOST_TABLES = 96, 2, 10
 #: The time that a part costs, as a share of the loop's: a little, and more where plans get long.
 _PART_SHARES = (1 / 10_000, 1 / 1000, 1 / 100)
 #: Parts in a plan, those inside of one another counted.
-MOST_PARTS = 96
+MOST_PARTS = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
