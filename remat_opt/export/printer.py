@@ -50,6 +50,10 @@ from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
 from remat_opt.units import format_bytes
 
 
+#: Equations whose derivative is the same, run by run, whether their output is a named one or not.
+_BILINEAR = PRODUCTS | {"add", "add_any", "mul", "sub"}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """One program that is being written.
@@ -506,7 +510,7 @@ class Printer:
     def _kept(
         self, scope: Scope, equation: Equation, inputs: Sequence[str], results: Sequence[str]
     ) -> list[str]:
-        """An equation whose own derivative reads the named output, where it reads it at all."""
+        """An equation whose own derivative, where it may, reads the named output."""
         if len(results) == 1:
             parts = self._derivatives(scope, equation)
             if parts is not None:
@@ -533,15 +537,15 @@ class Printer:
                 return assigned(results, written, one=True)
             expression, several = self._call(equation, inputs)
             (value,) = equation.outputs
-            written = f"{expression}{'[0]' if several else ''}"
-            return assigned(results, self._named(scope, value, written), one=True)
+            made = f"{expression}{'[0]' if several else ''}"
+            return assigned(results, self._named(scope, value, made), one=True)
         lines = self._plain(equation, inputs, results)
         for value, result in zip(equation.outputs, results, strict=True):
             lines += assigned([result], self._named(scope, value, result), one=True)
         return lines
 
     def _derivatives(self, scope: Scope, equation: Equation) -> list[str] | None:
-        """Functions that give an output's tangent from each input's; None if none reads it."""
+        """Functions that give an output's tangent from each input's; None where none is needed."""
         places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
         kinds = [equation.operation.inputs[place] for place in places]
         shapes = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds]
@@ -571,7 +575,8 @@ class Printer:
             again = same_as(inner, equation, places, literals)
             reads_output |= again is not None
             found.append(self._derivative(inner, again, equation, number))
-        return found if reads_output else None
+        plain = not reads_output and equation.operation.primitive in _BILINEAR
+        return None if plain else found
 
     def _derivative(
         self, program: Program, again: int | None, equation: Equation, number: int
