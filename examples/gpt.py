@@ -53,10 +53,9 @@ class GPT(nnx.Module):
         self.head = nnx.Linear(width, 256, rngs=rngs)
 
 
-def loss_of(graph, wrap):
+def loss_of(graph, params, wrap):
     """The loss as a function of the parameters, with every layer run in some way."""
-    layer_graph = nnx.graphdef(nnx.merge(*graph).layers)
-    graph = graph[0]
+    layer_graph = nnx.graphdef(nnx.merge(graph, params).layers)
 
     def loss_fn(params, text):
         model = nnx.merge(graph, params)
@@ -65,7 +64,7 @@ def loss_of(graph, wrap):
             return nnx.merge(layer_graph, layer)(x), None
 
         x = model.tokens(text[:, :-1]) + model.places(jnp.arange(text.shape[1] - 1))
-        x, _ = jax.lax.scan(wrap(run), x, nnx.state(model.layers))
+        x, _ = jax.lax.scan(wrap(run), x, params["layers"])
         logits = model.head(model.norm(x))
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
@@ -80,19 +79,22 @@ def main():
     )
     batches = [(text[start[:, None] + np.arange(options.length + 1)],) for start in starts]
     sizes = (options.width, options.layers, options.heads, options.length)
-    graph = nnx.split(GPT(*sizes, nnx.Rngs(0)))
+    graph, state = nnx.split(GPT(*sizes, nnx.Rngs(0)))
+    params = nnx.to_pure_dict(state)
 
     # The one line.
     optimal = remat_opt.optimal_remat(budget=options.budget, device=options.device)
-    loss_fn = optimal(loss_of(graph, lambda run: run))
+    loss_fn = optimal(loss_of(graph, params, lambda run: run))
     dots = jax.checkpoint_policies.dots_saveable
     by_hand = {
-        "jax.checkpoint round every layer": loss_of(graph, jax.checkpoint),
-        "... with dots_saveable": loss_of(graph, lambda run: jax.checkpoint(run, policy=dots)),
+        "jax.checkpoint round every layer": loss_of(graph, params, jax.checkpoint),
+        "... with dots_saveable": loss_of(
+            graph, params, lambda run: jax.checkpoint(run, policy=dots)
+        ),
     }
     batch = np.zeros((options.batch, options.length + 1), np.int32)
     title = f"GPT of {options.layers} scanned layers, {options.batch} texts of {options.length}"
-    screen(title, loss_fn, (graph[1], batch), by_hand, batches, options)
+    screen(title, loss_fn, (params, batch), by_hand, batches, options)
 
 
 if __name__ == "__main__":

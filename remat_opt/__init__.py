@@ -16,7 +16,6 @@ from remat_opt.api import (
     make_plan,
     measure,
     optimal_remat,
-    to_source,
 )
 from remat_opt.comparison import Comparison
 from remat_opt.errors import (
@@ -32,7 +31,9 @@ from remat_opt.errors import (
     UnitError,
 )
 from remat_opt.export.source import Source
+from remat_opt.handover import nearest_policy, to_source
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.nearest import NearestPolicy
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
 
@@ -45,6 +46,7 @@ __all__ = [
     "GraphError",
     "MissingPackageError",
     "Measurement",
+    "NearestPolicy",
     "Plan",
     "PlanFileError",
     "PlanningWarning",
@@ -57,6 +59,7 @@ __all__ = [
     "frontier",
     "make_plan",
     "measure",
+    "nearest_policy",
     "optimal_remat",
     "solvers",
     "to_source",

@@ -49,7 +49,6 @@ from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
 from remat_opt.units import format_bytes
 
-
 #: Equations whose derivative is the same, run by run, whether their output is a named one or not.
 _BILINEAR = PRODUCTS | {"add", "add_any", "mul", "sub"}
 
