@@ -55,7 +55,7 @@ def plan_lines(plan):
         )
     for loop in plan.loops:
         parts = ", then ".join(
-            f"{part.length}{f' in chunks of {part.chunks[0]}' if part.chunks else ''} "
+            f"{part.length}{f' in chunks of {part.chunk}' if part.inside else ''} "
             f"that keep {format_bytes(part.kept_bytes)}"
             for part in loop.parts
         )

@@ -30,9 +30,12 @@ from remat_opt.errors import (
     TraceError,
     UnitError,
 )
+from remat_opt.explanation import Explanation, explain
 from remat_opt.export.source import Source
 from remat_opt.handover import nearest_policy, to_source
+from remat_opt.linting.report import Findings, lint
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.measurement.meshes import make_mesh
 from remat_opt.nearest import NearestPolicy
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
@@ -42,6 +45,8 @@ __all__ = [
     "Comparison",
     "CompileError",
     "DeviceError",
+    "Explanation",
+    "Findings",
     "Frontier",
     "GraphError",
     "MissingPackageError",
@@ -56,7 +61,10 @@ __all__ = [
     "UnitError",
     "apply_plan",
     "compare",
+    "explain",
     "frontier",
+    "lint",
+    "make_mesh",
     "make_plan",
     "measure",
     "nearest_policy",

@@ -12,6 +12,7 @@ from remat_opt.comparison import Comparison, Contender
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import RematError
+from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import (
     check_is_loss,
     compiled_in,
@@ -346,7 +347,7 @@ def frontier(
         raise RematError(
             f"{program.name!r} hands on its arguments or constants: there is nothing to plan."
         )
-    return trade_off.of(decorated.problem(program), Overhead(overhead))
+    return trade_off.of(decorated.problem(program), Overhead(overhead), Gradients(gradients))
 
 
 def apply_plan(
@@ -388,8 +389,8 @@ def measure(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Measurement:
@@ -524,6 +525,7 @@ def compare(
         contenders,
         function=call.program.name,
         device=target.name,
+        memory_bytes=target.memory_bytes,
         step=compiled.name if in_step else "",
         measure=lambda how: compiled.measure(how, call.loss, target),
         flops=lambda how: compiled.flops(how, call.loss),

@@ -13,6 +13,7 @@ NVIDIA GPU from Ampere on (jax issues 1856 and 12008), float32 on a CPU. Who set
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal
@@ -37,8 +38,9 @@ class TpuTarget:
     """Compile with libtpu for a TPU that need not be there.
 
     Attributes:
-      topology: name of the smallest slice that every supported libtpu accepts (the one of
-        JAX 0.10 refuses a single chip); the program itself runs on one device of it.
+      topology: name of a slice: of a pod that is meant, or the smallest that every supported
+        libtpu accepts (the one of JAX 0.10 refuses a single chip). What is not sharded runs on
+        one device of it.
     """
 
     topology: str
@@ -64,6 +66,7 @@ class GpuTarget:
       compute_capability: (major, minor).
       architecture_specific: whether to use the instructions of just this architecture
         (``sm_90a`` rather than ``sm_90``), as XLA does on Hopper and later.
+      devices: how many GPUs there are, eight in a machine.
     """
 
     core_count: int
@@ -74,6 +77,7 @@ class GpuTarget:
     l2_cache_bytes: int
     compute_capability: tuple[int, int]
     architecture_specific: bool
+    devices: int = 1
 
     def to_proto_text(self, *, title: str, memory_bytes: int, memory_bandwidth: float) -> str:
         """Writes a ``GpuTargetConfigProto`` in text format.
@@ -123,7 +127,7 @@ class Device:
     """One machine, as JAX counts devices: a GPU, a TPU chip (half a chip on TPU7x), a CPU.
 
     Attributes:
-      name: what users write, such as ``"h200"``.
+      name: what users write, such as ``"h200"``, or ``"v5e:4x4"`` for one of a pod's.
       title: what people call it.
       platform: whose compiler is used.
       memory_bytes: device memory a program can have.
@@ -146,7 +150,8 @@ class Device:
     target: Target
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name != self.name.lower():
+        word = self.name.partition(":")[0]
+        if not word.isidentifier() or self.name != self.name.lower():
             raise DeviceError(
                 f"A device's name is a lower-case word such as 'h200', not {self.name!r}."
             )
@@ -207,19 +212,36 @@ def get_device(name: str) -> Device:
     """Looks a device up by name.
 
     Args:
-      name: as listed by :func:`available`, in any case. What is attached to this process
-        is no entry of the table: ``measurement.resolve_device("attached")`` finds it.
+      name: as listed by :func:`available`, in any case; with a slice of TPUs or a number of GPUs
+        behind it, as in ``"v5e:4x4"`` and ``"h200:8"``, one of so many. What is attached to this
+        process is no entry of the table: ``measurement.resolve_device("attached")`` finds it.
 
     Raises:
       DeviceError: if there is none of that name.
     """
-    device = _devices.get(name.lower()) if isinstance(name, str) else None
+    word, colon, pod = name.lower().partition(":") if isinstance(name, str) else ("", "", "")
+    device = _devices.get(word)
     if device is None:
         raise DeviceError(
             f"Unknown device {name!r}. Known: {', '.join(available())}; or 'attached' for "
             "what jax.devices() shows. remat_opt.device.register(Device(...)) adds one."
         )
-    return device
+    return _one_of_pod(device, pod) if colon else device
+
+
+def _one_of_pod(device: Device, pod: str) -> Device:
+    match device.target:
+        case TpuTarget() if re.fullmatch(r"\d+(x\d+)+", pod):
+            target: Target = TpuTarget(topology=f"{device.name}:{pod}")
+        case GpuTarget() as gpu if re.fullmatch(r"[1-9]\d*", pod):
+            target = dataclasses.replace(gpu, devices=int(pod))
+        case _:
+            raise DeviceError(
+                f"There is no device '{device.name}:{pod}'. Of TPUs give the slice, as in "
+                "'v5e:4x4', of GPUs how many there are, as in 'h200:8'; what is attached is used "
+                "as it is."
+            )
+    return dataclasses.replace(device, name=f"{device.name}:{pod}", target=target)
 
 
 def available() -> tuple[str, ...]:

@@ -9,9 +9,9 @@ that keeps some values by name has three figures: bytes kept, recomputation, and
 one iteration. The kept sets are those of the minimum cut, which are best for every exchange rate
 between the first two, and those of ``jax.checkpoint``'s own policies; where the workspace is
 large, the body runs again as a chain that the default solver found. From these come the ways to
-open a loop: all iterations alike; in chunks; a first part that does one and a second that does
-another, cut anywhere. What keeps more comes last, since it is free again first. The ways that no
-other beats in memory and recomputation are left.
+open a loop: all iterations alike, and parts with chunks in chunks (``solvers.loop_nests``). What
+keeps more comes last, since it is free again first. The ways that no other beats in memory and
+recomputation are left.
 
 To the rest of the program a loop is a vertex, whose figures depend on the way it is opened. Several
 loops are opened at common exchange rates. The default solver plans the rest for a few of these
@@ -45,15 +45,16 @@ from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Loop, Part, Region, Schedule, Stage
 from remat_opt.simulator import demand
-from remat_opt.solvers import min_cut, portfolio
+from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, priced, thinned
+from remat_opt.solvers.loop_nests import Chain, Piece, Way
 
 #: A loop is opened where its residuals take at least this share of what the function as it is does.
 _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
 _MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
-#: Lengths of chunks, and places to cut a loop in two.
-_MOST_CHUNKS, _MOST_CUTS = 12, 24
+#: How many ways to run an iteration one loop mixes.
+_MOST_MIXED = 10
 #: Choices for several loops together; for how many of them the rest is planned, and how many of
 #: its schedules are judged with all.
 _MOST_CHOICES, _MOST_SEARCHES, _MOST_SCHEDULES = 64, 4, 48
@@ -93,8 +94,7 @@ class _Shape:
     Attributes:
       length: how many there are.
       carry_bytes: of what one hands to the next.
-      entry_bytes: of what one reads of stacked inputs.
-      entry_gradient_bytes: of the gradients with respect to that.
+      result_bytes: of the gradients of what one writes to stacks.
       rounded_bytes: of what is rounded ahead of the loop.
       seconds: of one.
       flops: of one.
@@ -102,20 +102,27 @@ class _Shape:
 
     length: int
     carry_bytes: int
-    entry_bytes: int
-    entry_gradient_bytes: int
+    result_bytes: int
     rounded_bytes: int
     seconds: float
     flops: int
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A part, before it is written down."""
-
-    length: int
-    chunks: tuple[int, ...]
-    iteration: _Iteration
+    def chain(self, iterations: Sequence[_Iteration], measure: Overhead) -> Chain:
+        """The loop as numbers, with these ways to run an iteration."""
+        return Chain(
+            length=self.length,
+            state_bytes=self.carry_bytes,
+            result_bytes=self.result_bytes,
+            seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
+            ways=tuple(
+                Way(
+                    kept_bytes=one.kept_bytes,
+                    workspace_bytes=one.workspace_bytes,
+                    seconds=_cost(one, measure),
+                )
+                for one in iterations
+            ),
+        )
 
 
 def opened(expected: Model, ways: Sequence[Sequence[Opening]]) -> Model:
@@ -281,10 +288,10 @@ def _ways_of(
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(body.types[value]) for value in values)
 
-    arguments, varying = body.arguments, set(body.differentiated)
+    arguments, varying = body.arguments, bodies.varying(body)
     carry = arguments[scan.constants : scan.constants + scan.carries]
     entries = arguments[scan.constants + scan.carries :]
-    entry_gradients = total([value for value in entries if value in varying])
+    results = [atom for atom in body.outputs[scan.carries :] if isinstance(atom, int)]
     graph = expected.graph
     # Of the body's own rates and the whole loop's the latter are what the rest is counted in.
     seconds = graph.seconds[vertex] / scan.length
@@ -292,128 +299,83 @@ def _ways_of(
     shape = _Shape(
         length=scan.length,
         carry_bytes=total(carry),
-        entry_bytes=total(entries),
-        entry_gradient_bytes=entry_gradients,
+        result_bytes=total([value for value in results if value in varying]),
         rounded_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler),
         seconds=seconds,
         flops=graph.flops[vertex] // scan.length,
     )
     iterations = [dataclasses.replace(one, seconds=one.seconds * scale) for one in iterations]
     drafts = [
-        _opening(vertex, root, shape, pieces) for pieces in _drafts(shape, iterations, measure)
+        _opening(vertex, root, shape, used, pieces)
+        for used, pieces in _drafts(shape, iterations, measure)
     ]
     found: list[Opening] = []
     for way in sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure))):
         if not found or _cost(way, measure) < _cost(found[-1], measure):
             found.append(way)
-    return tuple(thinned(found, _MOST_WAYS))
+    return tuple(_spread(found))
+
+
+def _spread(ways: Sequence[Opening]) -> list[Opening]:
+    """Some of the ways, evenly by the logarithm of their memory; the first and the last as well."""
+    if len(ways) <= _MOST_WAYS:
+        return list(ways)
+    low, high = (math.log(max(1, _memory(way))) for way in (ways[0], ways[-1]))
+    found = {
+        math.floor((_MOST_WAYS - 1) * (math.log(max(1, _memory(way))) - low) / (high - low)): way
+        for way in reversed(ways)
+    }
+    return [found[place] for place in sorted(found)]
 
 
 def _drafts(
     shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead
-) -> Iterator[tuple[_Piece, ...]]:
-    """Parts, in order of execution."""
-    length = shape.length
-    for one in iterations:
-        yield (_Piece(length=length, chunks=(), iteration=one),)
-    # What is best at some exchange rate, by what it keeps: neighbours are worth a mixture.
-    kept = [one for one in iterations if not one.loops] or list(iterations)
+) -> Iterator[tuple[Sequence[_Iteration], tuple[Piece, ...]]]:
+    """Parts, in order of execution, with the iterations that they speak of."""
+    for number in range(len(iterations)):
+        yield iterations, (Piece(length=shape.length, way=number),)
+    # What is best at some exchange rate, by what it keeps, and what takes the least.
     points: dict[tuple[int, float], _Iteration] = {}
-    for one in kept:
+    for one in iterations:
         points.setdefault((one.kept_bytes, _cost(one, measure)), one)
     hull = [points[point] for point in _hull(list(points))]
-    for few, many in itertools.pairwise(hull):
-        for cut in thinned(range(1, length), _MOST_CUTS):
-            yield (
-                _Piece(length=cut, chunks=(), iteration=few),
-                _Piece(length=length - cut, chunks=(), iteration=many),
-            )
-    smallest = sorted(iterations, key=lambda one: one.workspace_bytes + one.kept_bytes)[:4]
-    in_chunks = list(dict.fromkeys([*hull, *smallest]))
-    for size in _chunk_lengths(length):
-        for inner in (size, *_inner_lengths(size)):
-            chunks = (size,) if inner == size else (size, inner)
-            whole = length - length % size
-            for one in in_chunks:
-                first = _Piece(length=whole, chunks=chunks, iteration=one)
-                if whole == length:
-                    yield (first,)
-                else:
-                    rest = _Piece(length=length - whole, chunks=(), iteration=hull[0])
-                    yield (first, rest)
-            for cut in thinned(range(size, length, size), _MOST_CUTS):
-                yield (
-                    _Piece(length=cut, chunks=chunks, iteration=hull[0]),
-                    _Piece(length=length - cut, chunks=(), iteration=hull[0]),
-                )
+    smallest = sorted(iterations, key=lambda one: one.workspace_bytes + one.kept_bytes)
+    used = list(dict.fromkeys([*thinned(hull, _MOST_MIXED - 2), *smallest[:2]]))
+    for pieces in loop_nests.nests(shape.chain(used, measure)):
+        yield used, pieces
 
 
-def _chunk_lengths(length: int) -> list[int]:
-    """Lengths of chunks that are tried: those round the root, without a rest where possible."""
-    most = length // 2
-    if most < 2:
-        return []
-    root = math.sqrt(length)
-    exact = [size for size in range(2, most + 1) if not length % size]
-    near = [round(root * factor) for factor in (0.5, 0.7, 1.0, 1.4, 2.0)]
-    found = {size for size in near if 2 <= size <= most}
-    exact.sort(key=lambda size: abs(math.log(size / root)))
-    return sorted({*found, *exact[: _MOST_CHUNKS - len(found)]})
-
-
-def _inner_lengths(size: int) -> list[int]:
-    """Lengths of chunks in chunks: one, near the root."""
-    if size < 16:
-        return []
-    exact = [inner for inner in range(2, size // 2 + 1) if not size % inner]
-    root = math.sqrt(size)
-    return sorted(exact, key=lambda inner: abs(math.log(inner / root)))[:1]
-
-
-def _opening(vertex: int, root: int, shape: _Shape, pieces: Sequence[_Piece]) -> Opening:
+def _opening(
+    vertex: int,
+    root: int,
+    shape: _Shape,
+    iterations: Sequence[_Iteration],
+    pieces: Sequence[Piece],
+) -> Opening:
     """Parts with the figures of the whole."""
-    stacked = peak = flops = 0
-    seconds = 0.0
-    for piece in pieces:
-        one, again = piece.iteration, len(piece.chunks)
-        held, extents = 0, (piece.length, *piece.chunks)
-        for longer, size in itertools.pairwise(extents):
-            # What each chunk is handed, and what one of them reads and writes.
-            held += longer // size * shape.carry_bytes
-            if size == extents[1]:
-                own = held
-        innermost = extents[-1] * (shape.carry_bytes + one.kept_bytes)
-        if again:
-            entries = shape.entry_bytes + shape.entry_gradient_bytes
-            beside = held - own + innermost + sum(piece.chunks) * entries
-        else:
-            own, beside = innermost, 0
-        stacked += own
-        # What an iteration is handed lies beside the stack that it is read from.
-        peak = max(peak, stacked + beside + one.workspace_bytes + shape.carry_bytes)
-
-        seconds += piece.length * (one.seconds + again * shape.seconds)
-        flops += piece.length * (one.flops + again * shape.flops)
+    found = loop_nests.judge(shape.chain(iterations, Overhead.SECONDS), pieces)
+    flops = loop_nests.judge(shape.chain(iterations, Overhead.FLOPS), pieces).seconds
     return Opening(
         vertex=vertex,
-        loop=Loop(
-            root=root,
-            parts=tuple(
-                Part(
-                    length=piece.length,
-                    chunks=piece.chunks,
-                    kept=piece.iteration.kept,
-                    kept_bytes=piece.iteration.kept_bytes,
-                    stages=piece.iteration.stages,
-                    loops=piece.iteration.loops,
-                )
-                for piece in pieces
-            ),
-        ),
-        stacked_bytes=stacked,
-        workspace_bytes=max(0, peak - stacked) + shape.rounded_bytes,
-        seconds=seconds,
-        flops=flops,
+        loop=Loop(root=root, parts=tuple(_part(iterations, piece) for piece in pieces)),
+        stacked_bytes=found.held_bytes,
+        workspace_bytes=found.peak_bytes - found.held_bytes + shape.rounded_bytes,
+        seconds=found.seconds,
+        flops=round(flops),
+    )
+
+
+def _part(iterations: Sequence[_Iteration], piece: Piece) -> Part:
+    if piece.inside:
+        inside = tuple(_part(iterations, one) for one in piece.inside)
+        return Part(length=piece.length, inside=inside)
+    one = iterations[piece.way]
+    return Part(
+        length=piece.length,
+        kept=one.kept,
+        kept_bytes=one.kept_bytes,
+        stages=one.stages,
+        loops=one.loops,
     )
 
 

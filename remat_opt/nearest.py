@@ -251,7 +251,7 @@ def _loops(problem: Problem, plan: Plan) -> Iterator[_ByHand]:
     for candidate in problem.candidates:
         schedule = candidate.schedule
         plain = all(
-            len(loop.parts) == 1 and not loop.parts[0].chunks and not loop.parts[0].loops
+            len(loop.parts) == 1 and not loop.parts[0].inside and not loop.parts[0].loops
             for loop in schedule.loops
         )
         one_stage = all(len(loop.parts[0].stages) == 1 for loop in schedule.loops)

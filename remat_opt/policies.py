@@ -151,6 +151,11 @@ def per_block(
     return run
 
 
+def as_it_is(program: Program) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """The program as a function ``run(constants, arguments) -> flat outputs``."""
+    return per_block(program, (), jax.checkpoint_policies.everything_saveable)
+
+
 def _with_rest(runs: Sequence[range], count: int) -> list[tuple[range, bool]]:
     """The blocks and what lies between them, in order; whether each is a block."""
     whole, reached = [], 0

@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from remat_opt import failure, frameworks, planning, verification
+from remat_opt import failure, frameworks, planning, traces, verification
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import PlanFileError, RematError, TraceError
@@ -23,8 +23,10 @@ from remat_opt.options import Request
 from remat_opt.plan import Plan
 from remat_opt.program import tracing
 from remat_opt.program.record import Program
+from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 from remat_opt.recent import Recent
+from remat_opt.traces import Place, Trace
 from remat_opt.transform import rewriting
 from remat_opt.view.plan_text import printable
 
@@ -37,9 +39,9 @@ class Rematerialized:
     """A function that follows a plan; what ``optimal_remat`` and ``apply_plan`` return.
 
     Calling it gives the values, the tree and the dtypes of the function it wraps, and its
-    derivatives are the same too; taken backward, it keeps and recomputes as planned. The
-    function is traced at every call, as ``jax.jit`` would, and planned once for each program
-    that this gives. So it is best called under ``jax.jit``.
+    derivatives are the same too; taken backward, it keeps and recomputes as planned. It is planned
+    once for each program that it is traced to. Under ``jax.jit`` it is traced as often as what is
+    round it; by itself, once for calls that are alike, and compiled.
     """
 
     __wrapped__: Callable[..., Any]
@@ -59,6 +61,7 @@ class Rematerialized:
         self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
         # Programs that have no plan, and were warned of.
         self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
+        self._traces: Recent[Hashable, Trace] = Recent(_MOST_PLANS)
         # A module of ``flax.nnx`` that it is a method of.
         self._instance: tuple[Any, ...] = ()
         # Which loss it is, for ``step``: bound methods are one with what they are bound from.
@@ -74,8 +77,13 @@ class Rematerialized:
         if instead is not None:
             return instead(*args, **kwargs)
         call = self.bind(args, kwargs)
+        place = traces.place_of(call, self.fn)
+        if place is not None:
+            known = self._traces.get(place.key)
+            if known is not None and known.references == place.references:
+                return known.run(jax.tree.leaves((call.args, call.kwargs)))
         if self.request.errors == "raise":
-            return self._run(self.trace(call), call)
+            return self._run(self.trace(call), call, place)
         try:
             program = self.trace(call)
         except Exception as error:
@@ -86,7 +94,7 @@ class Rematerialized:
         if self._unplanned.get(fingerprint):
             return call.fn(*call.args, **call.kwargs)
         try:
-            return self._run(program, call)
+            return self._run(program, call, place)
         except Exception as error:
             if not failure.is_own_fault(error):
                 raise
@@ -94,15 +102,24 @@ class Rematerialized:
             self._unplanned.put(fingerprint, True)
             return found
 
-    def _run(self, program: Program, call: tracing.Call) -> Any:
-        if program.differentiated or self._given is not None:
+    def _run(self, program: Program, call: tracing.Call, place: Place | None) -> Any:
+        leaves = jax.tree.leaves((call.args, call.kwargs))
+        arguments = [*leaves, *program.closed_over]
+        # Where nothing is being traced, nobody takes a derivative, and there is nothing to plan;
+        # where nothing has one, jax.grad refuses.
+        is_traced = any(isinstance(value, jax.core.Tracer) for value in arguments)
+        if self._given is not None or (is_traced and program.differentiated):
             plan = self.plan_of(program, call)
             run = rewriting.rewrite(program, plan.stages, plan.platform, loops=plan.loops)
         else:
-            # jax.grad refuses such arguments; a call without derivative has nothing to plan.
             run = rewriting.rewrite(program, (), "cpu")
-        outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
-        return jax.tree.unflatten(program.output_tree, outputs)
+        kept = traces.trace_at(place, program, run)
+        if place is not None and kept is not None:
+            result = kept.run(leaves)
+            self._traces.renew(place.key, kept)
+            return result
+        outputs = run(program.constant_values, arguments)
+        return release(jax.tree.unflatten(program.output_tree, outputs))
 
     def _run_as_it_is(self, call: tracing.Call, error: Exception) -> Any:
         """Calls the function itself, and warns where it does not fail by itself."""
@@ -147,13 +164,14 @@ class Rematerialized:
         """The same, plans included, round a function that traces to the same programs."""
         found = Rematerialized(fn, signature or self.signature, self.request, self._given)
         found._plans, found._unplanned = self._plans, self._unplanned
+        found._traces = self._traces
         found._identity = self._identity
         return found
 
     def following(self, plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """The way to run a loss by a plan; calls that are other programs are planned alike."""
         found = self.around(self.fn)
-        found._plans = Recent(_MOST_PLANS)
+        found._plans, found._traces = Recent(_MOST_PLANS), Recent(_MOST_PLANS)
         found._plans.put(plan.fingerprint, plan)
         return found.around
 
@@ -289,8 +307,7 @@ class Rematerialized:
         if self._given is not None:
             check_belongs(self._given, fingerprint, program.name)
             return self._given
-        found = self._plans.get(fingerprint)
-        return found or self._plans.put(fingerprint, self._make(program, call))
+        return self._plans.made(fingerprint, lambda: self._make(program, call))
 
     def _make(self, program: Program, call: tracing.Call) -> Plan:
         device = compilation.resolve_device(self.request.device)

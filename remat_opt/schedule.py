@@ -174,15 +174,18 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Iterations of a loop, one after the other, that run alike: each under a checkpoint.
+    """Iterations of a loop, one after the other, that run alike.
+
+    Either each of them runs under a checkpoint of its own. Or they run in chunks, each of which is
+    under a checkpoint that keeps what the first of its iterations is handed, and runs them all
+    again, as a loop in parts of its own.
 
     Equations are those of the loop's body, numbered as a program of its own.
 
     Attributes:
       length: how many iterations.
-      chunks: how many of them run under one further checkpoint, which keeps what the first of them
-        is handed and runs them all again, as a loop; where there are several, those inside of one
-        another, the longest first. Each is a multiple of the next.
+      inside: the parts of a chunk, in order of execution; ``length`` is a multiple of what they are
+        together. Empty where there are no chunks. Where there are, what follows is empty.
       kept: positions of the equations whose results are saved by name in every iteration.
       kept_bytes: of these, in one iteration.
       stages: the chain in which the body runs, and runs again.
@@ -190,11 +193,16 @@ class Part:
     """
 
     length: int
-    chunks: tuple[int, ...]
-    kept: tuple[int, ...]
-    kept_bytes: int
-    stages: tuple[Stage, ...]
+    inside: tuple[Part, ...] = ()
+    kept: tuple[int, ...] = ()
+    kept_bytes: int = 0
+    stages: tuple[Stage, ...] = ()
     loops: tuple[Loop, ...] = ()
+
+    @property
+    def chunk(self) -> int:
+        """How many iterations are in a chunk."""
+        return sum(part.length for part in self.inside)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

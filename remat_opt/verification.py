@@ -64,7 +64,8 @@ def measure_plan(
     Args:
       plan: made for the program.
       program: a traced function.
-      arguments: its flat arguments: arrays, shapes or tracers, of which only shapes matter.
+      arguments: its flat arguments, less what is closed over: arrays, shapes or tracers, of which
+        only shapes matter.
       device: the machine to compile for.
       off: names of rules about compilers that are switched off.
       with_buffers: whether to read what is alive when, too.
@@ -81,22 +82,41 @@ def measure_plan(
             "decorate a function that has the vmap or shard_map inside."
         )
     run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
-    traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
+    fate = plan.objective.gradients
+    return measure_run(run, program, arguments, device, fate, with_buffers=with_buffers)
+
+
+def measure_run(
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    program: Program,
+    arguments: Sequence[Any],
+    device: Device,
+    fate: Gradients,
+    *,
+    with_buffers: bool = False,
+) -> Measurement:
+    """Compiles what computes a program's outputs in a step.
+
+    Args:
+      run: takes the program's constants and its flat arguments, and gives its flat outputs.
+      program: a traced function.
+      arguments: see ``measure_plan``, as are ``device`` and ``with_buffers``.
+      device: likewise.
+      fate: what becomes of the gradients.
+      with_buffers: likewise.
+
+    Raises:
+      CompileError: the compiler refuses it, as for want of memory.
+    """
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]
-    fate = plan.objective.gradients
 
-    def step(given: Sequence[Any], cotangents: Sequence[Any], flat: Sequence[Any], own: Any) -> Any:
+    def step(cotangents: Sequence[Any], flat: Sequence[Any], own: Any) -> Any:
         parameters, state = own
-        left = iter(given)
-        constants = [
-            next(left) if is_traced else value
-            for is_traced, value in zip(traced, program.constant_values, strict=True)
-        ]
 
         def loss(*differentiated: Any) -> tuple[list[Any], list[Any]]:
             placed = dict(zip((*others, *places), (*flat, *differentiated), strict=True))
-            outputs = run(constants, [placed[place] for place in range(len(placed))])
+            outputs = run(program.constant_values, [placed[place] for place in range(len(placed))])
             return outputs[: program.loss_outputs], outputs[program.loss_outputs :]
 
         outputs, pullback, auxiliary = jax.vjp(loss, *parameters, has_aux=True)
@@ -116,19 +136,17 @@ def measure_plan(
         for atom in program.outputs[: program.loss_outputs]
         if isinstance(atom, int) and program.types[atom].shape and is_inexact(program.types[atom])
     ]
-    closed_over = [_shape(v) for v, t in zip(program.constant_values, traced, strict=True) if t]
-    shapes = list(map(_shape, arguments))
+    shapes = list(map(_shape, (*arguments, *program.closed_over)))
     parameters = [shapes[place] for place in places]
     state = [] if fate is Gradients.RESULTS else [_moments(one) for one in parameters]
     return compilation.measure(
         step,
-        closed_over,
         cotangents,
         [shapes[place] for place in others],
         (parameters, state),
         device=device,
         with_buffers=with_buffers,
-        donate_argnums=() if fate is Gradients.RESULTS else 3,
+        donate_argnums=() if fate is Gradients.RESULTS else 2,
     )
 
 
@@ -252,9 +270,7 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
         "Give a larger budget or a smaller batch.",
         budget_bytes=budget_bytes,
         least_peak_bytes=least,
-        pinning=tuple(
-            (f"{p.label} {p.module}".strip(), p.bytes) for p in trials.plans[-1].predicted.pins
-        ),
+        pinning=tuple((p.name.title, p.bytes) for p in trials.plans[-1].predicted.pins),
     )
 
 

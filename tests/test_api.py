@@ -238,10 +238,10 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
     assert error.budget_bytes == 100
     # Less than where nothing is asked for, since that stops at one pass of recomputation.
     assert error.least_peak_bytes < least.predicted.temporary_bytes
-    assert ("add f32[64,8]", 64 * 8 * 4) in error.pinning
+    assert ("sum in layers, 64x8 float32", 64 * 8 * 4) in error.pinning
     message = str(error)
     assert message.startswith("No plan has temporaries within 100 B: the least peak that ")
-    assert "add f32[64,8] cotangent test_api.py:" in message
+    assert "cotangent: sum in layers, 64x8 float32, at test_api.py:" in message
     assert message.endswith("(layers). Give a larger budget or a smaller batch.")
     # The least peak itself can be had.
     assert (

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jax_core
 
 from remat_opt import _jax_internals as internals
+from remat_opt import _jax_meshes
 from remat_opt.measurement import compilation
 from remat_opt.program import tracing
 
@@ -471,6 +472,72 @@ def test_axes_round_equations() -> None:
     # Under vmap only those that are named tie; a shard_map's types tell of its axes as well.
     assert seen == [("i",), ("i",), (), ("i",)]
     assert internals.surrounding_axes(()) == ()
+
+
+def test_what_values_tell_of_a_mesh() -> None:
+    auto, explicit = (
+        jax.make_mesh((4, 2), ("data", "model"), axis_types=(one,) * 2)
+        for one in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    )
+    spec = jax.sharding.PartitionSpec(("data", "model"), None)
+    seen: list[tuple[Any, Any]] = []
+
+    def note(x: jax.Array) -> jax.Array:
+        mesh = _jax_meshes.mesh_of(x)
+        seen.append((mesh and tuple(mesh.shape.items()), _jax_meshes.split_of(x)))
+        return jnp.zeros(()) if isinstance(x, jax.ShapeDtypeStruct) else jnp.sum(x)
+
+    axes, split = (("data", 4), ("model", 2)), (("data", "model"), ())
+    for mesh in (auto, explicit):
+        with jax.set_mesh(mesh):
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+            x = jax.device_put(jnp.ones((8, 3)), sharding)
+            note(x)
+            note(jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharding))
+            jax.grad(note)(x)
+            jax.jit(jax.grad(note))(x)
+            # Inside a shard_map an array is what one device has.
+            mapped = jax.shard_map(
+                lambda x: note(x)[None], mesh=mesh, in_specs=spec, out_specs=jax.P(spec[0])
+            )
+            jax.eval_shape(mapped, x)
+    note(jnp.ones(3))
+    on_mesh, under_jit, unknown = (axes, split), (axes, None), (None, None)
+    found = [(mesh, None if mesh is None else of_axes) for mesh, of_axes in seen]
+    assert found == [*[on_mesh] * 3, under_jit, unknown, *[on_mesh] * 4, unknown, unknown]
+
+
+def test_the_compiler_says_how_it_splits_values() -> None:
+    mesh = jax.sharding.AbstractMesh(
+        (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+
+    def shape(*extents: int, spec: Any) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(extents, jnp.float32, sharding=sharding)
+
+    def fn(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        y = jax.nn.relu(x @ w)
+        rows, _ = lax.scan(lambda c, _: (jnp.sin(c), None), y, length=3)
+        return [y, rows, y.reshape(8, 2, 8), jnp.sum(y, axis=0), jnp.sum(y)]
+
+    found = _jax_meshes.propagated(
+        fn, [shape(16, 8, spec=(("data",),)), shape(8, 8, spec=(None, "model"))]
+    )
+    data, model = (("data", 4),), (("model", 2),)
+    assert found == [(data, model), (data, model), (data, (), model), (model,), ()]
+
+
+def test_meshes_are_found_in_inner_programs() -> None:
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (lax.with_sharding_constraint(c, sharding), None), x, length=2)
+
+    found = list(_jax_meshes.meshes_in(internals.parts(jax.make_jaxpr(fn)(jnp.ones(8)))[3]))
+    assert found == [mesh]
+    assert not list(_jax_meshes.meshes_in(equations_of(jnp.sin, jnp.ones(3))))
 
 
 def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
@@ -22,6 +21,7 @@ from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
 from remat_opt.gradients import ParameterGradient
 from remat_opt.graph import Graph
+from remat_opt.naming import short_type
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.record import Program
 
@@ -345,15 +345,11 @@ def _rate_dtype(operation: Operation) -> str:
     return kinds[0] if kinds else "float32"
 
 
-_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
-
-
 def _label(program: Program, root: int) -> str:
     equation = program.equations[root]
     kinds = []
     for value in equation.outputs[:2]:
         kind = program.types[value]
-        name = re.sub(r"^(bfloat|float|uint|int|complex)", lambda m: _SHORT[m[0]], kind.dtype)
-        kinds.append(f"{name}[{','.join(map(str, kind.shape))}]")
+        kinds.append(short_type(kind.dtype, kind.shape))
     more = ", ..." if len(equation.outputs) > 2 else ""
     return f"{equation.operation.primitive} {', '.join(kinds)}{more}"

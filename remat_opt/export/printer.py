@@ -38,13 +38,13 @@ from remat_opt.export.reading import (
     same_as,
     scan_inputs,
     scan_options,
-    scan_varying,
+    scan_reach,
     where_from,
 )
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import bodies
 from remat_opt.program.record import Atom, Constant, Equation, Program
-from remat_opt.schedule import Loop, Stage
+from remat_opt.schedule import Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
 from remat_opt.units import format_bytes
@@ -608,31 +608,12 @@ class Printer:
         scan = internals.scan_of(equation.jax_equation)
         summed = scope.rewriting.summed
         program = bodies.body_of(equation, summed)
-        parts = []
-        for number, part in enumerate(loop.parts):
-            word = f"part_{number + 1}" if len(loop.parts) > 1 else "iteration"
-            label = f"{scope.label}{results[0]}_{word}" if results else f"{scope.label}{word}"
-            distinct = self.distinct()
-            arguments = [distinct.name("x", numbered=True) for _ in program.arguments]
-            lines, inner = self.chain(
-                program, arguments, part.stages, part.loops, frozenset(part.kept), f"{label}_"
-            )
-            lines = [*self._constants(program, inner.names), *lines]
-            outputs = [self._atom_of_output(inner.names, atom) for atom in program.outputs]
-            function = self.name(label)
-            told = "One iteration: constants, carry and entries -> carry and entries made."
-            self._define(function, arguments, told, lines, f"return {listed(outputs)}")
-            kept = [
-                quoted(f"{label}_{inner.names[value]}")
-                for index in sorted(part.kept)
-                for value in program.equations[index].outputs
-            ]
-            chunks = "(" + "".join(f"{size}, " for size in part.chunks).rstrip(" ") + ")"
-            parts.append(f"({part.length}, {chunks}, {listed(kept)}, {function})")
-        self.helpers |= {"planned_part", "placed_part", "zero_of"}
+        label = f"{scope.label}{results[0]}" if results else f"{scope.label}scan"
+        parts = self._parts(loop.parts, program, label)
+        self.helpers |= {"one_part", "parts_in_order", "zero_of"}
         options = scan_options(scan)
-        if len(loop.parts) > 1:
-            options += scan_varying(equation, scan, summed)
+        if len(loop.parts) > 1 or loop.parts[0].inside:
+            options.append(f"reach={scan_reach(equation, scan, summed)}")
         return assigned(
             results,
             Call(
@@ -640,3 +621,30 @@ class Printer:
                 (f"[{', '.join(parts)}]", *scan_inputs(scan, inputs), *options),
             ),
         )
+
+    def _parts(self, parts: Sequence[Part], program: Program, label: str) -> list[str]:
+        """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
+        found = []
+        for number, part in enumerate(parts):
+            own = f"{label}_part_{number + 1}" if len(parts) > 1 else f"{label}_iteration"
+            if part.inside:
+                inside = self._parts(part.inside, program, own)
+                found.append(f"({part.length}, [{', '.join(inside)}], (), None)")
+                continue
+            arguments = self.distinct()
+            names = [arguments.name("x", numbered=True) for _ in program.arguments]
+            lines, inner = self.chain(
+                program, names, part.stages, part.loops, frozenset(part.kept), f"{own}_"
+            )
+            lines = [*self._constants(program, inner.names), *lines]
+            outputs = [self._atom_of_output(inner.names, atom) for atom in program.outputs]
+            function = self.name(own)
+            told = "One iteration: constants, carry and entries -> carry and entries made."
+            self._define(function, names, told, lines, f"return {listed(outputs)}")
+            kept = [
+                quoted(f"{own}_{inner.names[value]}")
+                for index in sorted(part.kept)
+                for value in program.equations[index].outputs
+            ]
+            found.append(f"({part.length}, [], {listed(kept)}, {function})")
+        return found

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from remat_opt import policies
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.device import Device
 from remat_opt.errors import RematError
@@ -31,6 +32,7 @@ from remat_opt.measurement.compilation import Measurement
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.program import flop_count, tracing
 from remat_opt.program.record import Program
+from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 
 #: From the loss to a function with its results, to run in its place.
@@ -181,17 +183,24 @@ class Recorded:
             call = tracing.bind_static(fn, signature, args, kwargs)
             number = len(self._calls)
             leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+            program = tracing.trace_call(call, has_aux=signature.has_aux)
+            leaves = [*leaves, *program.closed_over]
             self._calls.append(
                 LossCall(
                     loss=loss,
                     fn=fn,
                     signature=signature,
-                    program=tracing.trace_call(call, has_aux=signature.has_aux),
+                    program=program,
                     arguments=tuple(map(_shape, leaves)),
                 )
             )
-            positional, keywords = jax.tree.unflatten(tree, self._marked(number, leaves))
-            return call.fn(*positional, **keywords)
+            marked = self._marked(number, leaves)
+            if not program.closed_over:
+                positional, keywords = jax.tree.unflatten(tree, marked)
+                return call.fn(*positional, **keywords)
+            # The function itself would read what it closes over without its mark.
+            outputs = policies.as_it_is(program)(program.constant_values, marked)
+            return release(jax.tree.unflatten(program.output_tree, outputs))
 
         return run
 
@@ -278,9 +287,18 @@ class Step:
     donate_argnums: tuple[int, ...] = ()
 
     @property
+    def static_positions(self) -> tuple[int, ...]:
+        """The positional arguments that are static, those too that are so by their names."""
+        signature = Signature(
+            argnums=(), static_argnums=self.static_argnums, static_argnames=self.static_argnames
+        )
+        static = tracing.bind_static(self.fn, signature, self.args, dict(self.kwargs)).static
+        return tuple(where for where, _ in static if isinstance(where, int))
+
+    @property
     def dynamic_argnums(self) -> tuple[int, ...]:
         """The positional arguments that are not static."""
-        static = {number % len(self.args) for number in self.static_argnums}
+        static = self.static_positions
         return tuple(number for number in range(len(self.args)) if number not in static)
 
     @property
@@ -307,7 +325,7 @@ class Step:
                 self.fn,
                 *self.args,
                 device=device,
-                static_argnums=self.static_argnums,
+                static_argnums=self.static_positions,
                 static_argnames=self.static_argnames,
                 donate_argnums=self.donate_argnums,
                 with_buffers=with_buffers,

@@ -1,16 +1,16 @@
 """A ``scan`` written as parts whose iterations keep what the plan says.
 
 Every iteration runs under a checkpoint of its own, whose policy keeps some values by name: a
-``scan`` stacks these, and what it carries. A chunk is a checkpoint round a ``scan`` of a few
-iterations. Parts follow one another. What the second and later ones read of stacked inputs they
-read by index, behind the checkpoint: nothing is cut up, gradients are written where they belong.
+``scan`` stacks these, and what it carries. A chunk is a checkpoint round a few iterations, which
+are in parts again. Parts follow one another. What they read of stacked inputs they read by index,
+behind the checkpoint: nothing is cut up, and gradients are written where they belong. One part that
+is all there is is a plain ``scan``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,16 +35,28 @@ def check_loop(equation: Equation, loop: Loop) -> None:
             "plan again."
         )
     length = internals.scan_of(equation.jax_equation).length
-    fits = sum(part.length for part in loop.parts) == length
-    for part in loop.parts:
-        extents = (part.length, *part.chunks)
-        fits &= min(extents) >= 1
-        fits = fits and not any(left % right for left, right in itertools.pairwise(extents))
-    if not fits:
+    if not _fit(loop.parts, length):
         raise PlanFileError(
             f"The parts of the loop at equation {loop.root} of the plan do not add up to its "
             f"length, {length}. Make the plan again."
         )
+
+
+def _fit(parts: Sequence[Part], length: int) -> bool:
+    """Whether parts, and those of their chunks, add up."""
+    return sum(part.length for part in parts) == length and all(
+        part.length >= 1
+        and (
+            not part.inside
+            or (
+                part.chunk >= 1
+                and not part.length % part.chunk
+                and not (part.kept or part.stages or part.loops)
+                and _fit(part.inside, part.chunk)
+            )
+        )
+        for part in parts
+    )
 
 
 def run_loop(
@@ -76,163 +88,192 @@ def run_loop(
         [*given[: scan.constants], *given[scan.constants + scan.carries :]],
         given[scan.constants : scan.constants + scan.carries],
     )
-    found: list[list[Any]] = []
-    done = 0
     with internals.context_of(equation.jax_equation, equation.name_stack):
-        for part in loop.parts:
-            start = scan.length - done - part.length if scan.reverse else done
-            run, policy = body(part)
-            iterations = _Iterations(
-                body=functools.partial(_iteration, run, scan),
-                policy=policy,
-                chunks=part.chunks,
-                scan=scan,
-            )
-            if part.length == scan.length:
-                carry, made = _run_all(iterations, reads, carry, scan.length)
-            else:
-                where = range(start, start + part.length)
-                carry, made, reads = _run_some(equation, iterations, reads, carry, where)
-            found.append(made)
-            done += part.length
-        in_order = found[::-1] if scan.reverse else found
-        results = [
-            parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-            for parts in zip(*in_order, strict=True)
-        ]
+        whole = _Body(
+            scan=scan,
+            of=functools.cache(body),
+            reached=functools.cache(functools.partial(bodies.reached, equation)),
+        )
+        if len(loop.parts) == 1 and not loop.parts[0].inside:
+            carry, results = _run_alike(whole, loop.parts[0], reads, carry)
+        else:
+            carry, results, _ = _run_parts(whole, loop.parts, reads, carry, 0)
     return [*carry, *results]
 
 
-def _iteration(
-    run: Callable[..., list[Any]], scan: internals.Scan, reads: Sequence[Any], carry: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    constants, entries = reads[: scan.constants], reads[scan.constants :]
-    outputs = run([*constants, *carry, *entries])
-    return outputs[: scan.carries], outputs[scan.carries :]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """What is run.
+
+    Attributes:
+      scan: what the equation says.
+      of: gives for a part what runs one iteration, and the policy of its checkpoint.
+      reached: what derivatives along some inputs of the equation reach (``bodies.reached``).
+    """
+
+    scan: internals.Scan
+    of: Callable[[Part], tuple[Callable[..., list[Any]], Callable[..., Any]]]
+    reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Iterations:
-    """How to run iterations.
+class _Turns:
+    """A part as a loop whose turns, an iteration or a chunk each, are under checkpoints.
 
     Attributes:
-      body: runs one: from constants with entries of what is stacked, and the carry, to the next
-        carry and entries of what is stacked.
-      policy: of its checkpoint.
-      chunks: the lengths of chunks.
       scan: what the equation says.
+      count: how many turns there are.
+      size: how many iterations are in one.
+      turn: runs the one whose entries begin at a place: from what is read, all of it, the carry and
+        the place to the next carry, what is stacked, and what is read.
+      policy: of its checkpoint; none where it is a chunk.
     """
 
-    body: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-    policy: Callable[..., Any]
-    chunks: tuple[int, ...]
     scan: internals.Scan
+    count: int
+    size: int
+    turn: Callable[..., tuple[list[Any], list[Any], list[Any]]]
+    policy: Callable[..., Any] | None
 
     @property
-    def size(self) -> int:
-        """How many run in one turn of the outermost loop."""
-        return self.chunks[0] if self.chunks else 1
+    def unroll(self) -> int:
+        """How many turns are written out in a row."""
+        return 1 if self.policy is None else min(self.scan.unroll, self.count)
 
-    def unroll(self, count: int) -> int:
-        """How many of so many turns are written out in a row."""
-        return 1 if self.chunks else min(self.scan.unroll, count)
+    def checkpointed(self, turn: Callable[..., Any]) -> Callable[..., Any]:
+        """A turn under its checkpoint."""
+        # In a loop, nothing but the loop that runs backward repeats what is under it.
+        return jax.checkpoint(turn, prevent_cse=self.unroll >= self.count, policy=self.policy)
 
-    def turn(self, reads: Sequence[Any], carry: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs one turn: an iteration, or a chunk of them."""
-        if not self.chunks:
-            return self.body(reads, carry)
-        inside = dataclasses.replace(self, chunks=self.chunks[1:])
-        return _run_all(inside, reads, carry, self.size)
-
-    def checkpointed(self, turn: Callable[..., Any], count: int) -> Callable[..., Any]:
-        """A turn under its checkpoint, where there are so many."""
-        return jax.checkpoint(
-            turn,
-            # In a loop, nothing but the loop that runs backward repeats what is under it.
-            prevent_cse=self.unroll(count) >= count,
-            policy=None if self.chunks else self.policy,
-        )
+    def flat(self, made: Sequence[Any]) -> list[Any]:
+        """Stacked outputs of all turns, one entry for each iteration."""
+        if self.policy is not None:
+            return list(made)
+        return [one.reshape(self.count * self.size, *one.shape[2:]) for one in made]
 
 
-def _run_all(
-    iterations: _Iterations, reads: Sequence[Any], carry: Sequence[Any], length: int
+def _turns(body: _Body, part: Part) -> _Turns:
+    scan = body.scan
+    if part.inside:
+        turn = functools.partial(_run_parts, body, part.inside)
+        count = part.length // part.chunk
+        return _Turns(scan=scan, count=count, size=part.chunk, turn=turn, policy=None)
+    run, policy = body.of(part)
+
+    def iteration(
+        reads: Sequence[Any], carry: Sequence[Any], place: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        entries = [
+            lax.dynamic_index_in_dim(one, place, keepdims=False, allow_negative_indices=False)
+            for one in reads[scan.constants :]
+        ]
+        outputs = run([*reads[: scan.constants], *carry, *entries])
+        return outputs[: scan.carries], outputs[scan.carries :], list(reads)
+
+    return _Turns(scan=scan, count=part.length, size=1, turn=iteration, policy=policy)
+
+
+def _run_alike(
+    body: _Body, part: Part, reads: Sequence[Any], carry: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Runs an iteration for all entries of what is stacked.
+    """Runs all iterations of the loop, without chunks.
 
     Returns:
       The carry, and the stacked outputs.
     """
-    scan, size = iterations.scan, iterations.size
-    count = length // size
-    turn = iterations.checkpointed(iterations.turn, count)
-    constants, stacked = list(reads[: scan.constants]), list(reads[scan.constants :])
-    if iterations.chunks:
-        stacked = [one.reshape(count, size, *one.shape[1:]) for one in stacked]
-    last, made = lax.scan(
-        lambda carry, entries: turn([*constants, *entries], carry),
+    scan = body.scan
+    run, _ = body.of(part)
+    turns = _turns(body, part)
+
+    @turns.checkpointed
+    def iteration(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = run([*reads[: scan.constants], *carry, *entries])
+        return outputs[: scan.carries], outputs[scan.carries :]
+
+    return lax.scan(
+        iteration,
         list(carry),
-        stacked,
-        length=count,
+        list(reads[scan.constants :]),
+        length=scan.length,
         reverse=scan.reverse,
-        unroll=iterations.unroll(count),
+        unroll=turns.unroll,
     )
-    return last, _flat(made, iterations)
 
 
-def _flat(made: Sequence[Any], iterations: _Iterations) -> list[Any]:
-    """Stacked outputs of all turns, one entry for each iteration."""
-    if not iterations.chunks:
-        return list(made)
-    return [one.reshape(one.shape[0] * one.shape[1], *one.shape[2:]) for one in made]
+def _run_parts(
+    body: _Body, parts: Sequence[Part], reads: Sequence[Any], carry: Sequence[Any], place: Any
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Runs iterations in parts, one after the other.
+
+    Args:
+      body: what is run.
+      parts: what the iterations do.
+      reads: constants, and what is stacked: for all iterations of the loop.
+      carry: what the first iteration is handed.
+      place: of the first entry of what is stacked.
+
+    Returns:
+      The carry, the stacked outputs of these iterations, and what is read.
+    """
+    length, done = sum(part.length for part in parts), 0
+    found: list[list[Any]] = []
+    for part in parts:
+        start = length - done - part.length if body.scan.reverse else done
+        carry, made, reads = _run_some(body, _turns(body, part), reads, carry, place + start)
+        found.append(made)
+        done += part.length
+    in_order = found[::-1] if body.scan.reverse else found
+    made = [
+        alike[0] if len(alike) == 1 else jnp.concatenate(alike)
+        for alike in zip(*in_order, strict=True)
+    ]
+    return list(carry), made, list(reads)
 
 
 def _run_some(
-    equation: Equation,
-    iterations: _Iterations,
-    reads: Sequence[Any],
-    carry: Sequence[Any],
-    where: range,
+    body: _Body, turns: _Turns, reads: Sequence[Any], carry: Sequence[Any], first: Any
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Runs an iteration for some entries of what is stacked.
+    """Runs the turns of a part.
 
     What is read is handed on to the next part, and its gradient comes back from there: that of this
     part is added to it, in its place. ``scan`` by itself would sum up a gradient of its own in each
     part, as large as the whole. For that the tangents of what is read are carried, and only they:
     what is carried is there once for each iteration, where the backward pass reads it.
 
+    Args:
+      body: what is run.
+      turns: of the part.
+      reads: constants, and what is stacked: for all iterations of the loop.
+      carry: what the first turn is handed.
+      first: the place of the first entry of what is stacked.
+
     Returns:
       The carry, the stacked outputs of these iterations, and what is read.
     """
-    scan, size = iterations.scan, iterations.size
-    count = len(where) // size
+    scan = body.scan
+    turn = turns.checkpointed(turns.turn)
+    places = np.arange(0, turns.count * turns.size, turns.size, dtype=np.int32)
+    loop = functools.partial(lax.scan, reverse=scan.reverse, unroll=turns.unroll)
 
-    def from_place(
-        reads: Sequence[Any], carry: Sequence[Any], place: Any
-    ) -> tuple[list[Any], list[Any]]:
-        entries = [_entries(one, place, iterations) for one in reads[scan.constants :]]
-        return iterations.turn([*reads[: scan.constants], *entries], carry)
-
-    turn = iterations.checkpointed(from_place, count)
-    loop = functools.partial(
-        lax.scan,
-        xs=np.arange(where.start, where.stop, size, dtype=np.int32),
-        reverse=scan.reverse,
-        unroll=iterations.unroll(count),
-    )
+    def step(reads: Sequence[Any], carry: Sequence[Any], place: Any) -> tuple[Any, Any]:
+        carry, made, _ = turn(reads, carry, place)
+        return carry, made
 
     @jax.custom_jvp
-    def run(reads: list[Any], carry: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        carry, made = loop(lambda carry, place: turn(reads, carry, place), carry)
-        return carry, _flat(made, iterations), reads
+    def run(
+        reads: list[Any], carry: list[Any], first: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        carry, made = loop(functools.partial(step, reads), carry, first + places)
+        return carry, turns.flat(made), reads
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        reads, carry = primals
+        reads, carry, first = primals
         read_places = [n for n, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
         moved = {n if n < scan.constants else n + scan.carries for n in read_places}
         moved |= {
             scan.constants + n for n, t in enumerate(tangents[1]) if not isinstance(t, SymbolicZero)
         }
-        inputs, outputs = bodies.reached(equation, moved)
+        inputs, outputs = body.reached(frozenset(moved))
         carried = [n for n in range(scan.carries) if scan.constants + n in inputs]
         stacked = [n - scan.carries for n in sorted(outputs) if n >= scan.carries]
 
@@ -240,13 +281,14 @@ def _run_some(
             carry, to_carry, to_reads = state
 
             def along(some_reads: Sequence[Any], some_carry: Sequence[Any]) -> Any:
-                return turn(
+                carry_out, made, handed_on = turn(
                     _filled(reads, read_places, some_reads),
                     _filled(carry, carried, some_carry),
                     place,
                 )
+                return carry_out, made, [handed_on[n] for n in read_places]
 
-            (carry_out, made), (to_next, to_made) = jax.jvp(
+            (carry_out, made, _), (to_next, to_made, to_reads) = jax.jvp(
                 along,
                 ([reads[n] for n in read_places], [carry[n] for n in carried]),
                 (to_reads, to_carry),
@@ -261,8 +303,8 @@ def _run_some(
             [internals.instantiated(tangents[1][n], carry[n]) for n in carried],
             [tangents[0][n] for n in read_places],
         )
-        (carry, to_carry, to_reads), (made, to_made) = loop(step, start)
-        made, to_made = _flat(made, iterations), _flat(to_made, iterations)
+        (carry, to_carry, to_reads), (made, to_made) = loop(step, start, first + places)
+        made, to_made = turns.flat(made), turns.flat(to_made)
         return (carry, made, reads), (
             _filled(list(map(internals.zero_tangent, carry)), carried, to_carry),
             _filled(list(map(internals.zero_tangent, made)), stacked, to_made),
@@ -270,7 +312,7 @@ def _run_some(
         )
 
     run.defjvp(rule, symbolic_zeros=True)
-    return run(list(reads), list(carry))
+    return run(list(reads), list(carry), first)
 
 
 def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
@@ -279,11 +321,3 @@ def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any])
     for place, value in zip(places, others, strict=True):
         found[place] = value
     return found
-
-
-def _entries(stacked: Any, place: Any, iterations: _Iterations) -> Any:
-    """The entries that one turn reads, from a place on; one by itself where there are no chunks."""
-    starts = (place, *[0] * (stacked.ndim - 1))
-    sizes = (iterations.size, *stacked.shape[1:])
-    found = lax.dynamic_slice(stacked, starts, sizes, allow_negative_indices=False)
-    return found if iterations.chunks else found.reshape(stacked.shape[1:])

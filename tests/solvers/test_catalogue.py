@@ -29,6 +29,7 @@ NOT_SOLVERS = {
         "division_tree",
         "lifetimes",
         "link_figures",
+        "loop_nests",
         "lower_sets",
         "mirror",
         "recombination",

@@ -74,46 +74,44 @@ def nested(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(h**2) + jnp.sum(sums)
 
 
-#: Length, chunks, and whether products are kept.
-PARTS: list[list[tuple[int, tuple[int, ...], bool]]] = [
-    [(7, (), False)],
-    [(7, (7,), True)],
-    [(2, (), False), (5, (), True)],
-    [(6, (3,), False), (1, (), True)],
-    [(4, (4, 2), True), (2, (2,), False), (1, (), False)],
+#: Length, whether products are kept, and the parts of a chunk.
+Parts = Sequence[tuple[int, Any]]
+PARTS: list[Parts] = [
+    [(7, False)],
+    [(7, [(7, True)])],
+    [(2, False), (5, True)],
+    [(6, [(3, False)]), (1, True)],
+    [(4, [(4, [(2, True)])]), (2, [(2, False)]), (1, False)],
+    [(6, [(1, True), (2, [(1, False), (1, True)])]), (1, False)],
 ]
 
 
-def loops_of(program: Program, parts: Sequence[tuple[int, tuple[int, ...], bool]]) -> list[Loop]:
+def loops_of(program: Program, parts: Parts) -> list[Loop]:
     found = []
     for root, equation in enumerate(program.equations):
         if equation.operation.primitive != "scan":
             continue
         body = bodies.body_of(equation, bodies.varying(program))
-        every = range(len(body.equations))
-        products = [n for n in every if body.equations[n].operation.primitive == "dot_general"]
         inner = internals.scan_of(equation.jax_equation).length
-        fits = [(inner, (), True)] if inner != sum(n for n, _, _ in parts) else parts
-        found.append(
-            Loop(
-                root=root,
-                parts=tuple(
-                    Part(
-                        length=length,
-                        chunks=chunks,
-                        kept=tuple(products) if kept else (),
-                        kept_bytes=0,
-                        stages=(Stage(roots=tuple(every), kept=(), checkpointed=False),),
-                        loops=tuple(loops_of(body, parts)),
-                    )
-                    for length, chunks, kept in fits
-                ),
-            )
-        )
+        fits = [(inner, True)] if inner != sum(length for length, _ in parts) else parts
+        found.append(Loop(root=root, parts=tuple(part(body, *one, parts) for one in fits)))
     return found
 
 
-def in_parts(loss: Loss, parts: Sequence[tuple[int, tuple[int, ...], bool]]) -> Loss:
+def part(body: Program, length: int, inside: Any, parts: Parts) -> Part:
+    if not isinstance(inside, bool):
+        return Part(length=length, inside=tuple(part(body, *one, parts) for one in inside))
+    every = range(len(body.equations))
+    products = [n for n in every if body.equations[n].operation.primitive == "dot_general"]
+    return Part(
+        length=length,
+        kept=tuple(products) if inside else (),
+        stages=(Stage(roots=tuple(every), kept=(), checkpointed=False),),
+        loops=tuple(loops_of(body, parts)),
+    )
+
+
+def in_parts(loss: Loss, parts: Parts) -> Loss:
     program = tracing.trace(loss, W, X, signature=tracing.Signature(argnums=(0, 1)))
     stages = [Stage(roots=tuple(range(len(program.equations))), kept=(), checkpointed=False)]
     run = rewrite(program, stages, "cpu", loops=loops_of(program, parts))
@@ -177,7 +175,7 @@ def test_nothing_but_what_is_kept_and_carried_is_stacked() -> None:
         residuals = jax.tree.leaves(jax.vjp(in_parts(layers, parts), W, X)[1])
         stacked = [one.shape for one in residuals if one.ndim == 3 and one.shape != W.shape]
         assert set(stacked) == shapes
-    kept = jax.tree.leaves(jax.vjp(in_parts(layers, [(7, (), True)]), W, X)[1])
+    kept = jax.tree.leaves(jax.vjp(in_parts(layers, [(7, True)]), W, X)[1])
     assert sum(one.shape == (7, 3, 4) for one in kept) == 2
 
 
