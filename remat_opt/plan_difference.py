@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat_opt.units import format_bytes, format_share
+from remat_opt.view.plan_words import value_title
 from remat_opt.view.report import Table
 
 #: As many rows of values as a text shows.
@@ -25,7 +26,7 @@ class Change:
     """Values that one plan treats in another way than the other.
 
     Attributes:
-      label: primitive, dtype and shape.
+      label: what the value is, with its extents.
       module: where they are made.
       source: line of the user's code.
       before: their fate in the first plan; "" where it does not have them.
@@ -140,7 +141,8 @@ def difference(first: Data, second: Data) -> PlanDifference:
 
 
 def _words(decision: Data) -> tuple[str, str, str]:
-    return decision["label"], decision["module"], decision["source"]
+    name = decision["name"]
+    return value_title(name), name["module"], name["source"]
 
 
 def _fate(decision: Data | None) -> str:
