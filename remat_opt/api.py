@@ -70,12 +70,14 @@ def optimal_remat(
         there, as by Adam with donated state; ``"together"``, all at once, as where they are clipped
         by their norm; ``"results"``, they are put out, as by ``jit(grad(loss))`` alone.
       argnums: the positional argument(s) that ``jax.grad`` will be asked for, the first that is
-        not static if left out. It is for plans that are made ahead, and where the derivative is
-        taken round a ``jax.jit``: else the arguments that JAX is differentiating count. Of a
-        decorated method they count as in ``jax.grad(model.loss)``: without ``self``.
+        not static if left out, or, without arguments, all that is closed over and being traced. It
+        is for plans that are made ahead, and where the derivative is taken round a ``jax.jit``:
+        else what JAX is differentiating counts, closed over or not. Of a decorated method they
+        count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
-      static_argnums: positional arguments that are Python values.
-      static_argnames: keyword arguments that are Python values.
+      static_argnums: positional arguments that are Python values, as in ``jax.jit``. What is
+        neither an array nor a number is static anyhow.
+      static_argnames: arguments that are Python values, by name, passed by position or not.
       existing: what becomes of ``jax.checkpoint``, ``nn.remat`` and the like inside the function.
         ``"keep"`` leaves them as they are, and plans round them; ``"replace"`` plans as if they
         were not there, in loops and branches too, so that the plan alone decides.
@@ -101,8 +103,10 @@ def optimal_remat(
 
     Returns:
       A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
-      ``jax.value_and_grad``, ``jax.vjp`` and the others. Its method ``plan`` gives the plan
-      for given arguments.
+      ``jax.value_and_grad``, ``jax.vjp`` and the others. By itself it is traced and compiled as
+      under ``jax.jit``, so that what it prints or draws from elsewhere it does once; it is traced
+      anew where a global variable or what else it refers to has changed. Its method ``plan`` gives
+      the plan for given arguments.
 
     Raises:
       RematError: options that contradict each other or are out of range.
