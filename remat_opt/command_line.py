@@ -342,7 +342,7 @@ def _explain(options: argparse.Namespace) -> None:
     )
     print(found.to_json() if options.json else found)
     if options.html:
-        _write(options.html, report.page(f"{found.function}: memory", found._repr_html_()))
+        _write(options.html, page.document(f"{found.function}: memory", found._repr_html_()))
 
 
 def _lint(options: argparse.Namespace) -> int:

@@ -18,8 +18,9 @@ import jax
 from remat_opt import frameworks, trade_off
 from remat_opt.device import Device
 from remat_opt.errors import CompileError, RematError
+from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import step_of
-from remat_opt.measurement import compilation, step
+from remat_opt.measurement import compilation, meshes, step
 from remat_opt.measurement.buffers import CompiledMemory
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.shares import RESIDENT, SHARES, Share, shares
@@ -145,7 +146,7 @@ def explain(
       >>> found.rows[0]["share"], found.fits
       ('activations', True)
     """
-    target = compilation.resolve_device(device)
+    target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     in_step = _step(
         fn, args, kwargs, signature_of(None, False, static_argnums, static_argnames), donate_argnums
     )
@@ -336,7 +337,8 @@ class _Remedies:
         try:
             call = step.the_one(self._calls)
             planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
-            rows = trade_off.of(planner.problem(call.program), Overhead.SECONDS).rows
+            problem = planner.problem(call.program)
+            rows = trade_off.of(problem, Overhead.SECONDS, Gradients.CONSUMED).rows
         except RematError as error:
             return f"no plan: {error}"
         least = rows[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_opt.units import format_bytes, format_share
 from remat_opt.view import report
+from remat_opt.view.memory_chart import Band, Level, MemoryChart
 from remat_opt.view.plan_text import printable
 
 #: Rows of the table of arrays in a terminal, and on a page.
@@ -16,6 +17,16 @@ _MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
 _COLUMNS, _MOST_LABEL, _MOST_MODULE, _MOST_WORDS = 60, 20, 26, 300
 #: Characters of a line, and of its margin: what the words before facts take.
 _MOST_WIDTH, _MARGIN = 110, 10
+#: What each share looks like in pictures.
+_COLORS = {
+    "parameters": "parameters",
+    "optimizer state": "optimizer",
+    "inputs": "passing",
+    "activations": "activations",
+    "recomputed": "recomputed",
+    "gradients": "gradients",
+    "workspace": "workspace",
+}
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -39,17 +50,8 @@ def html(explanation: Mapping[str, Any]) -> str:
     Args:
       explanation: what ``Explanation.to_dict`` gives.
     """
-    timeline = _total(explanation)
-    picture = ""
-    if timeline:
-        levels = _levels(explanation)
-        picture = report.Profile(
-            title="Memory over time",
-            amounts=tuple(timeline),
-            x=report.steps_axis("step, as compiled: forward, then backward"),
-            y=report.bytes_axis("device memory", max([*timeline, *(level for _, level in levels)])),
-            levels=levels,
-        ).svg()
+    chart = _chart(explanation)
+    picture = chart.svg() if chart is not None else ""
     return report.section(
         _title(explanation),
         report.facts_html(_facts(explanation)),
@@ -105,10 +107,22 @@ def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
     )
 
 
-def _levels(explanation: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    return (
-        ("the device's memory", explanation["memory_bytes"]),
-        ("arguments and results", explanation["resident_bytes"]),
+def _chart(explanation: Mapping[str, Any]) -> MemoryChart | None:
+    """Memory over time: what is there from first to last below, temporaries above."""
+    curves = {name: tuple(amounts) for name, amounts in explanation["timelines"].items()}
+    length = max(map(len, curves.values()), default=0)
+    if not length:
+        return None
+    bands = [
+        Band(label=row["share"], kind=_COLORS.get(row["share"], "other"), amounts=amounts)
+        for row in explanation["shares"]
+        if any(amounts := curves.get(row["share"], (row["bytes"],) * length))
+        and row["share"] != "holes"
+    ]
+    return MemoryChart(
+        title="Memory over time, as compiled",
+        bands=tuple(bands),
+        levels=(Level(label="the device's memory", amount=explanation["memory_bytes"]),),
     )
 
 
