@@ -19,31 +19,6 @@ from jax._src.interpreters.partial_eval import Recompute
 from remat_opt import _jax_internals as internals
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What an equation of ``jax.checkpoint`` says.
-
-    Attributes:
-      body: the jaxpr that runs under it.
-      policy: as it was given; None for none.
-      differentiated: whether it is what is left of one after a derivative was taken.
-    """
-
-    body: Any
-    policy: Any
-    differentiated: bool
-
-
-def checkpoint_of(equation: Any) -> Checkpoint | None:
-    """Reads an equation of ``jax.checkpoint``; None for another."""
-    params = equation.params
-    if equation.primitive.name != "remat2" and equation.primitive.name != "checkpoint":
-        return None
-    return Checkpoint(
-        body=params["jaxpr"], policy=params["policy"], differentiated=params["differentiated"]
-    )
-
-
 def name_of(equation: Any) -> str | None:
     """The name that an equation of ``checkpoint_name`` gives; None for another equation."""
     return equation.params["name"] if equation.primitive.name == "name" else None

@@ -22,7 +22,7 @@ from remat_opt.loss_in_step import (
     step_of,
     undecorated,
 )
-from remat_opt.measurement import compilation, step
+from remat_opt.measurement import compilation, meshes, step
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.options import Request, objective_of, signature_of, solver_of
 from remat_opt.plan import Plan
@@ -46,6 +46,7 @@ def optimal_remat(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -76,6 +77,9 @@ def optimal_remat(
       has_aux: whether the function returns (loss, auxiliary).
       static_argnums: positional arguments that are Python values.
       static_argnames: keyword arguments that are Python values.
+      existing: what becomes of ``jax.checkpoint``, ``nn.remat`` and the like inside the function.
+        ``"keep"`` leaves them as they are, and plans round them; ``"replace"`` plans as if they
+        were not there, in loops and branches too, so that the plan alone decides.
       device: the machine to plan for; ``"attached"`` is the one JAX runs on.
       solver: who decides: a name that ``remat_opt.solvers.available()`` lists as fit for
         programs, or one of its records with options, such as
@@ -130,6 +134,7 @@ def optimal_remat(
             has_aux=has_aux,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            existing=existing,
             device=device,
             solver=solver,
             plan=plan,
@@ -170,7 +175,7 @@ def optimal_remat(
     )
     return Rematerialized(
         fn,
-        signature_of(argnums, has_aux, static_argnums, static_argnames),
+        signature_of(argnums, has_aux, static_argnums, static_argnames, existing),
         request,
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
@@ -188,6 +193,7 @@ def make_plan(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
@@ -217,6 +223,7 @@ def make_plan(
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise; of the step, if it is one.
+      existing: likewise; of a step, what the decorator of its loss says counts.
       donate_argnums: of a step, the arguments it donates, as in ``jax.jit``. Left out, what the
         ``jax.jit`` round the step says, if there is one.
       device: likewise.
@@ -261,6 +268,7 @@ def make_plan(
         has_aux=has_aux,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        existing=existing,
         device=device,
         solver=solver,
         verify=verify,
@@ -291,6 +299,7 @@ def frontier(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     **kwargs: Any,
@@ -306,6 +315,7 @@ def frontier(
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise.
+      existing: likewise.
       device: likewise.
       solver: likewise.
       **kwargs: keyword arguments of ``fn``.
@@ -334,6 +344,7 @@ def frontier(
         has_aux=has_aux,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        existing=existing,
         device=device,
         solver=solver,
     )
@@ -477,6 +488,7 @@ def compare(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
@@ -506,6 +518,7 @@ def compare(
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise; of the step, if it is one.
+      existing: likewise; of a step, what the decorator of its loss says counts.
       donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
@@ -539,9 +552,9 @@ def compare(
     limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
     if not (budgets or limits):
         budgets, limits = (None,), (0.25, 0.05, 0.0)
-    target = compilation.resolve_device(device)
+    target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     chosen_solver = solver_of(solver)
-    signature = signature_of(argnums, has_aux, static_argnums, static_argnames)
+    signature = signature_of(argnums, has_aux, static_argnums, static_argnames, existing)
     compiled, calls, in_step = compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)
     call = step.the_one(calls)
 

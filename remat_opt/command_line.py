@@ -237,6 +237,13 @@ def _add_derivative(command: argparse.ArgumentParser) -> None:
         help="positions of the arguments to differentiate (default: 0)",
     )
     command.add_argument(
+        "--existing",
+        choices=("keep", "replace"),
+        default="keep",
+        help="whether the plan also decides what is under the function's own checkpoints "
+        "(default: keep)",
+    )
+    command.add_argument(
         "--has-aux", action="store_true", help="the function returns (loss, auxiliary)"
     )
 
@@ -430,6 +437,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "overhead": options.overhead,
         "argnums": options.argnums,
         "has_aux": options.has_aux,
+        "existing": options.existing,
     }
 
 

@@ -337,8 +337,9 @@ class _Remedies:
         try:
             call = step.the_one(self._calls)
             planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
-            problem = planner.problem(call.program)
-            rows = trade_off.of(problem, Overhead.SECONDS, Gradients.CONSUMED).rows
+            rows = trade_off.of(
+                planner.problem(call.program), Overhead.SECONDS, Gradients.CONSUMED
+            ).rows
         except RematError as error:
             return f"no plan: {error}"
         least = rows[0]

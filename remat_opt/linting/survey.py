@@ -121,7 +121,7 @@ def survey(closed: Any, name: str) -> Survey:
         blocks.append(Block(equations=tuple(equations), results=tuple(results), checkpoint=around))
         for equation in equations:
             inside = around
-            found = _jax_checkpoints.checkpoint_of(equation)
+            found = internals.checkpoint_of(equation)
             if found is not None:
                 split = split or found.differentiated
                 inside = Checkpoint(
