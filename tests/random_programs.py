@@ -385,6 +385,13 @@ class RandomProgram:
     tolerance: float
     existing: str
 
+    def in_double(self) -> RandomProgram:
+        """The same of more precise numbers."""
+        wide = [one.astype(jnp.float64) for one in (*self.weights, self.x)]
+        return dataclasses.replace(
+            self, weights=wide[:-1], x=wide[-1], tolerance=_TOLERANCES["float64"]
+        )
+
     def value_and_grad(self, fn: Callable[..., Any], *, run: bool = True) -> Any:
         """The loss and its gradient for what the program takes it for; the rest is frozen.
 
@@ -532,9 +539,14 @@ def failures(
             except Exception as error:
                 found.append(f"{called}: {_told(error)}")
             else:
-                found += [
-                    f"{called}: {one}" for one in differences(expected, answer, program.tolerance)
-                ]
+                lines = differences(expected, answer, program.tolerance)
+                if lines and program.x.dtype != jnp.float64:
+                    # What cancels to nothing is off by what it is summed up from.
+                    wide = program.in_double()
+                    exact = wide.value_and_grad(wide.fn, run=run)
+                    answer = wide.value_and_grad(decorate(wide.fn), run=run)
+                    lines = differences(exact, answer, wide.tolerance) and lines
+                found += [f"{called}: {one}" for one in lines]
     return found
 
 
