@@ -363,6 +363,29 @@ def test_name_stack_and_source_line() -> None:
     assert internals.source_line(bound) == line
 
 
+def test_functions_of_jax_s_have_no_line_of_their_own() -> None:
+    def fn(x):
+        return jnp.clip(x, 0.0, 1.0)
+
+    equations = tracing.trace(fn, jnp.ones(3)).equations
+    inside = [one for one in equations if one.calls]
+    assert inside, "jnp.clip is a function under jit"
+    for one in inside:
+        assert internals.source_line(one.jax_equation) == ""
+        assert internals.source_line(one.jax_equation, one.calls).endswith(".fn)")
+    (call,) = inside[-1].calls
+    assert call.params["name"] == "clip"
+    assert internals.results_of_call(call, inside[-1].jax_equation.outvars) == call.outvars
+    assert internals.results_of_call(call, inside[0].jax_equation.outvars) == []
+
+
+def test_a_rule_of_a_function_tells_its_name() -> None:
+    (relu,) = tracing.trace(jax.nn.relu, jnp.ones(3)).equations
+    assert internals.custom_name(relu.jax_equation) == "relu"
+    (plain,) = tracing.trace(jnp.sin, 1.0).equations
+    assert internals.custom_name(plain.jax_equation) == ""
+
+
 def test_settings_in_force_where_an_equation_was_traced_are_kept() -> None:
     def fn(x):
         with jax.default_matmul_precision("highest"):
