@@ -12,7 +12,6 @@ from remat_opt.comparison import Comparison, Contender
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import RematError
-from remat_opt.export.source import Source
 from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import (
     check_is_loss,
@@ -71,12 +70,14 @@ def optimal_remat(
         there, as by Adam with donated state; ``"together"``, all at once, as where they are clipped
         by their norm; ``"results"``, they are put out, as by ``jit(grad(loss))`` alone.
       argnums: the positional argument(s) that ``jax.grad`` will be asked for, the first that is
-        not static if left out. It is for plans that are made ahead, and where the derivative is
-        taken round a ``jax.jit``: else the arguments that JAX is differentiating count. Of a
-        decorated method they count as in ``jax.grad(model.loss)``: without ``self``.
+        not static if left out, or, without arguments, all that is closed over and being traced. It
+        is for plans that are made ahead, and where the derivative is taken round a ``jax.jit``:
+        else what JAX is differentiating counts, closed over or not. Of a decorated method they
+        count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
-      static_argnums: positional arguments that are Python values.
-      static_argnames: keyword arguments that are Python values.
+      static_argnums: positional arguments that are Python values, as in ``jax.jit``. What is
+        neither an array nor a number is static anyhow.
+      static_argnames: arguments that are Python values, by name, passed by position or not.
       existing: what becomes of ``jax.checkpoint``, ``nn.remat`` and the like inside the function.
         ``"keep"`` leaves them as they are, and plans round them; ``"replace"`` plans as if they
         were not there, in loops and branches too, so that the plan alone decides.
@@ -102,8 +103,10 @@ def optimal_remat(
 
     Returns:
       A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
-      ``jax.value_and_grad``, ``jax.vjp`` and the others. Its method ``plan`` gives the plan
-      for given arguments.
+      ``jax.value_and_grad``, ``jax.vjp`` and the others. By itself it is traced and compiled as
+      under ``jax.jit``, so that what it prints or draws from elsewhere it does once; it is traced
+      anew where a global variable or what else it refers to has changed. Its method ``plan`` gives
+      the plan for given arguments.
 
     Raises:
       RematError: options that contradict each other or are out of range.
@@ -395,49 +398,6 @@ def apply_plan(
         plan=plan,
         errors="raise",
     )
-
-
-def to_source(
-    plan: Plan | str | os.PathLike[str],
-    fn: Callable[..., Any],
-    *args: Any,
-    argnums: int | Sequence[int] | None = None,
-    has_aux: bool = False,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    **kwargs: Any,
-) -> Source:
-    """A plan as ordinary JAX code: checkpoints, names and loops, without remat_opt.
-
-    A plan is a decision about a program and does not hold the program, so the function is asked
-    for, too. A decorated function has a method of this name, which uses its own plan.
-
-    Args:
-      plan: a plan, or a file of one.
-      fn: the function the plan was made for.
-      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
-      argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
-      has_aux: likewise.
-      static_argnums: likewise.
-      static_argnames: likewise.
-      **kwargs: keyword arguments of ``fn``.
-
-    Returns:
-      The code, and the arrays that ``fn`` closes over.
-
-    Raises:
-      PlanFileError: the plan belongs to another program.
-      RematError: something in the program cannot be written as code; the message names it.
-    """
-    decorated: Rematerialized = apply_plan(
-        plan,
-        undecorated(fn),
-        argnums=argnums,
-        has_aux=has_aux,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-    )
-    return decorated.to_source(*args, **kwargs)
 
 
 def measure(

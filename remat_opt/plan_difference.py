@@ -211,14 +211,15 @@ def _loops(first: Data, second: Data) -> dict[int, tuple[str, str]]:
 
 
 def _parts(loop: Data) -> str:
-    def written(part: Data) -> str:
-        if part["inside"]:
-            size = sum(one["length"] for one in part["inside"])
-            inside = ", then ".join(map(written, part["inside"]))
-            return f"{part['length']} in chunks of {size} ({inside})"
-        return f"{part['length']} that keep {format_bytes(part['kept_bytes'])}"
+    return ", then ".join(map(_part, loop["parts"]))
 
-    return ", then ".join(map(written, loop["parts"]))
+
+def _part(part: Data) -> str:
+    if not part["inside"]:
+        return f"{part['length']} that keep {format_bytes(part['kept_bytes'])}"
+    size = sum(one["length"] for one in part["inside"])
+    inside = ", then ".join(map(_part, part["inside"]))
+    return f"{part['length']} in chunks of {size} ({inside})"
 
 
 def _figures(first: Data, second: Data) -> dict[str, tuple[float, float]]:

@@ -209,6 +209,11 @@ def _policies(program: Program, expected: Model) -> tuple[Schedule, ...]:
     )
 
 
+def expected(of: Problem, schedules: Sequence[Schedule]) -> tuple[Candidate, ...]:
+    """Schedules as candidates, with the temporaries that the model expects of each."""
+    return tuple(_modelled(of.model, _judged(of.model, one)) for one in schedules)
+
+
 def defaults(of: Problem) -> tuple[Candidate, ...]:
     """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
     found = judged(of.model.graph, _policies(of.program, of.model))
