@@ -339,6 +339,62 @@ def test_effects_are_said_by_the_equation() -> None:
     assert sorted(internals.has_effects(e) for e in equations_of(fn, 1.0)) == [False, True]
 
 
+def test_calls_back_to_python_are_found_in_inner_programs_too() -> None:
+    def called(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), x.dtype), x)
+
+    def scanned(x):
+        return lax.scan(lambda c, _: (called(c), None), x, None, length=2)[0]
+
+    for fn, expected in ((called, True), (scanned, True), (jnp.sin, False)):
+        found = [internals.calls_back(e) for e in equations_of(fn, jnp.float32(1))]
+        assert any(found) is expected
+    # JAX takes it for pure.
+    assert not any(internals.has_effects(e) for e in equations_of(called, jnp.float32(1)))
+
+
+def test_a_checkpoint_says_what_is_under_it_and_by_which_policy() -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+    (equation,) = equations_of(jax.checkpoint(jnp.sin, policy=policy), 1.0)
+    found = internals.checkpoint_of(equation)
+    assert found is not None
+    assert found.policy is policy
+    assert [e.primitive.name for e in internals.parts(found.body)[3]] == ["sin"]
+    (equation,) = equations_of(jnp.sin, 1.0)
+    assert internals.checkpoint_of(equation) is None
+
+
+def test_a_cond_has_branches_of_all_its_inputs_but_the_first() -> None:
+    def fn(x):
+        return lax.cond(x > 0, jnp.sin, lambda a: a * x, x)
+
+    equation = next(e for e in equations_of(fn, 1.0) if e.primitive.name == "cond")
+    branches = internals.branches_of(equation)
+    assert len(branches) == 2
+    assert all(len(internals.parts(b)[2]) == len(equation.invars) - 1 for b in branches)
+
+
+def test_checkpoints_are_dissolved_in_inner_programs() -> None:
+    body = jax.checkpoint(lambda a: jnp.sin(a) * 2)
+
+    def fn(x):
+        def step(c, _):
+            return lax.cond(c > 0, lambda a: body(body(a)), jnp.cos, c), body(c)
+
+        return lax.scan(step, x, None, length=2)
+
+    (equation,) = [e for e in equations_of(fn, 1.0) if e.primitive.name == "scan"]
+    dissolved = internals.without_checkpoints(equation)
+    assert "sin" in str(dissolved)
+    assert "checkpoint" not in str(dissolved)
+    closed, _ = internals.make_jaxpr(
+        lambda x: internals.bind(dissolved, equation.source_info.name_stack, [x]), 1.0
+    )
+    internals.check(closed)
+    again = internals.without_checkpoints(dissolved)
+    assert again is dissolved
+
+
 def test_name_stack_and_source_line() -> None:
     @jax.jit
     def inner(x):
