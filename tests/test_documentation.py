@@ -89,9 +89,10 @@ WITH_BLOCKS = [
 def test_runs_as_it_is_printed(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in re.findall(r"(?m)^import (\w+)|^from (\w+)", page.read_text(encoding="utf-8")):
-        if importlib.util.find_spec(next(filter(None, module))) is None:
-            pytest.skip(f"{next(filter(None, module))} is not installed")
+    code = "".join(block.text for block in blocks(page) if block.kind == "python")
+    for module in set(re.findall(r"(?m)^(?:import|from) (\w+)", code)):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
     space = {"__name__": "__main__"}
     for block in blocks(page):
         if not block.runs or importlib.util.find_spec(block.needs) is None:
