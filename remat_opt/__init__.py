@@ -9,7 +9,15 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from remat_opt import solvers
-from remat_opt.api import apply_plan, compare, frontier, make_plan, measure, optimal_remat
+from remat_opt.api import (
+    apply_plan,
+    compare,
+    frontier,
+    make_plan,
+    measure,
+    optimal_remat,
+    to_source,
+)
 from remat_opt.comparison import Comparison
 from remat_opt.errors import (
     BudgetError,
@@ -24,6 +32,7 @@ from remat_opt.errors import (
     UnitError,
 )
 from remat_opt.explanation import Explanation, explain
+from remat_opt.export.source import Source
 from remat_opt.linting.report import Findings, lint
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.meshes import make_mesh
@@ -45,6 +54,7 @@ __all__ = [
     "PlanFileError",
     "PlanningWarning",
     "RematError",
+    "Source",
     "TraceError",
     "UnitError",
     "apply_plan",
@@ -57,4 +67,5 @@ __all__ = [
     "measure",
     "optimal_remat",
     "solvers",
+    "to_source",
 ]

@@ -701,3 +701,14 @@ def _describe_jaxpr(closed: Any) -> str:
     ]
     lines.append(atoms(outputs))
     return "{" + "|".join(lines) + "}"
+
+
+def saved_names(policy: object) -> tuple[str, ...] | None:
+    """The names that a policy of ``save_only_these_names`` saves; None for any other policy."""
+    if getattr(policy, "__qualname__", "").startswith("save_only_these_names."):
+        found = policy.__closure__[0].cell_contents  # type: ignore[attr-defined]
+    elif type(policy).__name__ == "SaveOnlyTheseNames":  # JAX 0.10
+        found = policy.saveable_names  # type: ignore[attr-defined]
+    else:
+        return None
+    return tuple(sorted(found))

@@ -12,6 +12,7 @@ from remat_opt.comparison import Comparison, Contender
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import RematError
+from remat_opt.export.source import Source
 from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import (
     check_is_loss,
@@ -383,6 +384,49 @@ def apply_plan(
         plan=plan,
         errors="raise",
     )
+
+
+def to_source(
+    plan: Plan | str | os.PathLike[str],
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    **kwargs: Any,
+) -> Source:
+    """A plan as ordinary JAX code: checkpoints, names and loops, without remat_opt.
+
+    A plan is a decision about a program and does not hold the program, so the function is asked
+    for, too. A decorated function has a method of this name, which uses its own plan.
+
+    Args:
+      plan: a plan, or a file of one.
+      fn: the function the plan was made for.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+      **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+      The code, and the arrays that ``fn`` closes over.
+
+    Raises:
+      PlanFileError: the plan belongs to another program.
+      RematError: something in the program cannot be written as code; the message names it.
+    """
+    decorated: Rematerialized = apply_plan(
+        plan,
+        undecorated(fn),
+        argnums=argnums,
+        has_aux=has_aux,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+    )
+    return decorated.to_source(*args, **kwargs)
 
 
 def measure(

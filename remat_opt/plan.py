@@ -24,6 +24,7 @@ from remat_opt.errors import PlanFileError
 from remat_opt.gradients import Gradients
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.naming import ValueName
+from remat_opt.plan_difference import PlanDifference, difference
 from remat_opt.schedule import Loop, Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.timeline import Timeline
@@ -362,6 +363,17 @@ class Plan:
           MissingPackageError: matplotlib is not installed.
         """
         return plots.memory(plan_words.charts(self.to_dict()), plan_words.title(self.to_dict()), ax)
+
+    def diff(self, other: Plan) -> PlanDifference:
+        """What another plan does differently: fates by value, regions, loops and bytes.
+
+        Args:
+          other: the second plan; best one for the same program.
+
+        Returns:
+          A record that shows itself as a table.
+        """
+        return difference(self.to_dict(), other.to_dict())
 
     def __repr__(self) -> str:
         columns = shutil.get_terminal_size((plan_text.WIDTH, 0)).columns

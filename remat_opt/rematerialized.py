@@ -14,7 +14,8 @@ import jax
 from remat_opt import failure, frameworks, planning, traces, verification
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
-from remat_opt.errors import PlanFileError, TraceError
+from remat_opt.errors import PlanFileError, RematError, TraceError
+from remat_opt.export.source import Source, source_of
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.step import instead_of
@@ -187,6 +188,42 @@ class Rematerialized:
         with self.pure_call(args, kwargs) as (run, pure):
             call = run.bind(pure.args, pure.kwargs)
             return run.plan_of(run.trace(call), call)
+
+    def to_source(self, *args: Any, **kwargs: Any) -> Source:
+        """The function as a call with such arguments runs it, as ordinary JAX code.
+
+        The module that ``str`` of it gives, and ``save`` writes, imports nothing but JAX. Its
+        function takes and gives what this one does, at the shapes of these arguments. The code is
+        read back and traced before it is handed out.
+
+        Args:
+          *args: arrays or ``jax.ShapeDtypeStruct`` in their place.
+          **kwargs: likewise.
+
+        Raises:
+          RematError: something in the program cannot be written as code; it is named.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from remat_opt import optimal_remat
+          >>> @optimal_remat(device="cpu")
+          ... def loss(weights, x):
+          ...     return jnp.sum(jnp.sin(jnp.sin(x @ weights) @ weights))
+          >>> source = loss.to_source(jnp.ones((8, 8)), jnp.ones((2, 8)))
+          >>> "remat_opt" in [line.split()[1] for line in source.text.splitlines()
+          ...                 if line.startswith(("import ", "from "))]
+          False
+        """
+        with self.pure_call(args, kwargs) as (run, pure):
+            if run is not self:
+                raise RematError(
+                    f"Among the arguments of {self.fn.__name__!r} are modules of flax.nnx, which "
+                    "code cannot hold. Write the loss as a function of their state, with nnx.split "
+                    "and nnx.merge, and export that."
+                )
+            call = run.bind(pure.args, pure.kwargs)
+            program = run.trace(call)
+            return source_of(run.plan_of(program, call), program, call)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with such arguments traces to."""
