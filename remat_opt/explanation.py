@@ -335,8 +335,11 @@ class _Remedies:
             return "what a plan decides about: decorate the loss with @optimal_remat, explain again"
         try:
             call = step.the_one(self._calls)
-            planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
-            rows = trade_off.of(planner.problem(call.program), Overhead.SECONDS).rows
+            request = Request(device=self._device)
+            planner = Rematerialized(call.fn, call.signature, request)
+            rows = trade_off.of(
+                planner.problem(call.program), Overhead.SECONDS, request.objective.gradients
+            ).rows
         except RematError as error:
             return f"no plan: {error}"
         least = rows[0]
