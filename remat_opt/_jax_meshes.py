@@ -88,7 +88,11 @@ def propagated(
     Returns:
       For each result, for each of its axes the mesh axes that split it and in how many ways.
     """
-    module = _lowered_anywhere(jax.jit(fn).trace(*arguments)).compiler_ir()
+    traced = jax.jit(fn).trace(*arguments)
+    count = len(jax.tree.leaves(traced.out_info))
+    if not count:
+        return []
+    module = _lowered_anywhere(traced).compiler_ir()
     with module.context:
         passes = "builtin.module(inline,sdy-propagation-pipeline)"
         passmanager.PassManager.parse(passes).run(module.operation)
@@ -102,7 +106,8 @@ def propagated(
             elif operation.operation.name == "func.func" and operation.sym_name.value == "main":
                 results = operation.attributes["res_attrs"]
         assert results is not None, "every module has a main function with results"
-        return [_split_of_result(ir.DictAttr(one), sizes) for one in results]
+        # Tokens of ordered effects come before results.
+        return [_split_of_result(ir.DictAttr(one), sizes) for one in list(results)[-count:]]
 
 
 def _lowered_anywhere(traced: Any) -> Any:
@@ -121,6 +126,7 @@ def _split_of_result(
         return ()
     sharding = sdy.TensorShardingAttr(attributes["sdy.sharding"])
     found = []
+    part: Any
     for dimension in map(sdy.DimensionShardingAttr, sharding.dimension_shardings):
         axes = []
         for axis in map(sdy.AxisRefAttr, dimension.axes):

@@ -137,6 +137,8 @@ class Device:
       host_bandwidth: bytes per second between device and host memory, one way.
       source: the public documents that the figures come from.
       target: how to compile for it.
+      network_bandwidth: bytes per second that it sends to others of a mesh, over all its links;
+        as to the host if left out.
     """
 
     name: str
@@ -148,8 +150,11 @@ class Device:
     host_bandwidth: float
     source: str
     target: Target
+    network_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
+        if not self.network_bandwidth:
+            object.__setattr__(self, "network_bandwidth", self.host_bandwidth)
         word = self.name.partition(":")[0]
         if not word.isidentifier() or self.name != self.name.lower():
             raise DeviceError(
@@ -164,6 +169,7 @@ class Device:
             "memory_bytes": self.memory_bytes,
             "memory_bandwidth": self.memory_bandwidth,
             "host_bandwidth": self.host_bandwidth,
+            "network_bandwidth": self.network_bandwidth,
             **{f"flops_per_second[{k!r}]": v for k, v in self.flops_per_second.items()},
         }
         for field, figure in figures.items():
@@ -293,6 +299,7 @@ def _tpu_rates(bf16: float, *, byte: float, float8: float) -> dict[str, float]:
     }
 
 
+# Between devices: NVLink one way, and all links of the TPU interconnect, from the same pages.
 _XLA_SPECS: Final = "XLA's GPU target {file} (github.com/openxla/xla, target_config/specs)"
 _TPU_DOCS: Final = (
     "cloud.google.com/tpu/docs/{page}; memory: what libtpu's compiler calls available HBM; "
@@ -345,6 +352,7 @@ _KNOWN: Final = (
             tf32=156 * _TERA, bf16=312 * _TERA, f64=19.5 * _TERA, byte=624 * _TERA
         ),
         host_bandwidth=32 * _GIGA,
+        network_bandwidth=300 * _GIGA,
         source=f"NVIDIA A100 data sheet; {_XLA_SPECS.format(file='a100_sxm_80')}",
         target=GpuTarget(
             core_count=108,
@@ -365,6 +373,7 @@ _KNOWN: Final = (
         memory_bandwidth=3_352_320_000_000,
         flops_per_second=_HOPPER_RATES,
         host_bandwidth=64 * _GIGA,
+        network_bandwidth=450 * _GIGA,
         source=f"NVIDIA H100 data sheet (dense rates); {_XLA_SPECS.format(file='h100_sxm')}",
         target=_HOPPER_TARGET,
     ),
@@ -376,6 +385,7 @@ _KNOWN: Final = (
         memory_bandwidth=4_800_000_000_000,
         flops_per_second=_HOPPER_RATES,
         host_bandwidth=64 * _GIGA,
+        network_bandwidth=450 * _GIGA,
         source=f"NVIDIA H200 data sheet (dense rates); {_XLA_SPECS.format(file='h200')}",
         target=_HOPPER_TARGET,
     ),
@@ -393,6 +403,7 @@ _KNOWN: Final = (
             "float8_e5m2": 4500.0 * _TERA,
         },
         host_bandwidth=64 * _GIGA,
+        network_bandwidth=900 * _GIGA,
         source=(
             "NVIDIA HGX B200 data sheet (dense rates, an eighth of the board); "
             + _XLA_SPECS.format(file="b200")
@@ -416,6 +427,7 @@ _KNOWN: Final = (
         memory_bandwidth=819 * _GIGA,
         flops_per_second=_tpu_rates(197 * _TERA, byte=393 * _TERA, float8=197 * _TERA),
         host_bandwidth=16 * _GIGA,
+        network_bandwidth=200 * _GIGA,
         source=_TPU_DOCS.format(page="v5e"),
         target=TpuTarget(topology="v5e:2x2"),
     ),
@@ -427,6 +439,7 @@ _KNOWN: Final = (
         memory_bandwidth=2765 * _GIGA,
         flops_per_second=_tpu_rates(459 * _TERA, byte=918 * _TERA, float8=459 * _TERA),
         host_bandwidth=16 * _GIGA,
+        network_bandwidth=600 * _GIGA,
         source=_TPU_DOCS.format(page="v5p"),
         target=TpuTarget(topology="v5p:2x2x1"),
     ),
@@ -438,6 +451,7 @@ _KNOWN: Final = (
         memory_bandwidth=1638 * _GIGA,
         flops_per_second=_tpu_rates(918 * _TERA, byte=1836 * _TERA, float8=918 * _TERA),
         host_bandwidth=32 * _GIGA,
+        network_bandwidth=448 * _GIGA,
         source=_TPU_DOCS.format(page="v6e"),
         target=TpuTarget(topology="v6e:2x2"),
     ),
@@ -450,6 +464,7 @@ _KNOWN: Final = (
         memory_bandwidth=3690 * _GIGA,
         flops_per_second=_tpu_rates(1153.5 * _TERA, byte=1153.5 * _TERA, float8=2307 * _TERA),
         host_bandwidth=16 * _GIGA,
+        network_bandwidth=600 * _GIGA,
         source=f"{_TPU_DOCS.format(page='tpu7x')} (as v5p, for want of a figure)",
         target=TpuTarget(topology="tpu7x:2x2x1"),
     ),

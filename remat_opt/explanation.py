@@ -18,6 +18,7 @@ import jax
 from remat_opt import frameworks, trade_off
 from remat_opt.device import Device
 from remat_opt.errors import CompileError, RematError
+from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import step_of
 from remat_opt.measurement import compilation, step
 from remat_opt.measurement.buffers import CompiledMemory
@@ -335,10 +336,9 @@ class _Remedies:
             return "what a plan decides about: decorate the loss with @optimal_remat, explain again"
         try:
             call = step.the_one(self._calls)
-            request = Request(device=self._device)
-            planner = Rematerialized(call.fn, call.signature, request)
+            planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
             rows = trade_off.of(
-                planner.problem(call.program), Overhead.SECONDS, request.objective.gradients
+                planner.problem(call.program), Overhead.SECONDS, Gradients.CONSUMED
             ).rows
         except RematError as error:
             return f"no plan: {error}"

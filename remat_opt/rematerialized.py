@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 from remat_opt import failure, frameworks, planning, traces, verification
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
-from remat_opt.errors import PlanFileError, RematError, TraceError
+from remat_opt.errors import PlanFileError, PlanningWarning, RematError, TraceError
 from remat_opt.export.source import Source, source_of
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
@@ -22,7 +23,7 @@ from remat_opt.measurement.step import instead_of
 from remat_opt.options import Request
 from remat_opt.plan import Plan
 from remat_opt.program import tracing
-from remat_opt.program.record import Program
+from remat_opt.program.record import UNKNOWN_PLACEMENT, Program
 from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 from remat_opt.recent import Recent
@@ -173,6 +174,7 @@ class Rematerialized:
         found = self.around(self.fn)
         found._plans, found._traces = Recent(_MOST_PLANS), Recent(_MOST_PLANS)
         found._plans.put(plan.fingerprint, plan)
+        found._plans.put(f"{plan.fingerprint} {UNKNOWN_PLACEMENT}", plan)
         return found.around
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -239,7 +241,7 @@ class Rematerialized:
         planning.check_differentiated(program)
         return planning.problem(
             program,
-            compilation.resolve_device(self.request.device),
+            compilation.resolve_device(self.request.device, program.mesh),
             measure=self.request.objective.overhead,
             solver=self.request.solver,
             gradients=self.request.objective.gradients,
@@ -291,6 +293,11 @@ class Rematerialized:
             program = trace()
             if self._given is None or program.fingerprint() == self._given.fingerprint:
                 return program
+            if not call.dissolved:
+                # The plan may be one for the function without checkpoints of its own.
+                dissolved = self.trace(dataclasses.replace(call, dissolved=True))
+                if dissolved.fingerprint() == self._given.fingerprint:
+                    return dissolved
             return trace(as_declared=True)
         except Exception as error:
             if not frameworks.is_change_from_within(error):
@@ -307,10 +314,15 @@ class Rematerialized:
         if self._given is not None:
             check_belongs(self._given, fingerprint, program.name)
             return self._given
-        return self._plans.made(fingerprint, lambda: self._make(program, call))
+        made_for = program.placed_fingerprint()
+        found = self._plans.made(made_for, lambda: self._make(program, call))
+        if program.placement is not None:
+            # Under jax.jit nobody can say how arguments are split: there, as last time.
+            self._plans.renew(f"{fingerprint} {UNKNOWN_PLACEMENT}", found)
+        return found
 
     def _make(self, program: Program, call: tracing.Call) -> Plan:
-        device = compilation.resolve_device(self.request.device)
+        device = compilation.resolve_device(self.request.device, program.mesh)
 
         def compiled(plan: Plan) -> Measurement:
             arguments = jax.tree.leaves((call.args, call.kwargs))
@@ -319,6 +331,8 @@ class Rematerialized:
             )
 
         plan = self.choose(program, device, self.request.objective.gradients.value, compiled)
+        if program.placement is not None and planning.unsplit_note(program) in plan.notes:
+            warnings.warn(planning.unsplit_note(program), PlanningWarning, stacklevel=2)
         compile_it = self.request.verify and plan.measured is None
         return dataclasses.replace(plan, measured=compiled(plan)) if compile_it else plan
 

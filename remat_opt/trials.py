@@ -70,7 +70,7 @@ class Memory:
             fingerprint=program.fingerprint(),
             device=device.name,
             compiler=compilation.compiler_version(device),
-            step=step,
+            step=step if program.placement is None else f"{step} on {program.placement.text}",
         )
         self._path = path
 

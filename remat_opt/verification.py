@@ -32,6 +32,7 @@ from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
+from remat_opt.program.propagation import argument_shardings
 from remat_opt.program.record import Program
 from remat_opt.program.tracing import is_inexact
 from remat_opt.solvers.base import Candidate, least_memory
@@ -136,7 +137,9 @@ def measure_run(
         for atom in program.outputs[: program.loss_outputs]
         if isinstance(atom, int) and program.types[atom].shape and is_inexact(program.types[atom])
     ]
-    shapes = list(map(_shape, (*arguments, *program.closed_over)))
+    values = (*arguments, *program.closed_over)
+    shardings = argument_shardings(program)[len(program.constants) :]
+    shapes = [_shape(*one) for one in zip(values, shardings, strict=True)]
     parameters = [shapes[place] for place in places]
     state = [] if fate is Gradients.RESULTS else [_moments(one) for one in parameters]
     return compilation.measure(
@@ -152,8 +155,15 @@ def measure_run(
 
 def _moments(parameter: Any) -> tuple[Any, Any]:
     """Adam's state for a parameter."""
-    kind = jax.ShapeDtypeStruct(jnp.shape(parameter), jnp.result_type(parameter))
-    return kind, jax.eval_shape(jnp.abs, kind)
+    sharding = getattr(parameter, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = None
+    shape, dtype = jnp.shape(parameter), jnp.result_type(parameter)
+    size = jax.eval_shape(jnp.abs, jax.ShapeDtypeStruct((), dtype)).dtype
+    return (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+        jax.ShapeDtypeStruct(shape, size, sharding=sharding),
+    )
 
 
 def _updated(
@@ -182,11 +192,13 @@ def _cotangent(output: Any, others: Iterator[Any]) -> Any:
     return next(others) if jnp.ndim(output) else jnp.ones((), dtype)
 
 
-def _shape(value: Any) -> Any:
-    """A tracer as its shape and dtype; what has numbers, or is a shape, as it is."""
+def _shape(value: Any, sharding: Any) -> Any:
+    """A tracer as its shape and dtype, laid out so; what has numbers, or is a shape, as it is."""
     if not isinstance(value, jax.core.Tracer):
         return value
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
+    return jax.ShapeDtypeStruct(
+        value.shape, value.dtype, weak_type=value.weak_type, sharding=sharding
+    )
 
 
 def choose(

@@ -2,8 +2,8 @@
 
 They count no FLOPs; XLA counts one for each element of an all-reduce as if there were
 two devices. Bytes are those that leave and enter this device's memory. The time goes
-by the network, which a device's memory bandwidth says nothing about, so the figures
-are flagged as estimated.
+by the network: as many bytes are sent as the larger of what is read and written, which is
+about what a ring of devices does, so the figures are flagged as estimated.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def collective(operation: Operation) -> Cost:
         transcendentals=0,
         bytes_read=operation.input_bytes,
         bytes_written=operation.output_bytes,
+        bytes_sent=max(operation.input_bytes, operation.output_bytes),
         fusion=Fusion.OPAQUE,
         estimated=True,
     )

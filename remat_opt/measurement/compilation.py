@@ -324,7 +324,7 @@ def _jax_device(device: Device) -> Any:
 def _peers(place: Any, device: Device, count: int) -> Sequence[Any]:
     """The devices that a mesh of so many can be laid over."""
     if device.attached:
-        return place.client.devices()
+        return tuple(place.client.devices())
     return compile_only_devices(device, count)
 
 

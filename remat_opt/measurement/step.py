@@ -30,8 +30,8 @@ from remat_opt.errors import RematError
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.operation import ArrayType, Operation
-from remat_opt.program import flop_count, tracing
-from remat_opt.program.record import Program
+from remat_opt.program import flop_count, propagation, tracing
+from remat_opt.program.record import Program, Spec
 from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 
@@ -166,8 +166,15 @@ class Recorded:
           traced: of the step: how often each call runs is read off it.
         """
         times = _times(one.operation for one in traced.equations)
+        places = _places(traced) if self._differentiated else {}
         found = [
-            dataclasses.replace(call, times=max(times[mark] for mark in _marks(number, call)))
+            dataclasses.replace(
+                call,
+                times=max(times[mark] for mark in _marks(number, call)),
+                program=_placed(
+                    call.program, traced, [places.get(m) for m in _marks(number, call)]
+                ),
+            )
             for number, call in enumerate(self._calls)
             if number in self._differentiated
         ]
@@ -207,7 +214,8 @@ class Recorded:
     def _marked(self, number: int, leaves: Sequence[Any]) -> list[Any]:
         """The arguments, so that it shows whether they are differentiated and how often they run.
 
-        A derivative of the mark tells the first; its name, in the program of the step, the second.
+        A derivative of the mark tells the first; its name, in the program of the step, the second,
+        and where on a mesh they lie.
         """
         places = [p for p, leaf in enumerate(leaves) if _has_derivative(leaf)]
 
@@ -221,7 +229,10 @@ class Recorded:
             self._differentiated.add(number)
             return mark(*primals), tangents
 
-        marked = list(leaves)
+        marked = [
+            checkpoint_name(leaf, _mark(number, p)) if _is_whole_number(leaf) else leaf
+            for p, leaf in enumerate(leaves)
+        ]
         if places:
             for place, value in zip(places, mark(*(leaves[p] for p in places)), strict=True):
                 marked[place] = value
@@ -246,6 +257,33 @@ def recording() -> Iterator[Recorded]:
 
 def _has_derivative(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+
+
+def _is_whole_number(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
+
+
+def _places(step: Program) -> dict[str, Spec]:
+    """How what is marked in a step is split over its mesh."""
+    specs = propagation.specs(step)
+    return {
+        equation.operation.params["name"]: specs.get(value, ())
+        for equation in step.equations
+        if equation.operation.primitive == "name"
+        for value in equation.outputs
+    }
+
+
+def _placed(program: Program, step: Program, specs: Sequence[Spec | None]) -> Program:
+    """The program of a loss, whose arguments lie where they do in the step."""
+    if step.placement is None:
+        return program
+    # Nothing is known of what it closes over.
+    constants, closed_over = (None,) * len(program.constants), (None,) * len(program.closed_over)
+    placement = dataclasses.replace(
+        step.placement, kinds=program.kinds, specs=(*constants, *specs, *closed_over)
+    )
+    return dataclasses.replace(program, placement=placement)
 
 
 def _shape(leaf: Any) -> Any:
@@ -359,6 +397,7 @@ class Step:
           program: of the step.
           device: where they lie.
         """
+        program = propagation.per_device(program)
         arguments = [program.types[value] for value in (*program.constants, *program.arguments)]
         outputs = [program.types[value] for value in program.output_values]
         free: Counter[ArrayType] = Counter(self._donated(program))

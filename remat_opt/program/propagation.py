@@ -36,9 +36,41 @@ _CALLS = frozenset(
 
 def per_device(program: Program) -> Program:
     """The program that one device has; the program itself where there is no mesh."""
-    if program.placement is None:
+    if program.placement is None or program.is_part:
         return program
     return _Partitioner(program.placement).local(program)
+
+
+def specs(program: Program) -> dict[int, Spec]:
+    """How those values of a program are split that are split at all; none without a mesh."""
+    return {} if program.placement is None else _Partitioner(program.placement).specs(program)
+
+
+def argument_shardings(program: Program) -> tuple[NamedSharding | None, ...]:
+    """How constants and arguments are laid out, in this order; None for each without a mesh.
+
+    Where nothing says so, it is what the compiler makes of what is computed from them.
+    """
+    given = (*program.constants, *program.arguments)
+    placement = program.placement
+    if placement is None:
+        return (None,) * len(given)
+    found: Mapping[int, Spec] = {}
+    if None in placement.specs:
+        found = specs(program)
+    return tuple(
+        _sharding(placement, found.get(value, ()) if spec is None else spec)
+        for value, spec in zip(given, placement.specs, strict=True)
+    )
+
+
+def is_split(program: Program) -> bool:
+    """Whether any array that one device has is a part; of a program as one device has it."""
+    return any(
+        one.operation.primitive == "shard_map"
+        or (one.placement is not None and any(map(_is_split, one.placement.specs)))
+        for one in program.equations
+    )
 
 
 def body_per_device(body: Program, equation: Equation) -> Program:
@@ -79,15 +111,16 @@ class _Partitioner:
 
     def local(self, program: Program) -> Program:
         """The program as one device has it."""
-        specs = self._specs(program)
+        specs = self.specs(program)
         types = tuple(_part(kind, specs.get(value, ())) for value, kind in enumerate(program.types))
         return dataclasses.replace(
             program,
             types=types,
+            is_part=True,
             equations=tuple(self._equation(one, types, specs) for one in program.equations),
         )
 
-    def _specs(self, program: Program) -> dict[int, Spec]:
+    def specs(self, program: Program) -> dict[int, Spec]:
         """How values are split."""
         assert program.placement is not None, "the program is on a mesh"
         given = (*program.constants, *program.arguments)
@@ -110,21 +143,19 @@ class _Partitioner:
             )
             return [environment[value] for value in returned]
 
+        placement = program.placement
         arguments = [
-            self._argument(kind, spec)
-            for kind, spec in zip(program.placement.kinds, program.placement.specs, strict=True)
+            jax.ShapeDtypeStruct(
+                kind.shape,
+                kind.dtype,
+                weak_type=getattr(kind, "weak_type", False),
+                sharding=None if spec is None else _sharding(placement, spec),
+            )
+            for kind, spec in zip(placement.kinds, placement.specs, strict=True)
         ]
         found = _jax_meshes.propagated(run, arguments)
         specs = {value: spec for value, spec in zip(returned, found, strict=True) if any(spec)}
         return {**_as_read(program, specs), **specs}
-
-    def _argument(self, kind: Any, spec: Spec | None) -> Any:
-        sharding = None
-        if spec is not None and not _is_partial(spec, dict(self._axes)):
-            names = (tuple(name for name, _ in axis) or None for axis in spec)
-            sharding = NamedSharding(self._mesh, PartitionSpec(*names))
-        weak = getattr(kind, "weak_type", False)
-        return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=weak)
 
     def _equation(
         self, equation: Equation, types: Sequence[ArrayType], specs: dict[int, Spec]
@@ -249,9 +280,16 @@ def _is_split(spec: Spec | None) -> bool:
     return spec is not None and any(spec)
 
 
-def _is_partial(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether an axis of the mesh is used in part, which JAX has no words for."""
-    return any(sizes[name] != size for axis in spec for name, size in axis)
+def _sharding(placement: Placement, spec: Spec) -> NamedSharding:
+    """A spec in JAX's words, which has none for a part of a mesh axis: there nothing is split."""
+    sizes = dict(placement.axes)
+    names = (
+        tuple(name for name, _ in axis) or None
+        if all(sizes[name] == size for name, size in axis)
+        else None
+        for axis in spec
+    )
+    return NamedSharding(placement.mesh, PartitionSpec(*names))
 
 
 def _part(kind: ArrayType, spec: Spec) -> ArrayType:

@@ -32,6 +32,10 @@ Atom = int | Constant
 Spec = tuple[tuple[tuple[str, int], ...], ...]
 
 
+#: What is known of arguments that lie on a mesh and nobody knows how.
+UNKNOWN_PLACEMENT = "somewhere on a mesh"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where some arrays lie on a mesh, as far as that is known.
@@ -53,6 +57,13 @@ class Placement:
         """How many there are on the mesh."""
         return math.prod(size for _, size in self.axes)
 
+    @property
+    def text(self) -> str:
+        """What is known, the same in every process."""
+        if all(spec is None for spec in self.specs):
+            return UNKNOWN_PLACEMENT
+        return f"{self.axes} {self.specs}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
@@ -63,6 +74,8 @@ class Equation:
       inputs: what it reads, in order.
       outputs: the numbers of the values it makes, in order.
       effects: whether it does more than compute its outputs.
+      once: whether it must run exactly once: it has effects, or calls back to Python, which takes
+        long and may well be meant to happen once, whatever was promised to JAX.
       parameters: text of its parameters, the same in every process.
       module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
       jax_equation: JAX's own equation, for running it again.
@@ -76,6 +89,7 @@ class Equation:
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     effects: bool
+    once: bool
     parameters: str
     module: str
     jax_equation: Any
@@ -127,8 +141,8 @@ class Program:
       argument_labels: what the function calls its positional arguments, or their positions.
       kinds: JAX's own types of constants and arguments, in this order; opaque.
       placement: where these lie, on a mesh; None without one.
-        Types are those of whole arrays all the same; ``propagation.per_device`` gives the program
-        that one device has.
+      is_part: whether types are those of what one device has (``propagation.per_device``), and
+        not those of whole arrays.
     """
 
     types: tuple[ArrayType, ...]
@@ -146,6 +160,20 @@ class Program:
     argument_labels: tuple[int | str, ...] = ()
     kinds: tuple[Any, ...] = ()
     placement: Placement | None = None
+    is_part: bool = False
+
+    def placed_fingerprint(self) -> str:
+        """The fingerprint with what is known of where the arguments lie: what a plan is made for.
+
+        Where there is a mesh and nothing is known, as under ``jax.jit``, that is said instead.
+        """
+        fingerprint = self.fingerprint()
+        return fingerprint if self.placement is None else f"{fingerprint} {self.placement.text}"
+
+    @property
+    def mesh(self) -> Any:
+        """JAX's mesh that it runs on; None without one."""
+        return None if self.placement is None else self.placement.mesh
 
     @property
     def argument_bytes(self) -> int:
