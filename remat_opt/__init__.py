@@ -16,7 +16,6 @@ from remat_opt.api import (
     make_plan,
     measure,
     optimal_remat,
-    to_source,
 )
 from remat_opt.comparison import Comparison
 from remat_opt.errors import (
@@ -33,9 +32,11 @@ from remat_opt.errors import (
 )
 from remat_opt.explanation import Explanation, explain
 from remat_opt.export.source import Source
+from remat_opt.handover import nearest_policy, to_source
 from remat_opt.linting.report import Findings, lint
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.meshes import make_mesh
+from remat_opt.nearest import NearestPolicy
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
 
@@ -50,6 +51,7 @@ __all__ = [
     "GraphError",
     "MissingPackageError",
     "Measurement",
+    "NearestPolicy",
     "Plan",
     "PlanFileError",
     "PlanningWarning",
@@ -65,6 +67,7 @@ __all__ = [
     "make_mesh",
     "make_plan",
     "measure",
+    "nearest_policy",
     "optimal_remat",
     "solvers",
     "to_source",

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -70,6 +71,107 @@ def inlinable_body(equation: Any) -> Any | None:
     return params.get("jaxpr", params.get("call_jaxpr"))
 
 
+#: Names of what calls a Python function.
+_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+#: Names of ``jax.checkpoint`` in a jaxpr.
+_CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What an equation says that is a ``jax.checkpoint``.
+
+    Attributes:
+      body: the jaxpr of what is under it.
+      policy: says of an equation whether what it makes is kept; None keeps nothing.
+      differentiated: whether it is what is left of one after a derivative was taken.
+    """
+
+    body: Any
+    policy: Callable[..., Any] | None
+    differentiated: bool
+
+
+def checkpoint_of(equation: Any) -> Checkpoint | None:
+    """Reads an equation that is a ``jax.checkpoint``; None for any other."""
+    if equation.primitive.name not in _CHECKPOINTS:
+        return None
+    params = equation.params
+    return Checkpoint(
+        body=params["jaxpr"], policy=params["policy"], differentiated=params["differentiated"]
+    )
+
+
+def branches_of(equation: Any) -> tuple[Any, ...]:
+    """The closed jaxprs of the branches of a ``cond``, each of all its inputs but the first."""
+    return tuple(equation.params["branches"])
+
+
+def without_checkpoints(equation: Any) -> Any:
+    """The equation with what is under checkpoints in its inner programs in their places.
+
+    Those of functions with derivative rules of their own stay: their rules say what is kept.
+    """
+    if equation.primitive.name.startswith("custom_"):
+        return equation
+    changed = {}
+    for key, value in equation.params.items():
+        if is_jaxpr(value):
+            new: Any = _dissolved(value)
+        elif isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            new = tuple(_dissolved(item) if is_jaxpr(item) else item for item in value)
+            new = value if all(map(operator.is_, new, value)) else new
+        else:
+            continue
+        if new is not value:
+            changed[key] = new
+    return equation.replace(params={**equation.params, **changed}) if changed else equation
+
+
+def _dissolved(closed: Any) -> Any:
+    """A jaxpr, open or closed, without checkpoints; the same one where there are none."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    environment: dict[Any, Any] = {}
+    equations: list[Any] = []
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else environment.get(atom, atom)
+
+    def put(steps: Iterable[Any], prefix: Any) -> None:
+        for step in steps:
+            given = [read(atom) for atom in step.invars]
+            stack = name_stack_of(step, prefix)
+            found = checkpoint_of(step)
+            if found is not None and not parts(found.body)[0]:
+                _, _, inputs, inner, results = parts(found.body)
+                environment.update(zip(inputs, given, strict=True))
+                put(inner, stack)
+                environment.update(zip(step.outvars, map(read, results), strict=True))
+                continue
+            # The same body may stand in several places, where it makes other values.
+            made = step.outvars
+            if prefix is not None:
+                made = [jax_core.Var(variable.aval) for variable in made]
+                environment.update(zip(step.outvars, made, strict=True))
+            equations.append(
+                without_checkpoints(step).replace(
+                    invars=given,
+                    outvars=made,
+                    source_info=step.source_info.replace(name_stack=stack),
+                )
+            )
+
+    put(jaxpr.eqns, None)
+    same = len(equations) == len(jaxpr.eqns) and all(
+        new.params is old.params and new.primitive is old.primitive
+        for new, old in zip(equations, jaxpr.eqns, strict=True)
+    )
+    if same:
+        return closed
+    new = jaxpr.replace(eqns=equations, outvars=list(map(read, jaxpr.outvars)))
+    return new if closed is jaxpr else closed.replace(jaxpr=new)
+
+
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """All jaxprs among an equation's parameters, with the parameter each one is found under."""
     for key, value in params.items():
@@ -91,6 +193,15 @@ def array_of(value: Any, aval: Any) -> Any:
 def has_effects(equation: Any) -> bool:
     """Whether the equation does more than compute its outputs (prints, calls back, writes)."""
     return bool(equation.effects)
+
+
+def calls_back(equation: Any) -> bool:
+    """Whether the equation calls a Python function, by itself or in a program inside it."""
+    if equation.primitive.name in _CALLBACKS:
+        return True
+    return any(
+        calls_back(step) for _, jaxpr in inner_jaxprs(equation.params) for step in parts(jaxpr)[3]
+    )
 
 
 def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
@@ -432,31 +543,6 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, 
     ``jax.ShapeDtypeStruct``: how it is sharded, and over which axes of ``shard_map`` it varies.
     """
     return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What an equation of ``jax.checkpoint`` says.
-
-    Attributes:
-      body: the jaxpr that runs under it.
-      policy: as it was given; None for none.
-      differentiated: whether it is what is left of one after a derivative was taken.
-    """
-
-    body: Any
-    policy: Any
-    differentiated: bool
-
-
-def checkpoint_of(equation: Any) -> Checkpoint | None:
-    """Reads an equation of ``jax.checkpoint``; None for another."""
-    params = equation.params
-    if equation.primitive.name != "remat2" and equation.primitive.name != "checkpoint":
-        return None
-    return Checkpoint(
-        body=params["jaxpr"], policy=params["policy"], differentiated=params["differentiated"]
-    )
 
 
 def name_of(equation: Any) -> str | None:

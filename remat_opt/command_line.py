@@ -237,6 +237,13 @@ def _add_derivative(command: argparse.ArgumentParser) -> None:
         help="positions of the arguments to differentiate (default: 0)",
     )
     command.add_argument(
+        "--existing",
+        choices=("keep", "replace"),
+        default="keep",
+        help="whether the plan also decides what is under the function's own checkpoints "
+        "(default: keep)",
+    )
+    command.add_argument(
         "--has-aux", action="store_true", help="the function returns (loss, auxiliary)"
     )
 
@@ -342,7 +349,7 @@ def _explain(options: argparse.Namespace) -> None:
     )
     print(found.to_json() if options.json else found)
     if options.html:
-        _write(options.html, report.page(f"{found.function}: memory", found._repr_html_()))
+        _write(options.html, page.document(f"{found.function}: memory", found._repr_html_()))
 
 
 def _lint(options: argparse.Namespace) -> int:
@@ -430,6 +437,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "overhead": options.overhead,
         "argnums": options.argnums,
         "has_aux": options.has_aux,
+        "existing": options.existing,
     }
 
 

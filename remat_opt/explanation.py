@@ -18,6 +18,7 @@ import jax
 from remat_opt import frameworks, trade_off
 from remat_opt.device import Device
 from remat_opt.errors import CompileError, RematError
+from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import step_of
 from remat_opt.measurement import compilation, step
 from remat_opt.measurement.buffers import CompiledMemory
@@ -336,7 +337,9 @@ class _Remedies:
         try:
             call = step.the_one(self._calls)
             planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
-            rows = trade_off.of(planner.problem(call.program), Overhead.SECONDS).rows
+            rows = trade_off.of(
+                planner.problem(call.program), Overhead.SECONDS, Gradients.CONSUMED
+            ).rows
         except RematError as error:
             return f"no plan: {error}"
         least = rows[0]

@@ -275,7 +275,9 @@ class Plan:
                 "plan again rather than edit it."
             )
         try:
-            return typing.cast(Plan, _rebuild(cls, data["plan"], "plan"))
+            plan = typing.cast(Plan, _rebuild(cls, data["plan"], "plan"))
+            _check_regions(plan)
+            return plan
         except (TypeError, ValueError, KeyError, RecursionError) as error:
             raise PlanFileError(
                 f"{where} does not hold a plan of this version: {error!s:.400}. Make the plan "
@@ -383,6 +385,21 @@ class Plan:
         return plan_page.html(plan_text.printable_data(self.to_dict()))
 
 
+def _tells_alike(timeline: Mapping[str, Any]) -> bool:
+    """Whether there is one entry of each kind for each moment."""
+    told = [entry for name, entry in timeline.items() if name not in ("arrays", "steps")]
+    return all(isinstance(one, list) and len(one) == len(timeline["at"]) for one in told)
+
+
+def _check_regions(plan: Plan) -> None:
+    """Raises ValueError where a decision names a region that is not there."""
+    for one in plan.decisions:
+        if not 0 <= one.region < len(plan.stages):
+            raise ValueError(
+                f"decisions name region {one.region}, but there are only {len(plan.stages)}"
+            )
+
+
 def _plain(thing: Any) -> Any:
     """Records as dictionaries, tuples as lists, enums as their values."""
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
@@ -436,6 +453,8 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
             raise TypeError(f"{where} does not have the fields {', '.join(sorted(kinds))}")
         if kind is Stage and not data["roots"]:
             raise ValueError(f"{where} is a region that computes nothing")
+        if kind is Timeline and not _tells_alike(data):
+            raise ValueError(f"{where} does not tell of all moments alike")
         return kind(
             **{
                 name: _rebuild(kinds[name], entry, f"{where}.{name}")

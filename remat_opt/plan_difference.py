@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat_opt.units import format_bytes, format_share
+from remat_opt.view.plan_words import value_title
 from remat_opt.view.report import Table
 
 #: As many rows of values as a text shows.
@@ -25,7 +26,7 @@ class Change:
     """Values that one plan treats in another way than the other.
 
     Attributes:
-      label: primitive, dtype and shape.
+      label: what the value is, with its extents.
       module: where they are made.
       source: line of the user's code.
       before: their fate in the first plan; "" where it does not have them.
@@ -140,7 +141,8 @@ def difference(first: Data, second: Data) -> PlanDifference:
 
 
 def _words(decision: Data) -> tuple[str, str, str]:
-    return decision["label"], decision["module"], decision["source"]
+    name = decision["name"]
+    return value_title(name), name["module"], name["source"]
 
 
 def _fate(decision: Data | None) -> str:
@@ -209,11 +211,15 @@ def _loops(first: Data, second: Data) -> dict[int, tuple[str, str]]:
 
 
 def _parts(loop: Data) -> str:
-    def written(part: Data) -> str:
-        chunks = f" in chunks of {' and '.join(map(str, part['chunks']))}" if part["chunks"] else ""
-        return f"{part['length']}{chunks} that keep {format_bytes(part['kept_bytes'])}"
+    return ", then ".join(map(_part, loop["parts"]))
 
-    return ", then ".join(map(written, loop["parts"]))
+
+def _part(part: Data) -> str:
+    if not part["inside"]:
+        return f"{part['length']} that keep {format_bytes(part['kept_bytes'])}"
+    size = sum(one["length"] for one in part["inside"])
+    inside = ", then ".join(map(_part, part["inside"]))
+    return f"{part['length']} in chunks of {size} ({inside})"
 
 
 def _figures(first: Data, second: Data) -> dict[str, tuple[float, float]]:

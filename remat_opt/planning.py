@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__, loops, policies
+from remat_opt import __version__, inner, loops, policies
+from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.learnt import Corrections, Learnt
-from remat_opt.compilers.model import Model, computes_nothing, model
+from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.parts import Parts
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
@@ -69,6 +70,8 @@ _MOST_SWEEPS = 16
 _REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
+#: How many of the equations with side effects a note names.
+_MOST_EFFECTS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ def _sweep(
     program: Program, compiler: Compiler, measure: Overhead, solver: Solver, gradients: Gradients
 ) -> Sweep:
     linearization = linearize(program)
-    expected = model(program, linearization, compiler, gradients)
+    expected = inner.model(program, linearization, compiler, gradients)
     graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
     alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()
@@ -206,6 +209,11 @@ def _policies(program: Program, expected: Model) -> tuple[Schedule, ...]:
     )
 
 
+def expected(of: Problem, schedules: Sequence[Schedule]) -> tuple[Candidate, ...]:
+    """Schedules as candidates, with the temporaries that the model expects of each."""
+    return tuple(_modelled(of.model, _judged(of.model, one)) for one in schedules)
+
+
 def defaults(of: Problem) -> tuple[Candidate, ...]:
     """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
     found = judged(of.model.graph, _policies(of.program, of.model))
@@ -217,7 +225,8 @@ def defaults(of: Problem) -> tuple[Candidate, ...]:
 def named_defaults(of: Problem) -> dict[str, Candidate]:
     """The function as it is and what each of the policies does alone, by what to call them.
 
-    Of those that come to the same figures the first.
+    Of those that come to the same figures the first. What keeps everything is the function as it
+    is, and is left out.
     """
     model, program = of.model, of.program
     found = {"plain": of.unchanged}
@@ -228,7 +237,11 @@ def named_defaults(of: Problem) -> dict[str, Candidate]:
         ),
     }
     for suffix, schedules in ways.items():
-        for name, schedule in zip(policies.default_policies(), schedules, strict=False):
+        for (name, policy), schedule in zip(
+            policies.default_policies().items(), schedules, strict=False
+        ):
+            if policy is jax.checkpoint_policies.everything_saveable:
+                continue
             for one in judged(model.graph, [schedule]):
                 found[name + suffix] = _modelled(model, one)
     first: dict[tuple[int, float], str] = {}
@@ -694,6 +707,27 @@ def unsplit_note(program: Program) -> str:
     )
 
 
+def _side_effects(of: Problem) -> Iterator[str]:
+    """What must run once, and so is under no checkpoint."""
+    found = Counter(
+        f"{equation.operation.primitive} at {internals.source_line(equation.jax_equation) or '?'}"
+        for equation in of.program.equations
+        if equation.once
+    )
+    if not found:
+        return
+    told = [
+        place if times == 1 else f"{place}, {times} times"
+        for place, times in list(found.items())[:_MOST_EFFECTS]
+    ]
+    more = [f"and {len(found) - _MOST_EFFECTS} more"] if len(found) > _MOST_EFFECTS else []
+    yield (
+        "Run once, in the order of the function, and under no checkpoint, since they have side "
+        f"effects or call back to Python: {'; '.join([*told, *more])}. What their derivatives read "
+        "is kept; a loop with one inside is planned as one piece."
+    )
+
+
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     expected = of.model
     notes = [*_mesh_notes(of.program), *expected.notes(schedule)]
@@ -702,6 +736,7 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
             f"{expected.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
             "cost rules; remat_opt.costs.register adds exact ones."
         )
+    notes += _side_effects(of)
     if expected.assumed:
         notes.append(
             "JAX gave no derivative for "

@@ -70,10 +70,10 @@ class Recent(Generic[KeyT, ValueT]):
         """
         with self._lock:
             making = self._making.setdefault(key, threading.RLock())
-        with making:
-            found = self.get(key)
-            if found is None:
-                found = self.put(key, make())
-        with self._lock:
-            self._making.pop(key, None)
-        return found
+        try:
+            with making:
+                found = self.get(key)
+                return self.put(key, make()) if found is None else found
+        finally:
+            with self._lock:
+                self._making.pop(key, None)

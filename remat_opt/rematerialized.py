@@ -293,6 +293,11 @@ class Rematerialized:
             program = trace()
             if self._given is None or program.fingerprint() == self._given.fingerprint:
                 return program
+            if not call.dissolved:
+                # The plan may be one for the function without checkpoints of its own.
+                dissolved = self.trace(dataclasses.replace(call, dissolved=True))
+                if dissolved.fingerprint() == self._given.fingerprint:
+                    return dissolved
             return trace(as_declared=True)
         except Exception as error:
             if not frameworks.is_change_from_within(error):

@@ -207,13 +207,12 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     wanted = demand(graph, schedule)
     moments: list[Moment] = []
     peak = -1
-    at_peak: _Live = {}
 
     def tell(phase: str, region: int, vertex: int, depth: int = 0) -> None:
-        nonlocal peak, at_peak
+        nonlocal peak
         total = run.total
         if peak < 0 or total > moments[peak].live_bytes:
-            peak, at_peak = len(moments), dict(run.live)
+            peak = len(moments)
         moments.append(
             Moment(phase=phase, region=region, vertex=vertex, depth=depth, live_bytes=total)
         )
@@ -236,9 +235,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     run = _Replay(graph, tell, gone)
     run.whole(schedule, wanted)
     alive = [
-        Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
-        for (role, vertex, _), size in at_peak.items()
-        if size
+        Live(vertex=life.vertex, role=life.role, bytes=life.bytes)
+        for life in lives
+        if life.first <= peak <= life.last
     ]
     again = sorted(wanted.all_recomputed())
     return Simulation(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,10 @@ from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule
 from remat_opt.simulator import Life, Simulation
 
+Kind = Literal["kept", "boundaries", "passing", "recomputed", "gradients", "workspace"]
+
 #: Kinds of what is alive, in the order in which they are stacked.
-KINDS = ("kept", "boundaries", "passing", "recomputed", "gradients", "workspace")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: How many moments are told of.
 _MOST_MOMENTS = 240
@@ -40,7 +43,7 @@ class Alive:
     """
 
     root: int
-    kind: str
+    kind: Kind
     bytes: int
     first: int
     last: int
@@ -69,7 +72,7 @@ class Timeline:
 
     steps: int
     at: tuple[int, ...]
-    phases: tuple[str, ...]
+    phases: tuple[Literal["forward", "recompute", "backward"], ...]
     roots: tuple[int, ...]
     kept: tuple[int, ...]
     boundaries: tuple[int, ...]
@@ -177,7 +180,7 @@ def _boundaries(graph: Graph, schedule: Schedule, found: Simulation) -> frozense
 
 def _parts(
     life: Life, boundaries: frozenset[int], gradient_bytes: Sequence[int]
-) -> list[tuple[str, int]]:
+) -> list[tuple[Kind, int]]:
     """The kinds of an array, and the bytes of each."""
     if life.role == "kept":
         return [("boundaries" if life.vertex in boundaries else "kept", life.bytes)]
@@ -189,12 +192,15 @@ def _parts(
         return [("gradients", life.bytes)]
     if life.role == "workspace":
         of_parameters = min(gradient_bytes[life.vertex], max(life.bytes, 0))
-        parts = [("gradients", of_parameters), ("workspace", life.bytes - of_parameters)]
+        parts: list[tuple[Kind, int]] = [
+            ("gradients", of_parameters),
+            ("workspace", life.bytes - of_parameters),
+        ]
         return [(kind, size) for kind, size in parts if size]
     return [("workspace", life.bytes)]
 
 
-def _add_difference(shares: dict[str, NDArray[np.int64]], totals: NDArray[np.int64]) -> None:
+def _add_difference(shares: dict[Kind, NDArray[np.int64]], totals: NDArray[np.int64]) -> None:
     """Makes the shares sum up to the totals: workspace first, then what is stacked below it."""
     left = totals - sum(shares.values())
     for kind in reversed(KINDS):

@@ -1,10 +1,10 @@
 """Traces of a decorated function that is called outside of ``jax.jit``, kept and compiled.
 
 Under ``jax.jit`` a function is traced as often as what is round it. Called by itself, as by
-``jax.grad`` alone, it would be traced at every call and run operation by operation. So such a trace
-is kept, compiled as ``jax.jit`` would, for calls that are alike: the same structure, shapes, types
-and static values, the same arguments that are differentiated, the same settings of JAX, and a
-function that still refers to the same (``program.references``).
+``jax.grad`` alone, it would be traced at every call and run operation by operation. So such a
+trace is kept, compiled as ``jax.jit`` would, for calls that are alike: the same structure, shapes,
+types, shardings and static values, the same arguments that are differentiated, the same settings of
+JAX, and a function that still refers to the same (``program.references``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def place_of(call: Call, fn: Callable[..., Any]) -> Place | None:
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     if not all(map(internals.is_concrete, leaves)):
         return None
-    kinds = tuple(map(internals.type_of, leaves))
+    kinds = tuple(
+        (internals.type_of(leaf), _jax_meshes.mesh_of(leaf), _jax_meshes.split_of(leaf))
+        for leaf in leaves
+    )
     varying = tuple(map(internals.is_differentiated, leaves))
     # Methods of several instances that take turns are not to drive one another out.
     instance = id(getattr(fn, "__self__", None))

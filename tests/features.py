@@ -217,6 +217,23 @@ def _hvp(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda w, x: jax.jvp(jax.grad(lambda w: fn(w, x)), (w,), (w,))[1]
 
 
+def _linearized(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(w: Any, x: Any) -> Any:
+        value, tangent = jax.linearize(lambda w: fn(w, x), w)
+        return value, tangent(w)
+
+    return run
+
+
+def _narrow() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(DEPTH):
+            x = jnp.tanh(x @ w) + x
+        return jnp.mean(x**2)
+
+    return loss, (array(4, 4), array(ROWS, 4))
+
+
 def _without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with jax.disable_jit():
@@ -242,7 +259,9 @@ row(
     how=lambda f: jax.value_and_grad(jax.jit(f)),
     note="the plan is for `argnums=`",
 )
-row("Transformations", "without `jit`", network, jit=False)
+row("Transformations", "`linearize`", network, how=_linearized, jit=False)
+row("Transformations", "`hessian`", _narrow, how=jax.hessian, note="of a small network")
+row("Transformations", "without `jit`", network, jit=False, note="traced and compiled once")
 row("Transformations", "`disable_jit`", network, how=_without_jit, jit=False)
 
 
@@ -250,12 +269,23 @@ row("Transformations", "`disable_jit`", network, how=_without_jit, jit=False)
 
 
 def _closure(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient through what a function without arguments closes over."""
+    """The gradient through a function without arguments, which closes over all."""
+    decorate = getattr(fn, "around", lambda fn: fn)
+    return jax.value_and_grad(lambda params, x: decorate(lambda: plain_loss(params, x))())
 
-    def loss(params: Any, x: Any) -> Any:
-        return remat_opt.optimal_remat(lambda: plain_loss(params, x), device="cpu")()
 
-    return jax.value_and_grad(plain_loss if fn is plain_loss else loss)
+def _frozen() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def loss(params: list[jax.Array], options: Mapping[str, Any], x: jax.Array) -> jax.Array:
+        for w in params:
+            x = options["activation"](x @ w) + x
+        return getattr(jnp, options["reduce"])(x**2)
+
+    return loss, (weights(), {"activation": jnp.tanh, "reduce": "mean"}, rows())
+
+
+def _with_options(fn: Callable[..., Any]) -> Callable[..., Any]:
+    options = _frozen()[1][1]
+    return lambda params, x: jax.value_and_grad(fn)(params, options, x)
 
 
 def _dropped() -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -344,6 +374,13 @@ row("Arguments", "complex numbers", _complex)
 row("Arguments", "weak types", _weak)
 row("Arguments", "arrays of size zero", _empty)
 row("Arguments", "`static_argnums=0`", _static, how=_fixed, static_argnums=0)
+row(
+    "Arguments",
+    "functions and texts among the arguments",
+    lambda: (_frozen()[0], (weights(), rows())),
+    how=_with_options,
+    note="they are static",
+)
 row(
     "Arguments",
     "`has_aux=True`",

@@ -363,6 +363,29 @@ def test_name_stack_and_source_line() -> None:
     assert internals.source_line(bound) == line
 
 
+def test_functions_of_jax_s_have_no_line_of_their_own() -> None:
+    def fn(x):
+        return jnp.clip(x, 0.0, 1.0)
+
+    equations = tracing.trace(fn, jnp.ones(3)).equations
+    inside = [one for one in equations if one.calls]
+    assert inside, "jnp.clip is a function under jit"
+    for one in inside:
+        assert internals.source_line(one.jax_equation) == ""
+        assert internals.source_line(one.jax_equation, one.calls).endswith(".fn)")
+    (call,) = inside[-1].calls
+    assert call.params["name"] == "clip"
+    assert internals.results_of_call(call, inside[-1].jax_equation.outvars) == call.outvars
+    assert internals.results_of_call(call, inside[0].jax_equation.outvars) == []
+
+
+def test_a_rule_of_a_function_tells_its_name() -> None:
+    (relu,) = tracing.trace(jax.nn.relu, jnp.ones(3)).equations
+    assert internals.custom_name(relu.jax_equation) == "relu"
+    (plain,) = tracing.trace(jnp.sin, 1.0).equations
+    assert internals.custom_name(plain.jax_equation) == ""
+
+
 def test_settings_in_force_where_an_equation_was_traced_are_kept() -> None:
     def fn(x):
         with jax.default_matmul_precision("highest"):
@@ -576,3 +599,46 @@ def test_tracers_of_derivatives() -> None:
     jax.jit(jax.vmap(loss))(x, x)
     jax.grad(jax.jit(loss))(x, x)  # the derivative is outside, and not to be seen
     assert seen == [(False, False)] * 3
+
+
+def test_where_there_are_arrays() -> None:
+    seen = []
+
+    def loss(x: jax.Array) -> jax.Array:
+        seen.append(internals.is_concrete(x))
+        return jnp.sum(x * x)
+
+    x = jnp.ones((2, 2))
+    for taken in (loss, jax.grad(loss), jax.vmap(jax.grad(loss)), jax.hessian(loss)):
+        taken(x)
+    jax.jvp(jax.grad(loss), (x,), (x,))
+    jax.linearize(loss, x)
+    assert all(seen)
+    seen.clear()
+    jax.jit(loss)(x)
+    jax.grad(jax.jit(loss))(x)
+    jax.jit(jax.vmap(jax.grad(loss)))(x)
+    jax.eval_shape(loss, x)
+    assert not any(seen)
+    assert not internals.is_concrete(jax.ShapeDtypeStruct((2,), "float32"))
+    assert internals.is_concrete(1.0)
+
+
+def test_settings_tell_what_traces_depend_on() -> None:
+    context = jax.make_user_context(default_value=0)  # each is one more setting
+    before = internals.settings()
+    assert internals.settings() == before
+    assert hash(internals.settings()) == hash(before)
+    inside = []
+    for setting in (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("float32"),
+        jax.disable_jit(),
+        jax.numpy_dtype_promotion("strict"),
+        context(1),
+    ):
+        with setting:
+            inside.append(internals.settings())
+    jax.vmap(lambda x: inside.append(internals.settings()) or x, axis_name="i")(jnp.ones(2))
+    assert len({before, *inside}) == 7
+    assert internals.settings() == before

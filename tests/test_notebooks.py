@@ -86,7 +86,7 @@ def test_shows_the_plan_as_a_page(first_steps):
     page = shown(cell_with(first_steps, "plan = lean_loss_fn.plan"))["text/html"]
     assert "<table" in page
     assert "<svg" in page
-    assert "Kept" in page
+    assert "With this plan" in page
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_tells_whose_fates_differ(plans):
     before, after = found.figures["temporaries, predicted"]
     assert before == plans[0].predicted.temporary_bytes > after
     text = repr(found)
-    assert "tanh f32[256,64]" in text
+    assert "256x64 float32" in text
     assert "test_plan_difference.py:" in text
     assert "under a checkpoint" in text
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class Model:
       effects: what depends on the schedule.
       never_named: the vertices that no checkpoint is to keep (``softmax``).
       as_it_is: the same of the function as it is, where rewriting changes what is stored.
+      inside: of the workspaces of vertices what is for programs inside them, in bytes.
     """
 
     compiler: Compiler
@@ -53,6 +54,7 @@ class Model:
     effects: tuple[Effect, ...]
     never_named: frozenset[int]
     as_it_is: Model | None
+    inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def graph_of(self, schedule: Schedule | None) -> Graph:
         """The graph with what it takes under a schedule; with None in the function as it is."""

@@ -128,7 +128,7 @@ def vertices(storage: Storage) -> Vertices:
         bytes=tuple(draft.bytes for draft in drafts),
         seconds=tuple(draft.seconds for draft in drafts),
         flops=tuple(draft.flops for draft in drafts),
-        predecessors=tuple(predecessors),
+        predecessors=tuple(_in_order(storage, predecessors)),
         needs=tuple(needs),
         cotangent_bytes=sizes,
         internal_bytes=tuple(draft.internal_bytes for draft in drafts),
@@ -143,7 +143,7 @@ def vertices(storage: Storage) -> Vertices:
             for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
         ),
         pinned=tuple(
-            equation.effects or root in found_places
+            equation.once or root in found_places
             for root, equation in zip(storage.roots, equations, strict=True)
         ),
     )
@@ -157,6 +157,19 @@ def vertices(storage: Storage) -> Vertices:
         parameter_gradients=tuple(_parameter_gradients(storage, drafts)),
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
     )
+
+
+def _in_order(
+    storage: Storage, predecessors: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """What each vertex comes after: what it reads, and of side effects the one before."""
+    last: tuple[int, ...] = ()
+    for vertex, (root, read) in enumerate(zip(storage.roots, predecessors, strict=True)):
+        if storage.flow.program.equations[root].effects:
+            yield tuple(sorted({*read, *last}))
+            last = (vertex,)
+        else:
+            yield read
 
 
 def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draft]:

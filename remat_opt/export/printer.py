@@ -38,16 +38,19 @@ from remat_opt.export.reading import (
     same_as,
     scan_inputs,
     scan_options,
-    scan_varying,
+    scan_reach,
     where_from,
 )
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import bodies
 from remat_opt.program.record import Atom, Constant, Equation, Program
-from remat_opt.schedule import Loop, Stage
+from remat_opt.schedule import Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
 from remat_opt.units import format_bytes
+
+#: Equations whose derivative is the same, run by run, whether their output is a named one or not.
+_BILINEAR = PRODUCTS | {"add", "add_any", "mul", "sub"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -506,7 +509,7 @@ class Printer:
     def _kept(
         self, scope: Scope, equation: Equation, inputs: Sequence[str], results: Sequence[str]
     ) -> list[str]:
-        """An equation whose own derivative reads the named output, where it reads it at all."""
+        """An equation whose own derivative, where it may, reads the named output."""
         if len(results) == 1:
             parts = self._derivatives(scope, equation)
             if parts is not None:
@@ -533,15 +536,15 @@ class Printer:
                 return assigned(results, written, one=True)
             expression, several = self._call(equation, inputs)
             (value,) = equation.outputs
-            written = f"{expression}{'[0]' if several else ''}"
-            return assigned(results, self._named(scope, value, written), one=True)
+            made = f"{expression}{'[0]' if several else ''}"
+            return assigned(results, self._named(scope, value, made), one=True)
         lines = self._plain(equation, inputs, results)
         for value, result in zip(equation.outputs, results, strict=True):
             lines += assigned([result], self._named(scope, value, result), one=True)
         return lines
 
     def _derivatives(self, scope: Scope, equation: Equation) -> list[str] | None:
-        """Functions that give an output's tangent from each input's; None if none reads it."""
+        """Functions that give an output's tangent from each input's; None where none is needed."""
         places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
         kinds = [equation.operation.inputs[place] for place in places]
         shapes = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds]
@@ -571,7 +574,8 @@ class Printer:
             again = same_as(inner, equation, places, literals)
             reads_output |= again is not None
             found.append(self._derivative(inner, again, equation, number))
-        return found if reads_output else None
+        plain = not reads_output and equation.operation.primitive in _BILINEAR
+        return None if plain else found
 
     def _derivative(
         self, program: Program, again: int | None, equation: Equation, number: int
@@ -604,31 +608,12 @@ class Printer:
         scan = internals.scan_of(equation.jax_equation)
         summed = scope.rewriting.summed
         program = bodies.body_of(equation, summed)
-        parts = []
-        for number, part in enumerate(loop.parts):
-            word = f"part_{number + 1}" if len(loop.parts) > 1 else "iteration"
-            label = f"{scope.label}{results[0]}_{word}" if results else f"{scope.label}{word}"
-            distinct = self.distinct()
-            arguments = [distinct.name("x", numbered=True) for _ in program.arguments]
-            lines, inner = self.chain(
-                program, arguments, part.stages, part.loops, frozenset(part.kept), f"{label}_"
-            )
-            lines = [*self._constants(program, inner.names), *lines]
-            outputs = [self._atom_of_output(inner.names, atom) for atom in program.outputs]
-            function = self.name(label)
-            told = "One iteration: constants, carry and entries -> carry and entries made."
-            self._define(function, arguments, told, lines, f"return {listed(outputs)}")
-            kept = [
-                quoted(f"{label}_{inner.names[value]}")
-                for index in sorted(part.kept)
-                for value in program.equations[index].outputs
-            ]
-            chunks = "(" + "".join(f"{size}, " for size in part.chunks).rstrip(" ") + ")"
-            parts.append(f"({part.length}, {chunks}, {listed(kept)}, {function})")
-        self.helpers |= {"planned_part", "placed_part", "zero_of"}
+        label = f"{scope.label}{results[0]}" if results else f"{scope.label}scan"
+        parts = self._parts(loop.parts, program, label)
+        self.helpers |= {"one_part", "parts_in_order", "zero_of"}
         options = scan_options(scan)
-        if len(loop.parts) > 1:
-            options += scan_varying(equation, scan, summed)
+        if len(loop.parts) > 1 or loop.parts[0].inside:
+            options.append(f"reach={scan_reach(equation, scan, summed)}")
         return assigned(
             results,
             Call(
@@ -636,3 +621,30 @@ class Printer:
                 (f"[{', '.join(parts)}]", *scan_inputs(scan, inputs), *options),
             ),
         )
+
+    def _parts(self, parts: Sequence[Part], program: Program, label: str) -> list[str]:
+        """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
+        found = []
+        for number, part in enumerate(parts):
+            own = f"{label}_part_{number + 1}" if len(parts) > 1 else f"{label}_iteration"
+            if part.inside:
+                inside = self._parts(part.inside, program, own)
+                found.append(f"({part.length}, [{', '.join(inside)}], (), None)")
+                continue
+            arguments = self.distinct()
+            names = [arguments.name("x", numbered=True) for _ in program.arguments]
+            lines, inner = self.chain(
+                program, names, part.stages, part.loops, frozenset(part.kept), f"{own}_"
+            )
+            lines = [*self._constants(program, inner.names), *lines]
+            outputs = [self._atom_of_output(inner.names, atom) for atom in program.outputs]
+            function = self.name(own)
+            told = "One iteration: constants, carry and entries -> carry and entries made."
+            self._define(function, names, told, lines, f"return {listed(outputs)}")
+            kept = [
+                quoted(f"{own}_{inner.names[value]}")
+                for index in sorted(part.kept)
+                for value in program.equations[index].outputs
+            ]
+            found.append(f"({part.length}, [], {listed(kept)}, {function})")
+        return found

@@ -47,8 +47,8 @@ def _array(written: str) -> str:
     return written if written.isidentifier() else f"jnp.asarray({written})"
 
 
-def scan_varying(equation: Equation, scan: internals.Scan, summed: Set[int]) -> list[str]:
-    """What ``placed_part`` has to know of where derivatives go."""
+def scan_reach(equation: Equation, scan: internals.Scan, summed: Set[int]) -> str:
+    """Where derivatives go, as ``planned_scan`` takes it."""
     given = {
         place
         for place, atom in enumerate(equation.inputs)
@@ -59,7 +59,7 @@ def scan_varying(equation: Equation, scan: internals.Scan, summed: Set[int]) -> 
     reads = sorted(n if n < first else n - scan.carries for n in inputs if not first <= n < last)
     carried = sorted(n - first for n in inputs if first <= n < last)
     made = sorted(n - scan.carries for n in outputs if n >= scan.carries)
-    return [f"varying=({reads}, {carried})", f"made_varying={made}"]
+    return f"({reads}, {carried}, {made})"
 
 
 def program_of(closed: Any) -> Program:

@@ -84,6 +84,11 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
     Raises:
       RematError: something in the program cannot be written as code; the message names it.
     """
+    if program.closed_over:
+        raise RematError(
+            f"{plan.function!r} closes over arrays that are being traced, which code has no names "
+            "for. Make them arguments."
+        )
     printer = Printer(plan.platform)
     function = printer.name(identifier(plan.function))
     arguments = argument_names(program.input_tree, call.labels, printer.distinct())

@@ -171,20 +171,19 @@ def flat_scan(
 
 
 def planned_scan(
-    parts: Sequence[tuple[int, tuple[int, ...], tuple[str, ...], Callable[..., Sequence[Any]]]],
+    parts: Sequence[tuple[int, Any, Sequence[str], Any]],
     constants: Sequence[Any],
     carry: Sequence[Any],
     stacked: Sequence[Any],
     *,
     reverse: bool = False,
     unroll: int = 1,
-    varying: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    made_varying: Sequence[int] = (),
+    reach: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ()),
 ) -> list[Any]:
     """A scan whose iterations keep what a plan says, in parts that follow one another.
 
     Args:
-      parts: of each its length; the lengths of chunks, each of which runs under one more
+      parts: of each its length; the parts of a chunk, where it is run in chunks, each under one
         checkpoint; the names that every iteration keeps; and the body, from constants, carry and
         entries to the next carry and the entries made.
       constants: what every iteration reads.
@@ -192,124 +191,94 @@ def planned_scan(
       stacked: of which each iteration reads one entry.
       reverse: whether the last entries come first.
       unroll: how many iterations are written out in a row.
-      varying: of constants with ``stacked``, and of ``carry``, the places that derivatives reach.
-      made_varying: likewise, of what iterations make.
+      reach: places that derivatives reach: among constants with ``stacked``, in the carry, and
+        among what iterations make.
     """
-    length = sum(part[0] for part in parts)
-    reads: list[Any] = [*constants, *stacked]
-    carry = list(carry)
-    found, done = [], 0
-    for count, chunks, names, body in parts:
-        start = length - done - count if reverse else done
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        run = functools.partial(
-            planned_part, body, policy, len(constants), reverse=reverse, unroll=unroll
-        )
-        if count == length:
-            carry, made = run(chunks, reads, carry, count)
-        else:
-            where = range(start, start + count)
-            reach = (*varying, made_varying)
-            carry, made, reads = placed_part(run, chunks, reads, carry, where, reach)
-        found.append(made)
-        done += count
-    in_order = found[::-1] if reverse else found
-    stacks = zip(*in_order, strict=True)
-    return [*carry, *(one[0] if len(one) == 1 else jnp.concatenate(one) for one in stacks)]
+    length, inside, names, body = parts[0]
+    if len(parts) > 1 or inside:
+        run = functools.partial(parts_in_order, len(constants), reverse, unroll, reach)
+        carry, made, _ = run(parts, [*constants, *stacked], carry, 0)
+        return [*carry, *made]
 
-
-def planned_part(
-    body: Callable[..., Sequence[Any]],
-    policy: Any,
-    constant_count: int,
-    chunks: Sequence[int],
-    reads: Sequence[Any],
-    carry: Sequence[Any],
-    length: int,
-    places: Any = None,
-    *,
-    reverse: bool,
-    unroll: int,
-) -> tuple[list[Any], list[Any]]:
-    """Runs iterations under checkpoints: of all entries, or of those from each of ``places`` on."""
-    size = chunks[0] if chunks else 1
-    count = length // size
-    unrolled = 1 if chunks else min(unroll, count)
-    constants, stacked = list(reads[:constant_count]), list(reads[constant_count:])
-
-    def turn(reads: Sequence[Any], carry: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        if chunks:
-            return planned_part(
-                body,
-                policy,
-                constant_count,
-                chunks[1:],
-                reads,
-                carry,
-                size,
-                reverse=reverse,
-                unroll=unroll,
-            )
-        constants, entries = reads[:constant_count], reads[constant_count:]
+    def iteration(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         made = list(body(*constants, *carry, *entries))
         return made[: len(carry)], made[len(carry) :]
 
-    def from_place(
-        reads: Sequence[Any], carry: Sequence[Any], place: Any
-    ) -> tuple[list[Any], list[Any]]:
-        entries = []
-        for one in reads[constant_count:]:
-            starts = (place, *[0] * (one.ndim - 1))
-            sizes = (size, *one.shape[1:])
-            entry = lax.dynamic_slice(one, starts, sizes, allow_negative_indices=False)
-            entries.append(entry if chunks else entry.reshape(one.shape[1:]))
-        return turn([*reads[:constant_count], *entries], carry)
-
-    checkpointed = functools.partial(
-        jax.checkpoint, prevent_cse=unrolled >= count, policy=None if chunks else policy
+    unrolled = min(unroll, length)
+    checkpointed = jax.checkpoint(
+        iteration,
+        prevent_cse=unrolled >= length,
+        policy=jax.checkpoint_policies.save_only_these_names(*names),
     )
-    if places is None:
-        of_entries = checkpointed(turn)
-        if chunks:
-            stacked = [one.reshape(count, size, *one.shape[1:]) for one in stacked]
-        last, made = lax.scan(
-            lambda carry, entries: of_entries([*constants, *entries], carry),
-            list(carry),
-            stacked,
-            length=count,
-            reverse=reverse,
-            unroll=unrolled,
-        )
-    else:
-        at_place = checkpointed(from_place)
-        last, made = places(at_place, count, size, unrolled)
-    if chunks:
-        made = [one.reshape(one.shape[0] * one.shape[1], *one.shape[2:]) for one in made]
-    return last, list(made)
+    carry, made = lax.scan(
+        checkpointed, list(carry), list(stacked), length=length, reverse=reverse, unroll=unrolled
+    )
+    return [*carry, *made]
 
 
-def placed_part(
-    run: functools.partial[tuple[list[Any], list[Any]]],
-    chunks: Sequence[int],
-    reads: list[Any],
-    carry: list[Any],
-    where: range,
+def parts_in_order(
+    constant_count: int,
+    reverse: bool,
+    unroll: int,
     reach: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    parts: Sequence[tuple[int, Any, Sequence[str], Any]],
+    reads: Sequence[Any],
+    carry: Sequence[Any],
+    place: Any,
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Runs iterations for some entries; their gradients are added where those of others are."""
+    """Runs iterations in parts: the carry, what is made, and what is read."""
+    length, done = sum(part[0] for part in parts), 0
+    found = []
+    for part in parts:
+        start = length - done - part[0] if reverse else done
+        carry, made, reads = one_part(
+            constant_count, reverse, unroll, reach, part, reads, carry, place + start
+        )
+        found.append(made)
+        done += part[0]
+    stacks = zip(*(found[::-1] if reverse else found), strict=True)
+    made = [one[0] if len(one) == 1 else jnp.concatenate(one) for one in stacks]
+    return list(carry), made, list(reads)
+
+
+def one_part(
+    constant_count: int,
+    reverse: bool,
+    unroll: int,
+    reach: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    part: tuple[int, Any, Sequence[str], Any],
+    reads: Sequence[Any],
+    carry: Sequence[Any],
+    first: Any,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Runs the iterations of a part; their gradients are added where those of others are."""
+    length, inside, names, body = part
     reads_varying, carried, made_varying = reach
+    size = sum(one[0] for one in inside) if inside else 1
+    count = length // size
+    unrolled = 1 if inside else min(unroll, count)
 
-    def scan(body: Any, state: Any, size: int, unrolled: int) -> Any:
-        places = np.arange(where.start, where.stop, size, dtype=np.int32)
-        return lax.scan(body, state, places, reverse=run.keywords["reverse"], unroll=unrolled)
+    def iteration(
+        reads: Sequence[Any], carry: Sequence[Any], place: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        entries = [
+            lax.dynamic_index_in_dim(one, place, keepdims=False, allow_negative_indices=False)
+            for one in reads[constant_count:]
+        ]
+        made = list(body(*reads[:constant_count], *carry, *entries))
+        return made[: len(carry)], made[len(carry) :], list(reads)
 
-    @jax.custom_jvp
-    def part(reads: list[Any], carry: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        def places(turn: Any, count: int, size: int, unrolled: int) -> Any:
-            return scan(lambda carry, place: turn(reads, carry, place), carry, size, unrolled)
+    chunk = functools.partial(parts_in_order, constant_count, reverse, unroll, reach, inside)
+    turn = jax.checkpoint(
+        chunk if inside else iteration,
+        prevent_cse=unrolled >= count,
+        policy=None if inside else jax.checkpoint_policies.save_only_these_names(*names),
+    )
+    places = np.arange(0, length, size, dtype=np.int32)
+    loop = functools.partial(lax.scan, reverse=reverse, unroll=unrolled)
 
-        carry, made = run(chunks, reads, carry, len(where), places)
-        return carry, made, reads
+    def flat(made: Sequence[Any]) -> list[Any]:
+        return [one.reshape(length, *one.shape[2:]) if inside else one for one in made]
 
     def filled(values: Sequence[Any], chosen: Sequence[int], others: Sequence[Any]) -> list[Any]:
         found = list(values)
@@ -317,49 +286,57 @@ def placed_part(
             found[place] = value
         return found
 
+    @jax.custom_jvp
+    def run(reads: Any, carry: Any, first: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        def step(carry: Any, place: Any) -> tuple[Any, Any]:
+            carry, made, _ = turn(reads, carry, place)
+            return carry, made
+
+        carry, made = loop(step, carry, first + places)
+        return carry, flat(made), reads
+
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        reads, carry = primals
+        reads, carry, first = primals
         moved = [n for n, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
         moved_carry = [n for n, t in enumerate(tangents[1]) if not isinstance(t, SymbolicZero)]
         if not (set(moved) <= set(reads_varying) and set(moved_carry) <= set(carried)):
             raise ValueError("This code has no derivative of the scan along all of its inputs.")
 
-        def places(turn: Any, count: int, size: int, unrolled: int) -> Any:
-            def step(state: Any, place: Any) -> Any:
-                carry, to_carry, to_reads = state
-                (carry_out, made), (to_next, to_made) = jax.jvp(
-                    lambda some_reads, some_carry: turn(
-                        filled(reads, moved, some_reads), filled(carry, carried, some_carry), place
-                    ),
-                    ([reads[n] for n in moved], [carry[n] for n in carried]),
-                    (to_reads, to_carry),
+        def step(state: Any, place: Any) -> Any:
+            carry, to_carry, to_reads = state
+
+            def along(some_reads: Sequence[Any], some_carry: Sequence[Any]) -> Any:
+                carry_out, made, handed_on = turn(
+                    filled(reads, moved, some_reads), filled(carry, carried, some_carry), place
                 )
-                # Copies, which cost nothing: what is only handed on, ``scan`` would not carry.
-                handed_on = [jnp.copy(one) for one in to_reads]
-                state = carry_out, [to_next[n] for n in carried], handed_on
-                return state, (made, [to_made[n] for n in made_varying])
+                return carry_out, made, [handed_on[n] for n in moved]
 
-            start = (
-                list(carry),
-                [
-                    jnp.zeros_like(carry[n])
-                    if isinstance(tangents[1][n], SymbolicZero)
-                    else tangents[1][n]
-                    for n in carried
-                ],
-                [tangents[0][n] for n in moved],
+            (carry_out, made, _), (to_next, to_made, to_reads) = jax.jvp(
+                along,
+                ([reads[n] for n in moved], [carry[n] for n in carried]),
+                (to_reads, to_carry),
             )
-            last, (made, to_made) = scan(step, start, size, unrolled)
-            return last, [*made, *to_made]
+            # Copies, which cost nothing: what is only handed on, ``scan`` would not carry.
+            handed_on = [jnp.copy(one) for one in to_reads]
+            state = carry_out, [to_next[n] for n in carried], handed_on
+            return state, (made, [to_made[n] for n in made_varying])
 
-        (carry, to_carry, to_reads), all_made = run(chunks, reads, carry, len(where), places)
-        count = len(all_made) - len(made_varying)
-        made, to_made = all_made[:count], all_made[count:]
+        zeros = [jnp.zeros_like(carry[n]) for n in carried]
+        start = (
+            list(carry),
+            [
+                zero if isinstance(tangents[1][n], SymbolicZero) else tangents[1][n]
+                for n, zero in zip(carried, zeros, strict=True)
+            ],
+            [tangents[0][n] for n in moved],
+        )
+        (carry, to_carry, to_reads), (made, to_made) = loop(step, start, first + places)
+        made = flat(made)
         return (carry, made, reads), (
             filled(list(map(zero_of, carry)), carried, to_carry),
-            filled(list(map(zero_of, made)), made_varying, to_made),
+            filled(list(map(zero_of, made)), made_varying, flat(to_made)),
             filled(list(map(zero_of, reads)), moved, to_reads),
         )
 
-    part.defjvp(rule, symbolic_zeros=True)
-    return part(list(reads), list(carry))
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(list(reads), list(carry), first)

@@ -181,8 +181,11 @@ def _argument_names(program: Program) -> dict[int, str]:
     """What the user's code calls the arguments: parameter and path."""
     if program.input_tree is None:
         return {}
-    tree = jax.tree.unflatten(program.input_tree, list(program.arguments))
-    found = {}
+    given = len(program.arguments) - len(program.closed_over)
+    tree = jax.tree.unflatten(program.input_tree, list(program.arguments[:given]))
+    found = {
+        value: f"closed over[{place}]" for place, value in enumerate(program.arguments[given:])
+    }
     for path, number in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not isinstance(number, int) or len(path) < 2:
             continue

@@ -74,6 +74,8 @@ class Equation:
       inputs: what it reads, in order.
       outputs: the numbers of the values it makes, in order.
       effects: whether it does more than compute its outputs.
+      once: whether it must run exactly once: it has effects, or calls back to Python, which takes
+        long and may well be meant to happen once, whatever was promised to JAX.
       parameters: text of its parameters, the same in every process.
       module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
       jax_equation: JAX's own equation, for running it again.
@@ -87,6 +89,7 @@ class Equation:
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     effects: bool
+    once: bool
     parameters: str
     module: str
     jax_equation: Any

@@ -3,6 +3,8 @@
 The function is traced by ``jax.make_jaxpr`` with its positional and keyword arguments
 flattened; nested ``jit`` calls are inlined, everything else that holds an inner program
 (scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation.
+Asked for, inner checkpoints are dissolved: what is under them stands in their place, in loops and
+branches too.
 Equations that nothing reads and that have no side effects are left out.
 
 What the function closes over is a constant, unless it is being traced itself: then it is an
@@ -36,12 +38,15 @@ class Signature:
       has_aux: whether the function returns a pair (differentiated, auxiliary).
       static_argnums: positional arguments that are Python values, not arrays.
       static_argnames: keyword arguments that are Python values, not arrays.
+      dissolved: whether what is under checkpoints of the function's own counts as if there were
+        none.
     """
 
     argnums: tuple[int, ...] | None = None
     has_aux: bool = False
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
+    dissolved: bool = False
 
     def with_instance(self) -> Signature:
         """The same for a method that is given its instance as first argument."""
@@ -69,6 +74,7 @@ class Call:
       positions: of ``args`` in the call.
       labels: the names of ``args``, or their positions where those are unknown.
       static: what was bound, by position or name.
+      dissolved: see ``Signature``.
     """
 
     name: str
@@ -80,6 +86,7 @@ class Call:
     positions: tuple[int, ...]
     labels: tuple[int | str, ...]
     static: tuple[tuple[int | str, Any], ...]
+    dissolved: bool = False
 
 
 #: The key of what is ``Fixed``, in the path of a leaf.
@@ -165,6 +172,7 @@ def bind_static(
         positions=tuple(dynamic),
         labels=tuple((*parameters, *range(len(parameters), count))[n] for n in dynamic),
         static=(*given.items(), *sorted(names.items())),
+        dissolved=signature.dissolved,
     )
 
 
@@ -256,7 +264,7 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
                 f"returns {_kind(shapes)}. Return a pair, or leave has_aux out."
             )
         loss_outputs = len(jax.tree.leaves(shapes[0]))
-    program = _Flattener(opens=True).program(
+    program = _Flattener(opens=True, dissolved=call.dissolved).program(
         closed,
         numbers,
         loss_outputs,
@@ -397,10 +405,12 @@ class _Flattener:
 
     Args:
       opens: whether constants that are being traced become arguments.
+      dissolved: whether inner checkpoints are dissolved.
     """
 
-    def __init__(self, *, opens: bool) -> None:
+    def __init__(self, *, opens: bool, dissolved: bool = False) -> None:
         self.opens = opens
+        self.dissolved = dissolved
         self.closed_over: dict[int, Any] = {}
         self.closed_over_kinds: list[Any] = []
         self.types: list[ArrayType] = []
@@ -499,6 +509,10 @@ class _Flattener:
         for equation in equations:
             inputs = tuple(self._read(variable, scope) for variable in equation.invars)
             body = internals.inlinable_body(equation)
+            if self.dissolved:
+                checkpoint = internals.checkpoint_of(equation)
+                body = body if checkpoint is None else checkpoint.body
+                equation = internals.without_checkpoints(equation)
             stack = internals.name_stack_of(equation, prefix)
             if body is None:
                 outputs = tuple(self._value(variable) for variable in equation.outvars)
@@ -526,6 +540,7 @@ class _Flattener:
             inputs=inputs,
             outputs=outputs,
             effects=internals.has_effects(equation),
+            once=internals.has_effects(equation) or internals.calls_back(equation),
             parameters=internals.describe_parameters(equation.params),
             module=str(stack),
             jax_equation=equation,

@@ -18,9 +18,10 @@ Their first part is one of
           and m' is m - q state.
 
 With chunks of which there is only one this would be Revolve's recursion. But such a chunk is no
-loop, and a compiler that sees no loop may do its work again as soon as it was done. With two or
-more the fewest steps are hardly more, and the program is much shorter. Every part costs a little
-time beside, so that of plans alike the shorter one is found.
+loop, and a compiler that sees no loop may do its work again as soon as it was done (XLA on CPU
+does). Without them the program is much shorter, and hardly more is computed again: of 400 steps
+with 15 snapshots 3 % more than by Revolve, of which ways that keep more make up with more memory.
+Every part costs a little time beside, so that of plans alike the shorter one is found.
 
 All n up to a few octaves are too many: of each octave 32 lengths are looked at, in equal steps, and
 what is left after a part is one of these. (A multiple of a step is one of all smaller steps.)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat_opt.units import format_bytes, format_share
 from remat_opt.view import report
+from remat_opt.view.memory_chart import Band, Level, MemoryChart, color
 from remat_opt.view.plan_text import printable
 
 #: Rows of the table of arrays in a terminal, and on a page.
@@ -16,6 +18,8 @@ _MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
 _COLUMNS, _MOST_LABEL, _MOST_MODULE, _MOST_WORDS = 60, 20, 26, 300
 #: Characters of a line, and of its margin: what the words before facts take.
 _MOST_WIDTH, _MARGIN = 110, 10
+#: How many moments are drawn; and up to how many times the peak the device's memory is.
+_MOST_MOMENTS, _FARTHEST = 240, 2.0
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -39,24 +43,54 @@ def html(explanation: Mapping[str, Any]) -> str:
     Args:
       explanation: what ``Explanation.to_dict`` gives.
     """
-    timeline = _total(explanation)
-    picture = ""
-    if timeline:
-        levels = _levels(explanation)
-        picture = report.Profile(
-            title="Memory over time",
-            amounts=tuple(timeline),
-            x=report.steps_axis("step, as compiled: forward, then backward"),
-            y=report.bytes_axis("device memory", max([*timeline, *(level for _, level in levels)])),
-            levels=levels,
-        ).svg()
     return report.section(
         _title(explanation),
         report.facts_html(_facts(explanation)),
         _shares_table(explanation).html(),
-        picture,
+        _picture(explanation),
         _arrays_table(explanation, _MOST_ROWS_ON_A_PAGE, shorten=False).html(),
     )
+
+
+def _picture(explanation: Mapping[str, Any]) -> str:
+    """Memory over time by share, with a legend; "" where nothing is known of it."""
+    total = _total(explanation)
+    if not total:
+        return ""
+    fullest = _fullest(total)
+    bands = [
+        Band(
+            label="arguments and results",
+            kind="parameters",
+            amounts=(explanation["resident_bytes"],) * len(fullest),
+        ),
+        *(
+            Band(label=share, kind=share, amounts=tuple(amounts[step] for step in fullest))
+            for share, amounts in explanation["timelines"].items()
+        ),
+    ]
+    legend = "".join(
+        '<span style="display:inline-block;margin-right:16px"><span style="display:inline-block;'
+        f"width:11px;height:11px;border-radius:3px;margin-right:6px;background:{color(band.kind)}"
+        f'"></span>{report.escape(band.label)}</span>'
+        for band in bands
+        if any(band.amounts)
+    )
+    chart = MemoryChart(
+        title="Memory over time, as compiled",
+        bands=tuple(bands),
+        levels=(Level(label="the device's memory", amount=explanation["memory_bytes"]),)
+        if explanation["memory_bytes"] <= _FARTHEST * max(total)
+        else (),
+    )
+    return f"{legend}<br>{chart.svg()}"
+
+
+def _fullest(total: Sequence[int]) -> list[int]:
+    """Of each of so many stretches the step at which most is alive."""
+    count = min(_MOST_MOMENTS, len(total))
+    edges = [len(total) * n // count for n in range(count + 1)]
+    return [max(range(a, b), key=total.__getitem__) for a, b in itertools.pairwise(edges)]
 
 
 def _wrapped(said: str) -> str:
@@ -102,13 +136,6 @@ def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
             if row["bytes"]
         ),
         align="lrrl",
-    )
-
-
-def _levels(explanation: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    return (
-        ("the device's memory", explanation["memory_bytes"]),
-        ("arguments and results", explanation["resident_bytes"]),
     )
 
 

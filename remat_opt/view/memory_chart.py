@@ -40,7 +40,7 @@ COLORS = {
     "recomputed": "#e08a1e",
     "gradients": "#2b9a78",
     "workspace": "#a878c8",
-    "optimizer": "#8a6a3c",
+    "optimizer state": "#8a6a3c",
     "parameters": "#5f6b7a",
     "activations": "#3568b2",
     "other": "#9a9a9a",
@@ -50,6 +50,15 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _LEFT, _RIGHT, _CEILING, _FLOOR = 66.0, 14.0, 22.0, 26.0
 #: Pixels between two lines of text that are not to touch.
 _LINE = 15.0
+
+
+def color(kind: str) -> str:
+    """The colour of a kind, in the words of CSS: the page's, or that of ``COLORS``.
+
+    >>> color("kept")
+    'var(--ro-kept,#3568b2)'
+    """
+    return f"var(--ro-{kind.replace(' ', '-')},{COLORS.get(kind, COLORS['other'])})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,10 +298,9 @@ def _area(frame: _Frame, band: Band, below: Sequence[int], above: Sequence[int])
     there += _steps(frame, above, range(frame.count), ahead=True)
     back = [f"V{pixels(frame.down(below[-1]))}"]
     back += _steps(frame, below, range(frame.count - 1, -1, -1), ahead=False)
-    color = COLORS.get(band.kind, COLORS["other"])
     said = f"{band.label}: at most {format_bytes(max(band.amounts))}"
     return (
-        f'<path d="{"".join([*there, *back])}Z" style="fill:var(--ro-{band.kind},{color})">'
+        f'<path d="{"".join([*there, *back])}Z" style="fill:{color(band.kind)}">'
         f"<title>{escape(said)}</title></path>"
     )
 

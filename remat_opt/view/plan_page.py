@@ -14,7 +14,7 @@ from typing import Any
 
 from remat_opt.units import format_bytes, format_seconds, format_share
 from remat_opt.view import plan_rows, plan_words, regions
-from remat_opt.view.memory_chart import COLORS, MemoryChart
+from remat_opt.view.memory_chart import MemoryChart, color
 from remat_opt.view.page import part
 from remat_opt.view.report import escape
 
@@ -182,8 +182,7 @@ def _memory(
 
 
 def _swatch(kind: str) -> str:
-    color = COLORS[kind]
-    return f'<span class="ro-swatch" style="background:var(--ro-{kind},{color})"></span>'
+    return f'<span class="ro-swatch" style="background:{color(kind)}"></span>'
 
 
 def _alive(chart: MemoryChart, timeline: Mapping[str, Any], titles: Mapping[int, str]) -> str:
@@ -369,7 +368,7 @@ def _data(
         {
             "values": values,
             "charts": told,
-            "kinds": [[kind, COLORS[kind], label] for kind, label in plan_words.KINDS.items()],
+            "kinds": [[color(kind), label] for kind, label in plan_words.KINDS.items()],
             "fates": list(regions.FATES),
             "why": list(plan_rows.WHY.values()),
             "texts": list(texts),

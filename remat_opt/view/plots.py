@@ -11,9 +11,11 @@ from typing import Any
 
 from remat_opt.errors import MissingPackageError
 from remat_opt.view.memory_chart import COLORS, MemoryChart
-from remat_opt.view.scatter import Scatter
+from remat_opt.view.scatter import Point, Scatter
 
 _COLORS = ("#59636f", "#d9731a", "#2f81d8", "#2a9d6f", "#b05cc6", "#c9475b")
+#: Points nearer than one part in so many, of all that is drawn, lie on one another.
+_APART = 60
 _MARKERS = "osD^v*"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -33,6 +35,7 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
     """
     ax = _axes(ax)
     unit, name = _unit(picture.top)
+    most = max((point.x for one in picture.series for point in one.points), default=0.0)
     for number, series in enumerate(picture.series):
         points = sorted(series.points, key=lambda point: (point.x, point.y))
         if not points:
@@ -48,12 +51,15 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
             label=series.label,
         )
         if not series.staircase:
-            for point in points:
+            for label, point in _named(picture, points):
+                # Towards the middle, so that no name is cut off.
+                right = point.x > 0.6 * most
                 ax.annotate(
-                    point.label,
+                    label,
                     (100 * point.x, point.y / unit),
-                    xytext=(6, 4),
+                    xytext=(-6 if right else 6, 5),
                     textcoords="offset points",
+                    horizontalalignment="right" if right else "left",
                     fontsize="x-small",
                 )
     for said, level in picture.levels:
@@ -77,6 +83,15 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
     if len(picture.series) > 1:
         ax.legend(frameon=False)
     return ax
+
+
+def _named(picture: Scatter, points: Sequence[Point]) -> list[tuple[str, Point]]:
+    """The points with their names, those that lie on one another with all of theirs."""
+    found: dict[tuple[int, int], list[Point]] = {}
+    for point in points:
+        place = round(_APART * point.x), round(_APART * point.y / (picture.top or 1.0))
+        found.setdefault(place, []).append(point)
+    return [("\n".join(point.label for point in group), group[0]) for group in found.values()]
 
 
 def memory(

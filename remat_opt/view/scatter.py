@@ -12,6 +12,8 @@ from remat_opt.view.report import Table, escape
 _COLORS = ("#2f81d8", "#d9731a", "#2a9d6f", "#b05cc6", "#c9475b", "#8a8a2b")
 #: A level is drawn up to so many times the highest point.
 _FARTHEST = 2.0
+#: Room above the highest, for names.
+_HEADROOM = 1.08
 _SHAPES = ("circle", "square", "diamond", "triangle", "circle", "square")
 
 
@@ -97,7 +99,7 @@ class Scatter:
             height=360,
             low=min([0.0, *(point.x for point in points)]),
             right=max((point.x for point in points), default=0.0),
-            top=self.top,
+            top=_HEADROOM * self.top,
         )
         taken: list[tuple[float, float, float]] = []
         parts = [frame.svg()]
@@ -133,7 +135,7 @@ def _level(
     drawn = level <= top
     y = frame.down(level) if drawn else frame.ceiling
     wide = 6.4 * len(said)
-    taken.append((frame.end - wide, y - 5, wide))
+    taken.append((frame.end - wide, y - 9 if drawn else y, wide))
     if not drawn:
         return words(frame.end, y + 4, f"{said}, far above", "end")
     return (

@@ -1,5 +1,6 @@
 """Exported code needs no remat_opt, gives the same gradients, and compiles to the same bytes."""
 
+import functools
 import json
 import os
 import pickle
@@ -64,7 +65,7 @@ def transformer(layers, x, mask):
 
 
 def recurrent(params, sequence):
-    """A scan backward, with stacked outputs; a plan for 40 % of its memory parts it in two."""
+    """A scan backward, with stacked outputs; a plan for 40 % of its memory has parts or chunks."""
 
     def cell(state, x):
         hidden, memory = state
@@ -141,7 +142,8 @@ def planned():
 
 @pytest.fixture(scope="module")
 def sources(planned):
-    return {name: fn.to_source(*args) for name, (fn, args, _) in planned.items()}
+    # Made when asked for: what is not slow asks for two.
+    return functools.cache(lambda name: planned[name][0].to_source(*planned[name][1]))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def elsewhere(planned, sources, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     tasks = []
     for name, (_, args, options) in planned.items():
-        sources[name].save(folder / f"{name}.py")
+        sources(name).save(folder / f"{name}.py")
         arguments = jax.tree.map(np.asarray, args)
         has_aux = options.get("has_aux", False)
         compiled_with = compiler_options(attached_device())
@@ -168,6 +170,8 @@ def elsewhere(planned, sources, tmp_path_factory):
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize("name", CASES)
 def test_without_remat_opt_it_compiles_to_the_same_bytes(name, planned, elsewhere):
     fn, args, options = planned[name]
@@ -182,25 +186,34 @@ def test_without_remat_opt_it_compiles_to_the_same_bytes(name, planned, elsewher
         np.testing.assert_allclose(there, here, rtol=1e-6, atol=1e-7)
 
 
+def test_code_read_back_gives_the_same_gradient():
+    fn, args, options = CASES["mlp"]
+    decorated = remat_opt.optimal_remat(fn, device="cpu", **options)
+    here, there = (
+        jax.jit(jax.grad(of))(*args) for of in (decorated, decorated.to_source(*args).load())
+    )
+    for one, other in zip(here, there, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_the_cases_hold_every_form_of_loop(sources):
-    assert sources["recurrent"].text.count("_part_2(") >= 1
-    assert "placed_part" in sources["recurrent"].text
-    assert "planned_scan(" in sources["chunked"].text
+    # Of a loop in one part without chunks it is not said what derivatives reach.
+    assert "reach=(" in sources("recurrent").text
+    assert "jax.checkpoint(" in sources("chunked").text
 
 
 def test_reads_as_the_plan(sources):
-    text = sources["mlp"].text
+    text = sources("mlp").text
     assert text.startswith('"""mlp, with what is kept for its gradient and what is computed again')
     assert "params_0,  # float32[32, 32]" in text
     assert "@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only" in text
     assert "# test_source.py:" in text
-    assert "Block_0/Conv_0" in sources["convolutional"].text
-    assert "iteration" in sources["chunked"].text
 
 
 def test_asks_for_nothing_but_jax_and_numpy(sources):
-    for source in sources.values():
-        lines = [line for line in source.text.splitlines() if line.startswith(("import", "from"))]
+    for name in ("mlp", "recurrent"):
+        text = sources(name).text
+        lines = [line for line in text.splitlines() if line.startswith(("import", "from"))]
         roots = {line.split()[1].partition(".")[0] for line in lines}
         assert roots <= {"__future__", "collections", "functools", "jax", "numpy", "typing"}
 
@@ -216,6 +229,8 @@ REFUSED = {
 OTHER_ARGUMENTS = {"static_arguments", "loop_differentiated_forward"}
 
 
+# Whether code has the equations and results of a program is checked wherever it is written.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(EXAMPLES) - set(REFUSED) - OTHER_ARGUMENTS))
 def test_gives_the_same_gradients(name):
     example = EXAMPLES[name]()

@@ -79,21 +79,23 @@ def test_parts_add_up_and_are_few(length: int) -> None:
     assert all(piece.length % piece.chunk == 0 for one in found for piece in one if piece.inside)
 
 
-@pytest.mark.parametrize(("share", "bound"), [(0.01, 2.6), (0.05, 0.93), (0.2, 0.62)])
-def test_less_runs_again_than_by_revolve(share: float, bound: float) -> None:
-    """An LSTM of 400 steps: 2 arrays are handed on, 12 are kept by the function as it is on CPU."""
-    length, plain = 400, 400 * 12
+@pytest.mark.parametrize(("share", "most"), [(0.01, 1.03), (0.05, 0.54), (0.2, 0.63)])
+def test_beside_revolve(share: float, most: float) -> None:
+    """An LSTM of 400 steps: 2 arrays are handed on, 12 are kept by the function as it is on CPU.
+
+    In the least memory Revolve's chunks of which there is only one are missing.
+    """
+    length, unit = 400, 2**16
     ways = tuple(
-        Way(kept_bytes=kept, workspace_bytes=12, seconds=seconds)
+        Way(kept_bytes=kept * unit, workspace_bytes=12 * unit, seconds=seconds)
         for kept, seconds in ((0, 1.0), (4, 0.004), (5, 0.0))
     )
-    of = Chain(length=length, state_bytes=2, result_bytes=0, seconds=1.0, ways=ways)
-    budget = math.floor(share * plain) - 3  # for what is round the loop
-    found = best(of, budget) / length
+    of = Chain(length=length, state_bytes=2 * unit, result_bytes=0, seconds=1.0, ways=ways)
+    budget = math.floor(share * length * 12) - 3  # for what is round the loop
+    found = best(of, budget * unit) / length
     # One state beside the snapshots is the one that a step starts from.
     snapshots = (budget - 12) // 2 - 1
-    assert found < binomial.recomputed_steps(length, snapshots) / length
-    assert found < bound
+    assert found < most * binomial.recomputed_steps(length, min(snapshots, length)) / length
 
 
 def test_without_room_nothing_is_found() -> None:

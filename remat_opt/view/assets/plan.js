@@ -63,7 +63,7 @@
     });
 
     const swatch = (kind) => make("span", "ro-swatch", {
-      style: `background:var(--ro-${data.kinds[kind][0]},${data.kinds[kind][1]})`,
+      style: `background:${data.kinds[kind][0]}`,
     });
 
     function show(moment, isPointed = true) {
@@ -84,7 +84,7 @@
         `${told.steps.toLocaleString("en")}, ${told.phases[shown]}: ` +
         data.texts[told.values[shown]];
       const lines = there.map(([title, kind, size]) => make("li", "",
-        { title: data.kinds[kind][2] }, swatch(kind),
+        { title: data.kinds[kind][1] }, swatch(kind),
         make("span", "ro-name", {}, ...twoLines(data.texts[title])),
         make("span", "ro-num", {}, bytes(size))));
       const rest = totals[shown] - there.reduce((sum, one) => sum + one[2], 0);
@@ -98,7 +98,7 @@
         make("p", "ro-moment", {}, make("b", "", {}, `${where}${bytes(totals[shown])}${compiled}`),
           make("span", "ro-sub", {}, doing)),
         make("ul", "", {}, ...lines));
-      const kinds = data.kinds.map(([, , label], kind) => [label, told.bands[kind][shown]])
+      const kinds = data.kinds.map(([, label], kind) => [label, told.bands[kind][shown]])
         .filter(([, size]) => size > 0).map(([label, size]) => `${label} ${bytes(size)}`);
       plot.setAttribute("aria-valuenow", shown + 1);
       plot.setAttribute("aria-valuetext",
