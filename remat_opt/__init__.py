@@ -9,7 +9,14 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from remat_opt import solvers
-from remat_opt.api import apply_plan, compare, frontier, make_plan, measure, optimal_remat
+from remat_opt.api import (
+    apply_plan,
+    compare,
+    frontier,
+    make_plan,
+    measure,
+    optimal_remat,
+)
 from remat_opt.comparison import Comparison
 from remat_opt.errors import (
     BudgetError,
@@ -23,7 +30,13 @@ from remat_opt.errors import (
     TraceError,
     UnitError,
 )
+from remat_opt.explanation import Explanation, explain
+from remat_opt.export.source import Source
+from remat_opt.handover import nearest_policy, to_source
+from remat_opt.linting.report import Findings, lint
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.measurement.meshes import make_mesh
+from remat_opt.nearest import NearestPolicy
 from remat_opt.plan import Plan
 from remat_opt.trade_off import Frontier
 
@@ -32,21 +45,30 @@ __all__ = [
     "Comparison",
     "CompileError",
     "DeviceError",
+    "Explanation",
+    "Findings",
     "Frontier",
     "GraphError",
     "MissingPackageError",
     "Measurement",
+    "NearestPolicy",
     "Plan",
     "PlanFileError",
     "PlanningWarning",
     "RematError",
+    "Source",
     "TraceError",
     "UnitError",
     "apply_plan",
     "compare",
+    "explain",
     "frontier",
+    "lint",
+    "make_mesh",
     "make_plan",
     "measure",
+    "nearest_policy",
     "optimal_remat",
     "solvers",
+    "to_source",
 ]

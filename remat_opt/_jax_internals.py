@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
+import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import source_info_util
+from jax._src import config, source_info_util
+from jax._src.ad_checkpoint import name_p as _name_p
+from jax._src.ad_checkpoint import nothing_saveable
+from jax._src.interpreters.partial_eval import Recompute as _Recompute
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jax_core
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -65,6 +71,107 @@ def inlinable_body(equation: Any) -> Any | None:
     return params.get("jaxpr", params.get("call_jaxpr"))
 
 
+#: Names of what calls a Python function.
+_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+#: Names of ``jax.checkpoint`` in a jaxpr.
+_CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What an equation says that is a ``jax.checkpoint``.
+
+    Attributes:
+      body: the jaxpr of what is under it.
+      policy: says of an equation whether what it makes is kept; None keeps nothing.
+      differentiated: whether it is what is left of one after a derivative was taken.
+    """
+
+    body: Any
+    policy: Callable[..., Any] | None
+    differentiated: bool
+
+
+def checkpoint_of(equation: Any) -> Checkpoint | None:
+    """Reads an equation that is a ``jax.checkpoint``; None for any other."""
+    if equation.primitive.name not in _CHECKPOINTS:
+        return None
+    params = equation.params
+    return Checkpoint(
+        body=params["jaxpr"], policy=params["policy"], differentiated=params["differentiated"]
+    )
+
+
+def branches_of(equation: Any) -> tuple[Any, ...]:
+    """The closed jaxprs of the branches of a ``cond``, each of all its inputs but the first."""
+    return tuple(equation.params["branches"])
+
+
+def without_checkpoints(equation: Any) -> Any:
+    """The equation with what is under checkpoints in its inner programs in their places.
+
+    Those of functions with derivative rules of their own stay: their rules say what is kept.
+    """
+    if equation.primitive.name.startswith("custom_"):
+        return equation
+    changed = {}
+    for key, value in equation.params.items():
+        if is_jaxpr(value):
+            new: Any = _dissolved(value)
+        elif isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            new = tuple(_dissolved(item) if is_jaxpr(item) else item for item in value)
+            new = value if all(map(operator.is_, new, value)) else new
+        else:
+            continue
+        if new is not value:
+            changed[key] = new
+    return equation.replace(params={**equation.params, **changed}) if changed else equation
+
+
+def _dissolved(closed: Any) -> Any:
+    """A jaxpr, open or closed, without checkpoints; the same one where there are none."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    environment: dict[Any, Any] = {}
+    equations: list[Any] = []
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else environment.get(atom, atom)
+
+    def put(steps: Iterable[Any], prefix: Any) -> None:
+        for step in steps:
+            given = [read(atom) for atom in step.invars]
+            stack = name_stack_of(step, prefix)
+            found = checkpoint_of(step)
+            if found is not None and not parts(found.body)[0]:
+                _, _, inputs, inner, results = parts(found.body)
+                environment.update(zip(inputs, given, strict=True))
+                put(inner, stack)
+                environment.update(zip(step.outvars, map(read, results), strict=True))
+                continue
+            # The same body may stand in several places, where it makes other values.
+            made = step.outvars
+            if prefix is not None:
+                made = [jax_core.Var(variable.aval) for variable in made]
+                environment.update(zip(step.outvars, made, strict=True))
+            equations.append(
+                without_checkpoints(step).replace(
+                    invars=given,
+                    outvars=made,
+                    source_info=step.source_info.replace(name_stack=stack),
+                )
+            )
+
+    put(jaxpr.eqns, None)
+    same = len(equations) == len(jaxpr.eqns) and all(
+        new.params is old.params and new.primitive is old.primitive
+        for new, old in zip(equations, jaxpr.eqns, strict=True)
+    )
+    if same:
+        return closed
+    new = jaxpr.replace(eqns=equations, outvars=list(map(read, jaxpr.outvars)))
+    return new if closed is jaxpr else closed.replace(jaxpr=new)
+
+
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """All jaxprs among an equation's parameters, with the parameter each one is found under."""
     for key, value in params.items():
@@ -86,6 +193,15 @@ def array_of(value: Any, aval: Any) -> Any:
 def has_effects(equation: Any) -> bool:
     """Whether the equation does more than compute its outputs (prints, calls back, writes)."""
     return bool(equation.effects)
+
+
+def calls_back(equation: Any) -> bool:
+    """Whether the equation calls a Python function, by itself or in a program inside it."""
+    if equation.primitive.name in _CALLBACKS:
+        return True
+    return any(
+        calls_back(step) for _, jaxpr in inner_jaxprs(equation.params) for step in parts(jaxpr)[3]
+    )
 
 
 def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
@@ -342,13 +458,23 @@ def instantiated(tangent: Any, value: Any) -> Any:
     return jnp.zeros(kind.shape, kind.dtype)
 
 
-def source_line(equation: Any) -> str:
+def source_line(equation: Any, calls: Sequence[Any] = ()) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 
     That is the innermost line outside JAX and outside installed packages (a Flax layer is
     told by its module path); where all lines are in packages, the innermost outside JAX.
+
+    Args:
+      equation: of a jaxpr.
+      calls: those whose bodies it was inlined from, the innermost first. A function of JAX's such
+        as ``jnp.clip`` is traced once for all its callers: its equations have no line of a user's,
+        so that of the call is theirs.
     """
-    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    frames = [
+        frame
+        for one in (equation, *calls)
+        for frame in source_info_util.user_frames(one.source_info.traceback)
+    ]
     own = (frame for frame in frames if not _is_installed(str(frame.file_name)))
     frame = next(own, frames[0] if frames else None)
     if frame is None:
@@ -360,6 +486,29 @@ def source_line(equation: Any) -> str:
 def _is_installed(file_name: str) -> bool:
     path = file_name.replace("\\", "/")
     return "/site-packages/" in path or "/dist-packages/" in path or path.startswith(_OWN_FOLDER)
+
+
+def results_of_call(call: Any, variables: Sequence[Any]) -> list[Any]:
+    """Those results of an inlined call that these variables of its body are."""
+    results = parts(inlinable_body(call))[4]
+    return [
+        outer
+        for outer, inner in zip(call.outvars, results, strict=True)
+        if any(inner is variable for variable in variables)
+    ]
+
+
+def custom_name(equation: Any) -> str:
+    """The name of a function with a derivative of its own, such as ``relu``; "" where unknown.
+
+    The rule wraps one call of a named function; where it does not, nothing says what it is.
+    """
+    body = equation.params.get("call_jaxpr")
+    if body is None or not equation.primitive.name.startswith("custom_"):
+        return ""
+    inner = parts(body)[3]
+    name = str(inner[0].params.get("name", "")) if len(inner) == 1 else ""
+    return "" if name == "<lambda>" else name.lstrip("_")
 
 
 def check(closed: Any) -> None:
@@ -396,11 +545,125 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, 
     return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
 
 
+def name_of(equation: Any) -> str | None:
+    """The name that an equation of ``checkpoint_name`` gives; None for another equation."""
+    return equation.params["name"] if equation.primitive.name == "name" else None
+
+
+def saves_name(policy: Any, name: str) -> bool:
+    """Whether a policy of ``jax.checkpoint`` keeps, or offloads, values of a name."""
+    kind = jax.core.ShapedArray((), jnp.float32)
+    answer = policy(_name_p, kind, name=name) if policy is not None else False
+    return bool(answer) if isinstance(answer, bool) else answer is not _Recompute
+
+
+def listed_names(policy: Any) -> frozenset[str] | None:
+    """The names that one of JAX's policies was made to keep or offload; None for other policies."""
+    if dataclasses.is_dataclass(policy):
+        found = getattr(policy, "saveable_names", None)
+        return None if found is None else frozenset(found)
+    made_by = getattr(policy, "__qualname__", "").partition(".")[0]
+    if made_by not in ("save_only_these_names", "save_and_offload_only_these_names"):
+        return None
+    cells = inspect.getclosurevars(policy).nonlocals
+    return frozenset().union(
+        *(names for key, names in cells.items() if key.startswith("names_which"))
+    )
+
+
+def is_save_anything_except(policy: Any) -> bool:
+    """Whether a policy is ``save_anything_except_these_names``, which keeps everything."""
+    return getattr(policy, "__qualname__", "").startswith("save_anything_except_these_names.")
+
+
+def saves_nothing(policy: Any) -> bool:
+    """Whether a policy is none, or JAX's for recomputing everything."""
+    return policy is None or policy is nothing_saveable
+
+
+def is_plain_policy(policy: Any) -> bool:
+    """Whether a policy is a function of a user's own, not one of JAX's."""
+    return inspect.isfunction(policy) and policy.__module__ != nothing_saveable.__module__
+
+
+@functools.cache
+def ignores_plain_policies() -> bool:
+    """Whether ``jax_remat3``, where it is on, takes a user's own policy for none."""
+
+    def save_all(*_: Any, **__: Any) -> bool:
+        return True
+
+    def recomputed(policy: Any) -> int:
+        def fn(x: Any) -> Any:
+            return jnp.sin(jnp.sin(x))
+
+        jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(fn, policy=policy)))(1.0)
+        return str(jaxpr).count(" sin ")
+
+    return bool(with_old_checkpoint(lambda: recomputed(save_all)) != recomputed(save_all))
+
+
+def with_old_checkpoint(run: Callable[[], Any]) -> Any:
+    """What a function gives with ``jax_remat3`` off: then jaxprs show checkpoints and names."""
+    before = uses_new_checkpoint()
+    jax.config.update("jax_remat3", False)
+    try:
+        return run()
+    finally:
+        jax.config.update("jax_remat3", before)
+
+
+def uses_new_checkpoint() -> bool:
+    """Whether ``jax_remat3`` is on."""
+    return bool(jax.config.values["jax_remat3"])
+
+
+def residuals_of(equation: Any) -> tuple[Any, list[Any]]:
+    """What the derivative of an equation keeps: a jaxpr from its inputs, and its results.
+
+    Each result is a residual; one that is an input of the jaxpr is kept anyway.
+    """
+    literals = {n: one.val for n, one in enumerate(equation.invars) if isinstance(one, Literal)}
+    others = [one.aval for one in equation.invars if not isinstance(one, Literal)]
+
+    def kept(*given: Any) -> Any:
+        def run(*values: Any) -> Any:
+            left = iter(values)
+            inputs = [
+                literals[n] if n in literals else next(left) for n in range(len(equation.invars))
+            ]
+            return bind(equation, equation.source_info.name_stack, inputs)
+
+        return jax.tree.leaves(jax.vjp(run, *given)[1])
+
+    closed, _ = make_jaxpr(kept, *(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in others))
+    return closed, parts(closed)[4]
+
+
 def is_differentiated(value: Any) -> bool:
     """Whether a value is the tracer of a derivative, also with a ``vmap`` inside of that."""
     while hasattr(type(value), "batch_dim"):
         value = value.val
     return isinstance(value, jax.core.Tracer) and hasattr(type(value), "tangent")
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether a value is an array, or the tracer of a derivative or a ``vmap`` round one.
+
+    Not so under ``jax.jit`` and the like, where there are no arrays yet.
+    """
+    while isinstance(value, jax.core.Tracer):
+        kind = type(value)
+        inner = "val" if hasattr(kind, "batch_dim") else "primal"
+        if inner == "primal" and not hasattr(kind, "tangent"):
+            return False
+        value = getattr(value, inner)
+    return not isinstance(value, jax.ShapeDtypeStruct)
+
+
+def settings() -> Hashable:
+    """All settings of JAX that traces depend on, and the axes and meshes that they are made in."""
+    return config.trace_context(), jax.config.values["jax_disable_jit"]
 
 
 def scan_length(params: Mapping[str, Any]) -> int:
@@ -468,14 +731,41 @@ def describe(thing: object) -> str:
         return "{" + ",".join(f"{describe(k)}:{describe(v)}" for k, v in thing.items()) + "}"
     if isinstance(thing, str | int | float | complex | bool | bytes | type(None)):
         return repr(thing)
+    # Of a mesh its names: how many devices there are does not change the program.
+    if isinstance(thing, jax.sharding.NamedSharding):
+        return str(thing.spec)
+    if isinstance(thing, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        return f"mesh of {thing.axis_names}"
     if callable(thing) and not isinstance(thing, type):
         return getattr(thing, "__name__", type(thing).__name__)
     return _ADDRESS.sub("", repr(thing))
 
 
+#: Parameters that say how a result lies on a mesh, as the arguments do, and not what it is; of a
+#: constraint that is all there is to say.
+_LAYOUTS = frozenset({"sharding", "out_sharding", "context_mesh"})
+
+
 def describe_parameters(params: Mapping[str, Any]) -> str:
-    """The text of all parameters of an equation, in the order of their names."""
-    return ";".join(f"{key}={describe(params[key])}" for key in sorted(params))
+    """The text of all parameters of an equation, in the order of their names.
+
+    Where the arguments lie does not enter: a program is the same on any mesh. What the user wrote
+    does: constraints, and the axes of a ``shard_map``.
+    """
+    of_constraint = "unconstrained_dims" in params
+    told = {
+        key: None if key in _LAYOUTS and not (of_constraint and key == "sharding") else params[key]
+        for key in params
+    }
+    return ";".join(f"{key}={describe(told[key])}" for key in sorted(told))
+
+
+#: How the type of an array tells the mesh axes along which a dimension is sharded.
+_SHARDED_ALONG = re.compile(r"@(\([^)]*\)|[^,\]]+)")
+
+
+def _type_text(aval: Any) -> str:
+    return _SHARDED_ALONG.sub("", str(aval))
 
 
 def _describe_jaxpr(closed: Any) -> str:
@@ -484,8 +774,8 @@ def _describe_jaxpr(closed: Any) -> str:
 
     def atom(variable: Any) -> str:
         if isinstance(variable, Literal):
-            return f"{variable.val}:{variable.aval}"
-        return f"{numbers.setdefault(variable, len(numbers))}:{variable.aval}"
+            return f"{variable.val}:{_type_text(variable.aval)}"
+        return f"{numbers.setdefault(variable, len(numbers))}:{_type_text(variable.aval)}"
 
     def atoms(variables: Iterable[Any]) -> str:
         return " ".join(atom(variable) for variable in variables)
@@ -497,3 +787,14 @@ def _describe_jaxpr(closed: Any) -> str:
     ]
     lines.append(atoms(outputs))
     return "{" + "|".join(lines) + "}"
+
+
+def saved_names(policy: object) -> tuple[str, ...] | None:
+    """The names that a policy of ``save_only_these_names`` saves; None for any other policy."""
+    if getattr(policy, "__qualname__", "").startswith("save_only_these_names."):
+        found = policy.__closure__[0].cell_contents  # type: ignore[attr-defined]
+    elif type(policy).__name__ == "SaveOnlyTheseNames":  # JAX 0.10
+        found = policy.saveable_names  # type: ignore[attr-defined]
+    else:
+        return None
+    return tuple(sorted(found))

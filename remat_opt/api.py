@@ -12,6 +12,7 @@ from remat_opt.comparison import Comparison, Contender
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import RematError
+from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import (
     check_is_loss,
     compiled_in,
@@ -20,7 +21,7 @@ from remat_opt.loss_in_step import (
     step_of,
     undecorated,
 )
-from remat_opt.measurement import compilation, step
+from remat_opt.measurement import compilation, meshes, step
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.options import Request, objective_of, signature_of, solver_of
 from remat_opt.plan import Plan
@@ -44,6 +45,7 @@ def optimal_remat(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -68,12 +70,17 @@ def optimal_remat(
         there, as by Adam with donated state; ``"together"``, all at once, as where they are clipped
         by their norm; ``"results"``, they are put out, as by ``jit(grad(loss))`` alone.
       argnums: the positional argument(s) that ``jax.grad`` will be asked for, the first that is
-        not static if left out. It is for plans that are made ahead, and where the derivative is
-        taken round a ``jax.jit``: else the arguments that JAX is differentiating count. Of a
-        decorated method they count as in ``jax.grad(model.loss)``: without ``self``.
+        not static if left out, or, without arguments, all that is closed over and being traced. It
+        is for plans that are made ahead, and where the derivative is taken round a ``jax.jit``:
+        else what JAX is differentiating counts, closed over or not. Of a decorated method they
+        count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
-      static_argnums: positional arguments that are Python values.
-      static_argnames: keyword arguments that are Python values.
+      static_argnums: positional arguments that are Python values, as in ``jax.jit``. What is
+        neither an array nor a number is static anyhow.
+      static_argnames: arguments that are Python values, by name, passed by position or not.
+      existing: what becomes of ``jax.checkpoint``, ``nn.remat`` and the like inside the function.
+        ``"keep"`` leaves them as they are, and plans round them; ``"replace"`` plans as if they
+        were not there, in loops and branches too, so that the plan alone decides.
       device: the machine to plan for; ``"attached"`` is the one JAX runs on.
       solver: who decides: a name that ``remat_opt.solvers.available()`` lists as fit for
         programs, or one of its records with options, such as
@@ -96,8 +103,10 @@ def optimal_remat(
 
     Returns:
       A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
-      ``jax.value_and_grad``, ``jax.vjp`` and the others. Its method ``plan`` gives the plan
-      for given arguments.
+      ``jax.value_and_grad``, ``jax.vjp`` and the others. By itself it is traced and compiled as
+      under ``jax.jit``, so that what it prints or draws from elsewhere it does once; it is traced
+      anew where a global variable or what else it refers to has changed. Its method ``plan`` gives
+      the plan for given arguments.
 
     Raises:
       RematError: options that contradict each other or are out of range.
@@ -128,6 +137,7 @@ def optimal_remat(
             has_aux=has_aux,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            existing=existing,
             device=device,
             solver=solver,
             plan=plan,
@@ -168,7 +178,7 @@ def optimal_remat(
     )
     return Rematerialized(
         fn,
-        signature_of(argnums, has_aux, static_argnums, static_argnames),
+        signature_of(argnums, has_aux, static_argnums, static_argnames, existing),
         request,
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
@@ -186,6 +196,7 @@ def make_plan(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
@@ -215,6 +226,7 @@ def make_plan(
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise; of the step, if it is one.
+      existing: likewise; of a step, what the decorator of its loss says counts.
       donate_argnums: of a step, the arguments it donates, as in ``jax.jit``. Left out, what the
         ``jax.jit`` round the step says, if there is one.
       device: likewise.
@@ -259,6 +271,7 @@ def make_plan(
         has_aux=has_aux,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        existing=existing,
         device=device,
         solver=solver,
         verify=verify,
@@ -289,6 +302,7 @@ def frontier(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     **kwargs: Any,
@@ -304,6 +318,7 @@ def frontier(
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise.
+      existing: likewise.
       device: likewise.
       solver: likewise.
       **kwargs: keyword arguments of ``fn``.
@@ -332,6 +347,7 @@ def frontier(
         has_aux=has_aux,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        existing=existing,
         device=device,
         solver=solver,
     )
@@ -346,7 +362,7 @@ def frontier(
         raise RematError(
             f"{program.name!r} hands on its arguments or constants: there is nothing to plan."
         )
-    return trade_off.of(decorated.problem(program), Overhead(overhead))
+    return trade_off.of(decorated.problem(program), Overhead(overhead), Gradients(gradients))
 
 
 def apply_plan(
@@ -388,8 +404,8 @@ def measure(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Measurement:
@@ -432,6 +448,7 @@ def compare(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
@@ -461,6 +478,7 @@ def compare(
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise; of the step, if it is one.
+      existing: likewise; of a step, what the decorator of its loss says counts.
       donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
@@ -494,9 +512,9 @@ def compare(
     limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
     if not (budgets or limits):
         budgets, limits = (None,), (0.25, 0.05, 0.0)
-    target = compilation.resolve_device(device)
+    target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     chosen_solver = solver_of(solver)
-    signature = signature_of(argnums, has_aux, static_argnums, static_argnames)
+    signature = signature_of(argnums, has_aux, static_argnums, static_argnames, existing)
     compiled, calls, in_step = compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)
     call = step.the_one(calls)
 
@@ -524,6 +542,7 @@ def compare(
         contenders,
         function=call.program.name,
         device=target.name,
+        memory_bytes=target.memory_bytes,
         step=compiled.name if in_step else "",
         measure=lambda how: compiled.measure(how, call.loss, target),
         flops=lambda how: compiled.flops(how, call.loss),

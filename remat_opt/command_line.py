@@ -1,9 +1,9 @@
-"""``python -m remat_opt``: compare, plan and frontiers from a shell; lists of devices and solvers.
+"""``python -m remat_opt``: plans, what memory is spent on, and checks, from a shell.
 
 A loss function and its arguments are named as ``MODULE:FUNCTION``. The current directory is
 importable, as for ``python -m``. What goes wrong on purpose (``RematError``) is one line on
 stderr and the exit status 2, as for a wrong option; a fault in the named modules themselves
-keeps its traceback.
+keeps its traceback. ``check`` and ``lint`` exit with 1 where they have found something.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_opt import api, solvers
+from remat_opt import api, explanation, solvers, testing
 from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import RematError
+from remat_opt.linting.report import lint
 from remat_opt.units import format_bytes
-from remat_opt.view import report
+from remat_opt.view import page, report
 
 _EXAMPLE = """\
 example: given train.py with
@@ -54,24 +55,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: those of the command line without the program's name; ``sys.argv`` if None.
 
     Returns:
-      The exit status: 0, or 2 where the command could not be carried out.
+      The exit status: 0; 1 where a check has found something; 2 where the command could not be
+      carried out.
     """
     options = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    run: Callable[[argparse.Namespace], None] = options.run
+    run: Callable[[argparse.Namespace], int | None] = options.run
     try:
-        run(options)
+        return run(options) or 0
     except RematError as error:
         print("remat_opt: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m remat_opt",
-        description="Rematerialisation that is planned: compare, plan, list devices and solvers.",
+        description="Rematerialisation that is planned: plan, compare, explain, lint, check.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         commands, "compare", _compare, "compile plans beside jax.checkpoint's own policies"
     )
     _add_function(compare)
+    _add_planning(compare)
     compare.add_argument(
         "--budget",
         action="append",
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(compare, "one JSON object per row")
     plan = _command(commands, "plan", _plan, "decide what to keep and what to recompute")
     _add_function(plan)
+    _add_planning(plan)
     plan.add_argument(
         "--budget",
         metavar="BYTES|SHARE",
@@ -132,7 +135,34 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(plan, "the plan as --save writes it")
     frontier = _command(commands, "frontier", _frontier, "show the best plans over all budgets")
     _add_function(frontier)
+    _add_planning(frontier)
     _add_output(frontier, "one JSON object per plan")
+    explain = _command(
+        commands, "explain", _explain, "show what a training step's memory is spent on"
+    )
+    _add_function(explain, "a training step, or a decorated loss")
+    _add_device(explain)
+    _add_donated(explain)
+    _add_output(explain, "the explanation as one JSON object")
+    linted = _command(commands, "lint", _lint, "find hand-written checkpoints that do nothing")
+    _add_function(linted, "a loss function")
+    linted.add_argument("--json", action="store_true", help="for machines: one JSON object")
+    check = _command(
+        commands, "check", _check, "fail where a plan's peak has grown or its program has changed"
+    )
+    check.add_argument("plan", metavar="FILE", help="a plan that was saved with --verify")
+    _add_function(check, "what the plan was made for")
+    _add_device(check, None, "the plan's")
+    _add_derivative(check)
+    _add_donated(check)
+    check.add_argument(
+        "--tolerance",
+        type=float,
+        default=testing.TOLERANCE,
+        metavar="SHARE",
+        help="by what share temporaries may grow (default: %(default)s)",
+    )
+    check.add_argument("--json", action="store_true", help="for machines: one JSON object")
     devices = _command(commands, "devices", _devices, "list the machines that can be planned for")
     _add_output(devices, "one JSON object per device")
     listed = _command(commands, "solvers", _solvers, "list the algorithms there are")
@@ -141,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], purpose: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], purpose: str
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -154,17 +184,16 @@ def _command(
     return command
 
 
-def _add_function(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="the loss function, or a training step that differentiates a decorated one",
-    )
+def _add_function(
+    command: argparse.ArgumentParser,
+    what: str = "the loss function, or a training step that differentiates a decorated one",
+) -> None:
+    command.add_argument("function", metavar="MODULE:FUNCTION", help=what)
     command.add_argument(
         "--args",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the tuple of the loss's positional "
+        help="a function without arguments that returns the tuple of the function's positional "
         "arguments: arrays, or jax.ShapeDtypeStruct in their place",
     )
     command.add_argument(
@@ -172,9 +201,18 @@ def _add_function(command: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="likewise a function that returns the dictionary of its keyword arguments",
     )
+
+
+def _add_device(
+    command: argparse.ArgumentParser, default: str | None = "attached", said: str = "attached"
+) -> None:
     command.add_argument(
-        "--device", default="attached", help="a name that 'devices' lists (default: attached)"
+        "--device", default=default, help=f"a name that 'devices' lists (default: {said})"
     )
+
+
+def _add_planning(command: argparse.ArgumentParser) -> None:
+    _add_device(command)
     command.add_argument(
         "--solver",
         default="portfolio",
@@ -187,12 +225,23 @@ def _add_function(command: argparse.ArgumentParser) -> None:
         default="seconds",
         help="what recomputation is counted in (default: seconds)",
     )
+    _add_derivative(command)
+
+
+def _add_derivative(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--argnums",
         type=_numbers,
         default=0,
         metavar="N,...",
         help="positions of the arguments to differentiate (default: 0)",
+    )
+    command.add_argument(
+        "--existing",
+        choices=("keep", "replace"),
+        default="keep",
+        help="whether the plan also decides what is under the function's own checkpoints "
+        "(default: keep)",
     )
     command.add_argument(
         "--has-aux", action="store_true", help="the function returns (loss, auxiliary)"
@@ -254,7 +303,7 @@ def _compare(options: argparse.Namespace) -> None:
     else:
         print(found)
     if options.html:
-        _write(options.html, report.page(f"{found.function}: comparison", found._repr_html_()))
+        _write(options.html, page.document(f"{found.function}: comparison", found._repr_html_()))
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -277,7 +326,7 @@ def _plan(options: argparse.Namespace) -> None:
         except OSError as error:
             raise CommandError(f"{options.save!r} cannot be written: {error.strerror}.") from None
     if options.html:
-        _write(options.html, report.page(f"{plan.function}: plan", plan._repr_html_()))
+        _write(options.html, plan.to_page())
 
 
 def _frontier(options: argparse.Namespace) -> None:
@@ -290,7 +339,48 @@ def _frontier(options: argparse.Namespace) -> None:
     else:
         print(found)
     if options.html:
-        _write(options.html, report.page(f"{found.function}: frontier", found._repr_html_()))
+        _write(options.html, page.document(f"{found.function}: frontier", found._repr_html_()))
+
+
+def _explain(options: argparse.Namespace) -> None:
+    fn, args, kwargs = _called(options)
+    found = explanation.explain(
+        fn, *args, device=options.device, donate_argnums=options.donate_argnums, **kwargs
+    )
+    print(found.to_json() if options.json else found)
+    if options.html:
+        _write(options.html, page.document(f"{found.function}: memory", found._repr_html_()))
+
+
+def _lint(options: argparse.Namespace) -> int:
+    fn, args, kwargs = _called(options)
+    found = lint(fn, *args, **kwargs)
+    print(found.to_json() if options.json else found)
+    return 1 if found else 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    fn, args, kwargs = _called(options)
+    found = testing.verdict(
+        options.plan,
+        fn,
+        args,
+        kwargs,
+        tolerance=options.tolerance,
+        argnums=options.argnums,
+        has_aux=options.has_aux,
+        donate_argnums=options.donate_argnums,
+        device=options.device,
+    )
+    if options.json:
+        print(json.dumps(dataclasses.asdict(found)))
+    elif found.complaint:
+        print(found.complaint, file=sys.stderr)
+    else:
+        now = format_bytes(found.now_bytes or 0)
+        then = format_bytes(found.then_bytes)
+        print(f"The plan of {found.function} holds on {found.device}: {now}, {then} when made.")
+    return 1 if found.complaint else 0
 
 
 def _devices(options: argparse.Namespace) -> None:
@@ -347,6 +437,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "overhead": options.overhead,
         "argnums": options.argnums,
         "has_aux": options.has_aux,
+        "existing": options.existing,
     }
 
 

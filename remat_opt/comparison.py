@@ -22,9 +22,10 @@ from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.step import How, as_it_is
 from remat_opt.plan import Plan
 from remat_opt.program import blocks, tracing
+from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 from remat_opt.units import format_bytes, format_seconds, format_share
-from remat_opt.view import report
+from remat_opt.view import drawing, plots, report, scatter
 
 _FIGURES = (
     "predicted_temporary_bytes",
@@ -73,6 +74,8 @@ class Comparison:
         ``error``: the message where it failed. What does not apply is None.
       notes: what a reader of the figures has to know.
       step: name of the step that was compiled; "" for the gradient alone.
+      limit_bytes: what the device's memory leaves for temporaries, beside arguments and outputs;
+        None where that is unknown, or nothing.
     """
 
     function: str
@@ -80,6 +83,7 @@ class Comparison:
     rows: tuple[dict[str, Any], ...]
     notes: tuple[str, ...] = ()
     step: str = ""
+    limit_bytes: int | None = None
 
     def to_json(self) -> str:
         """The comparison as JSON text: the fields of this record."""
@@ -96,6 +100,20 @@ class Comparison:
             dataclasses.replace(self._table(), title="").html(),
             remarks,
         )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws memory against overhead: ours as a line, all else as points with names.
+
+        Args:
+          ax: matplotlib axes; the current ones if None.
+
+        Returns:
+          The axes.
+
+        Raises:
+          MissingPackageError: matplotlib is not installed.
+        """
+        return plots.scatter(self._picture(), ax)
 
     def _title(self) -> str:
         what = f"{self.step} with {self.function}" if self.step else f"Gradient of {self.function}"
@@ -125,24 +143,28 @@ class Comparison:
             "one forward pass.",
         )
 
-    def _picture(self) -> report.Scatter:
+    def _picture(self) -> scatter.Scatter:
         shown = [row for row in self.rows if row["temporary_bytes"] is not None]
         series = (
             ("plain", "plain"),
             ("jax.checkpoint", "policy"),
             ("remat_opt", "ours"),
         )
-        return report.Scatter(
+        levels: tuple[tuple[str, float], ...] = ()
+        if self.limit_bytes is not None:
+            levels = ((f"room on {self.device}", float(self.limit_bytes)),)
+        return scatter.Scatter(
             title=f"{self._title()}: memory against recomputation",
-            x=report.share_axis("recomputed FLOPs, as a share of one forward pass"),
-            y=report.bytes_axis(
+            x=drawing.share_axis("recomputed FLOPs, as a share of one forward pass"),
+            y=drawing.bytes_axis(
                 "temporaries, compiled", max((r["temporary_bytes"] for r in shown), default=0)
             ),
+            levels=levels,
             series=tuple(
-                report.Series(
+                scatter.Series(
                     label=label,
                     points=tuple(
-                        report.Point(
+                        scatter.Point(
                             x=row["recomputed_flops_share"],
                             y=row["temporary_bytes"],
                             label=row["label"],
@@ -188,6 +210,7 @@ def contest(
     measure: Callable[[How], Measurement],
     flops: Callable[[How], int],
     forward_flops: int,
+    memory_bytes: int | None = None,
     remarks: Sequence[str] = (),
 ) -> Comparison:
     """Compiles and counts every contender.
@@ -200,6 +223,7 @@ def contest(
       measure: compiles it for the device, with the loss run as a contender does.
       flops: counts its FLOPs, likewise.
       forward_flops: FLOPs of all forward passes of the plain function in it.
+      memory_bytes: of the device.
       remarks: notes on all rows.
 
     Returns:
@@ -211,6 +235,7 @@ def contest(
     }
     known: dict[Hashable, tuple[Measurement, int]] = {}
     plain_flops: int | None = None
+    limit_bytes: int | None = None
     for contender in contenders:
         row: dict[str, Any] = {"label": contender.label, "kind": contender.kind}
         row.update(dict.fromkeys(_FIGURES))
@@ -243,6 +268,8 @@ def contest(
             row["error"] = _first_line(error)
             continue
         row["recomputed_flops_share"] = _share(counted - (plain_flops or 0), forward_flops)
+        if limit_bytes is None and memory_bytes is not None:
+            limit_bytes = memory_bytes - (measured.device_bytes - measured.temporary_bytes)
         row["temporary_bytes"] = measured.temporary_bytes
         row["argument_bytes"] = measured.argument_bytes
         row["output_bytes"] = measured.output_bytes
@@ -258,6 +285,7 @@ def contest(
         rows=tuple(rows),
         notes=tuple(_noted(note, labels, rows) for note, labels in notes.items()),
         step=step,
+        limit_bytes=limit_bytes if limit_bytes is not None and limit_bytes > 0 else None,
     )
 
 
@@ -311,8 +339,9 @@ def checkpointed_per_block(policy: Callable[..., Any], signature: Signature) -> 
             call = tracing.bind_static(fn, signature, args, kwargs)
             program = tracing.trace_call(call, has_aux=signature.has_aux)
             run = policies.per_block(program, blocks.blocks(program), policy)
-            outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
-            return jax.tree.unflatten(program.output_tree, outputs)
+            leaves = jax.tree.leaves((call.args, call.kwargs))
+            outputs = run(program.constant_values, [*leaves, *program.closed_over])
+            return release(jax.tree.unflatten(program.output_tree, outputs))
 
         return wrapped
 

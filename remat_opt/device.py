@@ -13,6 +13,7 @@ NVIDIA GPU from Ampere on (jax issues 1856 and 12008), float32 on a CPU. Who set
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal
@@ -37,8 +38,9 @@ class TpuTarget:
     """Compile with libtpu for a TPU that need not be there.
 
     Attributes:
-      topology: name of the smallest slice that every supported libtpu accepts (the one of
-        JAX 0.10 refuses a single chip); the program itself runs on one device of it.
+      topology: name of a slice: of a pod that is meant, or the smallest that every supported
+        libtpu accepts (the one of JAX 0.10 refuses a single chip). What is not sharded runs on
+        one device of it.
     """
 
     topology: str
@@ -64,6 +66,7 @@ class GpuTarget:
       compute_capability: (major, minor).
       architecture_specific: whether to use the instructions of just this architecture
         (``sm_90a`` rather than ``sm_90``), as XLA does on Hopper and later.
+      devices: how many GPUs there are, eight in a machine.
     """
 
     core_count: int
@@ -74,6 +77,7 @@ class GpuTarget:
     l2_cache_bytes: int
     compute_capability: tuple[int, int]
     architecture_specific: bool
+    devices: int = 1
 
     def to_proto_text(self, *, title: str, memory_bytes: int, memory_bandwidth: float) -> str:
         """Writes a ``GpuTargetConfigProto`` in text format.
@@ -123,7 +127,7 @@ class Device:
     """One machine, as JAX counts devices: a GPU, a TPU chip (half a chip on TPU7x), a CPU.
 
     Attributes:
-      name: what users write, such as ``"h200"``.
+      name: what users write, such as ``"h200"``, or ``"v5e:4x4"`` for one of a pod's.
       title: what people call it.
       platform: whose compiler is used.
       memory_bytes: device memory a program can have.
@@ -133,6 +137,8 @@ class Device:
       host_bandwidth: bytes per second between device and host memory, one way.
       source: the public documents that the figures come from.
       target: how to compile for it.
+      network_bandwidth: bytes per second that it sends to others of a mesh, over all its links;
+        as to the host if left out.
     """
 
     name: str
@@ -144,9 +150,13 @@ class Device:
     host_bandwidth: float
     source: str
     target: Target
+    network_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name != self.name.lower():
+        if not self.network_bandwidth:
+            object.__setattr__(self, "network_bandwidth", self.host_bandwidth)
+        word = self.name.partition(":")[0]
+        if not word.isidentifier() or self.name != self.name.lower():
             raise DeviceError(
                 f"A device's name is a lower-case word such as 'h200', not {self.name!r}."
             )
@@ -159,6 +169,7 @@ class Device:
             "memory_bytes": self.memory_bytes,
             "memory_bandwidth": self.memory_bandwidth,
             "host_bandwidth": self.host_bandwidth,
+            "network_bandwidth": self.network_bandwidth,
             **{f"flops_per_second[{k!r}]": v for k, v in self.flops_per_second.items()},
         }
         for field, figure in figures.items():
@@ -207,19 +218,36 @@ def get_device(name: str) -> Device:
     """Looks a device up by name.
 
     Args:
-      name: as listed by :func:`available`, in any case. What is attached to this process
-        is no entry of the table: ``measurement.resolve_device("attached")`` finds it.
+      name: as listed by :func:`available`, in any case; with a slice of TPUs or a number of GPUs
+        behind it, as in ``"v5e:4x4"`` and ``"h200:8"``, one of so many. What is attached to this
+        process is no entry of the table: ``measurement.resolve_device("attached")`` finds it.
 
     Raises:
       DeviceError: if there is none of that name.
     """
-    device = _devices.get(name.lower()) if isinstance(name, str) else None
+    word, colon, pod = name.lower().partition(":") if isinstance(name, str) else ("", "", "")
+    device = _devices.get(word)
     if device is None:
         raise DeviceError(
             f"Unknown device {name!r}. Known: {', '.join(available())}; or 'attached' for "
             "what jax.devices() shows. remat_opt.device.register(Device(...)) adds one."
         )
-    return device
+    return _one_of_pod(device, pod) if colon else device
+
+
+def _one_of_pod(device: Device, pod: str) -> Device:
+    match device.target:
+        case TpuTarget() if re.fullmatch(r"\d+(x\d+)+", pod):
+            target: Target = TpuTarget(topology=f"{device.name}:{pod}")
+        case GpuTarget() as gpu if re.fullmatch(r"[1-9]\d*", pod):
+            target = dataclasses.replace(gpu, devices=int(pod))
+        case _:
+            raise DeviceError(
+                f"There is no device '{device.name}:{pod}'. Of TPUs give the slice, as in "
+                "'v5e:4x4', of GPUs how many there are, as in 'h200:8'; what is attached is used "
+                "as it is."
+            )
+    return dataclasses.replace(device, name=f"{device.name}:{pod}", target=target)
 
 
 def available() -> tuple[str, ...]:
@@ -271,6 +299,7 @@ def _tpu_rates(bf16: float, *, byte: float, float8: float) -> dict[str, float]:
     }
 
 
+# Between devices: NVLink one way, and all links of the TPU interconnect, from the same pages.
 _XLA_SPECS: Final = "XLA's GPU target {file} (github.com/openxla/xla, target_config/specs)"
 _TPU_DOCS: Final = (
     "cloud.google.com/tpu/docs/{page}; memory: what libtpu's compiler calls available HBM; "
@@ -323,6 +352,7 @@ _KNOWN: Final = (
             tf32=156 * _TERA, bf16=312 * _TERA, f64=19.5 * _TERA, byte=624 * _TERA
         ),
         host_bandwidth=32 * _GIGA,
+        network_bandwidth=300 * _GIGA,
         source=f"NVIDIA A100 data sheet; {_XLA_SPECS.format(file='a100_sxm_80')}",
         target=GpuTarget(
             core_count=108,
@@ -343,6 +373,7 @@ _KNOWN: Final = (
         memory_bandwidth=3_352_320_000_000,
         flops_per_second=_HOPPER_RATES,
         host_bandwidth=64 * _GIGA,
+        network_bandwidth=450 * _GIGA,
         source=f"NVIDIA H100 data sheet (dense rates); {_XLA_SPECS.format(file='h100_sxm')}",
         target=_HOPPER_TARGET,
     ),
@@ -354,6 +385,7 @@ _KNOWN: Final = (
         memory_bandwidth=4_800_000_000_000,
         flops_per_second=_HOPPER_RATES,
         host_bandwidth=64 * _GIGA,
+        network_bandwidth=450 * _GIGA,
         source=f"NVIDIA H200 data sheet (dense rates); {_XLA_SPECS.format(file='h200')}",
         target=_HOPPER_TARGET,
     ),
@@ -371,6 +403,7 @@ _KNOWN: Final = (
             "float8_e5m2": 4500.0 * _TERA,
         },
         host_bandwidth=64 * _GIGA,
+        network_bandwidth=900 * _GIGA,
         source=(
             "NVIDIA HGX B200 data sheet (dense rates, an eighth of the board); "
             + _XLA_SPECS.format(file="b200")
@@ -394,6 +427,7 @@ _KNOWN: Final = (
         memory_bandwidth=819 * _GIGA,
         flops_per_second=_tpu_rates(197 * _TERA, byte=393 * _TERA, float8=197 * _TERA),
         host_bandwidth=16 * _GIGA,
+        network_bandwidth=200 * _GIGA,
         source=_TPU_DOCS.format(page="v5e"),
         target=TpuTarget(topology="v5e:2x2"),
     ),
@@ -405,6 +439,7 @@ _KNOWN: Final = (
         memory_bandwidth=2765 * _GIGA,
         flops_per_second=_tpu_rates(459 * _TERA, byte=918 * _TERA, float8=459 * _TERA),
         host_bandwidth=16 * _GIGA,
+        network_bandwidth=600 * _GIGA,
         source=_TPU_DOCS.format(page="v5p"),
         target=TpuTarget(topology="v5p:2x2x1"),
     ),
@@ -416,6 +451,7 @@ _KNOWN: Final = (
         memory_bandwidth=1638 * _GIGA,
         flops_per_second=_tpu_rates(918 * _TERA, byte=1836 * _TERA, float8=918 * _TERA),
         host_bandwidth=32 * _GIGA,
+        network_bandwidth=448 * _GIGA,
         source=_TPU_DOCS.format(page="v6e"),
         target=TpuTarget(topology="v6e:2x2"),
     ),
@@ -428,6 +464,7 @@ _KNOWN: Final = (
         memory_bandwidth=3690 * _GIGA,
         flops_per_second=_tpu_rates(1153.5 * _TERA, byte=1153.5 * _TERA, float8=2307 * _TERA),
         host_bandwidth=16 * _GIGA,
+        network_bandwidth=600 * _GIGA,
         source=f"{_TPU_DOCS.format(page='tpu7x')} (as v5p, for want of a figure)",
         target=TpuTarget(topology="tpu7x:2x2x1"),
     ),

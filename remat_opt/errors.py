@@ -75,11 +75,12 @@ class MissingPackageError(RematError, ImportError):
 
     Attributes:
       package: the missing package, as ``import`` or ``pip`` names it.
-      extra: the extra of ``remat_opt`` that installs it, such as ``tpu`` or ``cuda``.
+      extra: the extra of ``remat_opt`` that installs it, such as ``tpu`` or ``cuda``; "" where
+        there is none, and the package is to be installed by its own name.
     """
 
-    def __init__(self, purpose: str, *, package: str, extra: str) -> None:
-        command = _INSTALL_COMMAND.format(extra=extra)
+    def __init__(self, purpose: str, *, package: str, extra: str = "") -> None:
+        command = _INSTALL_COMMAND.format(extra=extra) if extra else f"pip install {package}"
         super().__init__(
             f"{purpose} needs the package {package}, which is not installed. "
             f"Install it with: {command}"
@@ -97,6 +98,8 @@ class CompileError(RematError):
         names: the whole program or its temporaries), or None where it gave no figure.
       available_bytes: device memory the compiler says there is, or None likewise.
       compiler_message: what the compiler said, in full.
+      memory: what would have been alive when (``measurement.buffers.CompiledMemory``), where that
+        was asked for and the compiler had decided it before it refused; else None.
     """
 
     def __init__(
@@ -113,3 +116,4 @@ class CompileError(RematError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.compiler_message = compiler_message
+        self.memory: object | None = None

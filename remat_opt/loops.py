@@ -32,11 +32,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from remat_opt import _jax_internals as internals
-from remat_opt import policies
+from remat_opt import inner, policies
 from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
-from remat_opt.compilers.model import Model, computes_nothing, model
+from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opened, Opening
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
@@ -162,7 +162,7 @@ def ways(
         derivative = linearization.derivatives.get(root)
         if (
             equation.operation.primitive == "scan"
-            and not equation.effects
+            and not equation.once
             and derivative is not None
             and not derivative.assumed
             and 0 < derivative.internal_bytes >= least_bytes
@@ -305,8 +305,9 @@ def _ways_of(
         flops=graph.flops[vertex] // scan.length,
     )
     iterations = [dataclasses.replace(one, seconds=one.seconds * scale) for one in iterations]
+    closed_bytes = expected.inside.get(vertex, 0)
     drafts = [
-        _opening(vertex, root, shape, used, pieces)
+        _opening(vertex, root, shape, used, pieces, closed_bytes)
         for used, pieces in _drafts(shape, iterations, measure)
     ]
     found: list[Opening] = []
@@ -351,6 +352,7 @@ def _opening(
     shape: _Shape,
     iterations: Sequence[_Iteration],
     pieces: Sequence[Piece],
+    closed_bytes: int,
 ) -> Opening:
     """Parts with the figures of the whole."""
     found = loop_nests.judge(shape.chain(iterations, Overhead.SECONDS), pieces)
@@ -360,6 +362,7 @@ def _opening(
         loop=Loop(root=root, parts=tuple(_part(iterations, piece) for piece in pieces)),
         stacked_bytes=found.held_bytes,
         workspace_bytes=found.peak_bytes - found.held_bytes + shape.rounded_bytes,
+        closed_bytes=closed_bytes,
         seconds=found.seconds,
         flops=round(flops),
     )
@@ -395,14 +398,17 @@ def _iterations(
 ) -> tuple[list[_Iteration], _Forward]:
     """The ways to run an iteration that no other beats in all figures."""
     linearization = linearize(body)
-    expected = model(body, linearization, compiler, Gradients.CONSUMED)
+    expected = inner.model(body, linearization, compiler, Gradients.CONSUMED)
+    if any(expected.graph.pinned):
+        # Every iteration runs under a checkpoint.
+        return [], _Forward(seconds=0.0, flops=0)
     graph = _with_outputs(body, expected)
     expected = dataclasses.replace(expected, graph=graph)
-    inner = ways(body, linearization, expected, measure, depth - 1)
+    inside = ways(body, linearization, expected, measure, depth - 1)
     choices: list[tuple[Opening, ...]] = [()]
-    if inner:
-        expected = opened(expected, inner)
-        choices += thinned(_choices(inner, measure), _MOST_INSIDE)
+    if inside:
+        expected = opened(expected, inside)
+        choices += thinned(_choices(inside, measure), _MOST_INSIDE)
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):

@@ -22,6 +22,7 @@ from remat_opt.measurement.step import LossCall, Step, as_it_is
 from remat_opt.options import Request, numbers
 from remat_opt.plan import Objective, Plan
 from remat_opt.program import tracing
+from remat_opt.program.propagation import per_device
 from remat_opt.program.record import Program
 from remat_opt.program.tracing import Signature
 from remat_opt.rematerialized import Rematerialized
@@ -84,7 +85,7 @@ def plan_in_step(
       wanted: holds the options.
     """
     call = step.the_one(calls)
-    device = compilation.resolve_device(wanted.request.device)
+    device = compilation.resolve_device(wanted.request.device, program.mesh)
     objective = _in_bytes(wanted, in_step, program, call, device)
     planner = Rematerialized(
         call.fn,
@@ -111,7 +112,7 @@ def plan_in_step(
 
 
 def _gradient_bytes(call: LossCall, device: Device) -> int:
-    program = call.program
+    program = per_device(call.program)
     compiler = Compiler(device=device)
     return sum(compiler.buffer_bytes(program.types[value]) for value in program.differentiated)
 

@@ -147,11 +147,22 @@ def signature_of(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
 ) -> Signature:
-    """Reads the options that say how a function's arguments are to be taken."""
+    """Reads the options that say how a function and its arguments are to be taken.
+
+    Raises:
+      RematError: ``existing`` is not one of the two.
+    """
+    if existing not in ("keep", "replace"):
+        raise RematError(
+            f"existing={existing!r}: give 'keep' to leave the function's own checkpoints as they "
+            "are, or 'replace' to have the plan decide about what is under them."
+        )
     return Signature(
         argnums=None if argnums is None else numbers(argnums),
         has_aux=has_aux,
         static_argnums=numbers(static_argnums),
         static_argnames=names(static_argnames),
+        dissolved=existing == "replace",
     )

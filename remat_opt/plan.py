@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +23,20 @@ from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.gradients import Gradients
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.naming import ValueName
+from remat_opt.plan_difference import PlanDifference, difference
 from remat_opt.schedule import Loop, Stage
 from remat_opt.solvers.base import Overhead
-from remat_opt.view import plan_text
+from remat_opt.timeline import Timeline
+from remat_opt.view import (
+    data_frame,
+    page,
+    plan_page,
+    plan_rows,
+    plan_text,
+    plan_words,
+    plots,
+)
 
 #: Changes when files of an older version can no longer be read.
 FORMAT = "remat_opt plan 7"
@@ -67,9 +79,7 @@ class Decision:
 
     Attributes:
       root: position, in the program, of the equation that makes the value.
-      label: primitive, dtype and shape.
-      module: name stack, such as ``ResNet/block_3/conv``.
-      source: line of the user's code, as ``file.py:line (function)``.
+      name: what to call the value.
       region: number of its region.
       fate: ``kept``, ``recomputed`` or ``not needed`` (by the backward pass).
       times: how often it is computed again; more than once only where regions nest.
@@ -79,9 +89,7 @@ class Decision:
     """
 
     root: int
-    label: str
-    module: str
-    source: str
+    name: ValueName
     region: int
     fate: str
     times: int
@@ -89,24 +97,50 @@ class Decision:
     seconds: float
     flops: int
 
+    @property
+    def label(self) -> str:
+        """Primitive, dtype and shape."""
+        return self.name.label
+
+    @property
+    def module(self) -> str:
+        """Path of the module, such as ``ResNet/block_3/conv``."""
+        return self.name.module
+
+    @property
+    def source(self) -> str:
+        """Line of the user's code, as ``file.py:line (function)``."""
+        return self.name.source
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """One array alive at the predicted peak.
 
     Attributes:
-      label: primitive, dtype and shape of the value.
-      module: name stack.
-      source: line of the user's code.
+      name: what to call the value that it belongs to.
       role: ``kept``, ``forward``, ``recomputed``, ``cotangent``, ``internal`` or ``workspace``.
       bytes: its size.
     """
 
-    label: str
-    module: str
-    source: str
+    name: ValueName
     role: str
     bytes: int
+
+    @property
+    def label(self) -> str:
+        """Primitive, dtype and shape of the value."""
+        return self.name.label
+
+    @property
+    def module(self) -> str:
+        """Path of its module."""
+        return self.name.module
+
+    @property
+    def source(self) -> str:
+        """Line of the user's code."""
+        return self.name.source
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +156,8 @@ class Prediction:
       forward_seconds: time of one forward pass.
       recomputed_flops: operations of the recomputation.
       forward_flops: operations of one forward pass.
-      timeline: live bytes at each step of the forward and backward pass.
+      timeline: what is alive at the moments of the forward and backward pass.
+      plain_timeline: the same for the unchanged function.
       pins: the largest arrays alive at the peak.
     """
 
@@ -134,7 +169,8 @@ class Prediction:
     forward_seconds: float
     recomputed_flops: int
     forward_flops: int
-    timeline: tuple[int, ...]
+    timeline: Timeline
+    plain_timeline: Timeline
     pins: tuple[Pin, ...]
 
     @property
@@ -239,7 +275,9 @@ class Plan:
                 "plan again rather than edit it."
             )
         try:
-            return typing.cast(Plan, _rebuild(cls, data["plan"], "plan"))
+            plan = typing.cast(Plan, _rebuild(cls, data["plan"], "plan"))
+            _check_regions(plan)
+            return plan
         except (TypeError, ValueError, KeyError, RecursionError) as error:
             raise PlanFileError(
                 f"{where} does not hold a plan of this version: {error!s:.400}. Make the plan "
@@ -274,11 +312,92 @@ class Plan:
             ) from None
         return cls.from_json(text, where=repr(os.fspath(path)))
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary for each value, in the order of the program.
+
+        ``value``: what it is, in one line; ``what``, ``module``, ``source``, ``shape``, ``dtype``
+        and ``primitive``; ``region``; ``fate``; ``times`` that it is computed again; ``bytes``;
+        ``seconds`` and ``flops`` of computing it once; ``seconds_per_mib``: what one MiB more
+        would save here, or one less would cost, None where it is no choice; ``why``, in words.
+        """
+        return plan_rows.rows(self.to_dict())
+
+    def to_dataframe(self) -> Any:
+        """``rows`` as a DataFrame.
+
+        Raises:
+          MissingPackageError: pandas is not installed.
+        """
+        return data_frame.of(self.rows)
+
+    def show(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the plan as a page of its own, to be opened in a browser.
+
+        The page loads nothing from anywhere; it can be sent to others.
+
+        Args:
+          path: of the file, such as ``plan.html``.
+
+        Returns:
+          The path.
+        """
+        target = Path(path)
+        target.write_text(self.to_page(), encoding="utf-8")
+        return target
+
+    def to_page(self) -> str:
+        """The page that ``show`` writes, as HTML."""
+        data = plan_text.printable_data(self.to_dict())
+        body = plan_page.html(data, plan_page.MOST_ALONE)
+        return page.document(f"{data['function']}: plan", body)
+
+    def plot_memory(self, ax: Any = None) -> Any:
+        """Draws memory over time, of the plan and of the unchanged function.
+
+        Args:
+          ax: matplotlib axes; the current ones if None.
+
+        Returns:
+          The axes.
+
+        Raises:
+          MissingPackageError: matplotlib is not installed.
+        """
+        return plots.memory(plan_words.charts(self.to_dict()), plan_words.title(self.to_dict()), ax)
+
+    def diff(self, other: Plan) -> PlanDifference:
+        """What another plan does differently: fates by value, regions, loops and bytes.
+
+        Args:
+          other: the second plan; best one for the same program.
+
+        Returns:
+          A record that shows itself as a table.
+        """
+        return difference(self.to_dict(), other.to_dict())
+
     def __repr__(self) -> str:
-        return plan_text.text(self.to_dict())
+        columns = shutil.get_terminal_size((plan_text.WIDTH, 0)).columns
+        return plan_text.text(self.to_dict(), columns)
 
     def _repr_html_(self) -> str:
-        return plan_text.html(self.to_dict())
+        return plan_page.html(plan_text.printable_data(self.to_dict()))
+
+
+def _tells_alike(timeline: Mapping[str, Any]) -> bool:
+    """Whether there is one entry of each kind for each moment."""
+    told = [entry for name, entry in timeline.items() if name not in ("arrays", "steps")]
+    return all(isinstance(one, list) and len(one) == len(timeline["at"]) for one in told)
+
+
+def _check_regions(plan: Plan) -> None:
+    """Raises ValueError where a decision names a region that is not there."""
+    for one in plan.decisions:
+        if not 0 <= one.region < len(plan.stages):
+            raise ValueError(
+                f"decisions name region {one.region}, but there are only {len(plan.stages)}"
+            )
 
 
 def _plain(thing: Any) -> Any:
@@ -334,6 +453,8 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
             raise TypeError(f"{where} does not have the fields {', '.join(sorted(kinds))}")
         if kind is Stage and not data["roots"]:
             raise ValueError(f"{where} is a region that computes nothing")
+        if kind is Timeline and not _tells_alike(data):
+            raise ValueError(f"{where} does not tell of all moments alike")
         return kind(
             **{
                 name: _rebuild(kinds[name], entry, f"{where}.{name}")

@@ -16,20 +16,24 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from remat_opt import __version__, loops, policies
+from remat_opt import __version__, inner, loops, policies
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.learnt import Corrections, Learnt
-from remat_opt.compilers.model import Model, computes_nothing, model
+from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.parts import Parts
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
+from remat_opt.operation import ArrayType
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import blocks
 from remat_opt.program.linearization import linearize
+from remat_opt.program.names import Names
+from remat_opt.program.propagation import is_split, per_device
 from remat_opt.program.record import Program
+from remat_opt.progress import doing
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import Moment, Simulation, simulate
@@ -48,6 +52,7 @@ from remat_opt.solvers.base import (
     thinned,
 )
 from remat_opt.solvers.catalogue import Portfolio, Solver
+from remat_opt.timeline import NOTHING, Timeline, timeline
 from remat_opt.units import format_bytes
 
 #: What plans where nothing else is asked for.
@@ -65,11 +70,13 @@ _MOST_SWEEPS = 16
 _REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
+#: How many of the equations with side effects a note names.
+_MOST_EFFECTS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What depends on the fingerprint and the device alone: it outlives the trace.
+    """What depends on the fingerprint, the mesh and the device alone: it outlives the trace.
 
     It holds nothing of JAX's: what a function closes over may be large, or a tracer.
 
@@ -94,8 +101,8 @@ class Problem:
     """All that is to be decided about one program on one device.
 
     Attributes:
-      program: the traced function.
-      fingerprint: of the program.
+      program: the traced function; on a mesh, as one device has it.
+      fingerprint: of the program as it was traced.
       device: whose rates the seconds are in.
       solver: where the schedules to choose from come from.
       sweep: the graph and the schedules to choose from.
@@ -126,7 +133,9 @@ class Problem:
         return self.sweep.unchanged
 
 
-_sweeps: Recent[tuple[str, Compiler, Overhead, Solver, Gradients], Sweep] = Recent(_MOST_SWEEPS)
+_sweeps: Recent[tuple[str, tuple[ArrayType, ...], Compiler, Overhead, Solver, Gradients], Sweep] = (
+    Recent(_MOST_SWEEPS)
+)
 
 
 def problem(
@@ -152,19 +161,24 @@ def problem(
       RematError: the solver does not take this program.
     """
     compiler = Compiler(device=device, off=off)
-    key = (program.fingerprint(), compiler, measure, solver, gradients)
+    fingerprint = program.fingerprint()
+    # On a mesh, all that is counted is what one device has.
+    program = per_device(program)
+    key = (fingerprint, program.types, compiler, measure, solver, gradients)
     found = _sweeps.get(key)
     if found is None:
-        with _no_collection():
+        with doing(f"planning {program.name} for {device.name}"), _no_collection():
             found = _sweeps.put(key, _sweep(program, compiler, measure, solver, gradients))
-    return Problem(program=program, fingerprint=key[0], device=device, solver=solver, sweep=found)
+    return Problem(
+        program=program, fingerprint=fingerprint, device=device, solver=solver, sweep=found
+    )
 
 
 def _sweep(
     program: Program, compiler: Compiler, measure: Overhead, solver: Solver, gradients: Gradients
 ) -> Sweep:
     linearization = linearize(program)
-    expected = model(program, linearization, compiler, gradients)
+    expected = inner.model(program, linearization, compiler, gradients)
     graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
     alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()
@@ -195,12 +209,45 @@ def _policies(program: Program, expected: Model) -> tuple[Schedule, ...]:
     )
 
 
+def expected(of: Problem, schedules: Sequence[Schedule]) -> tuple[Candidate, ...]:
+    """Schedules as candidates, with the temporaries that the model expects of each."""
+    return tuple(_modelled(of.model, _judged(of.model, one)) for one in schedules)
+
+
 def defaults(of: Problem) -> tuple[Candidate, ...]:
     """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
     found = judged(of.model.graph, _policies(of.program, of.model))
     if of.corrections is not None:
         return tuple(_expected(of, _admitted(of.model, one)) for one in found)
     return tuple(_modelled(of.model, one) for one in found)
+
+
+def named_defaults(of: Problem) -> dict[str, Candidate]:
+    """The function as it is and what each of the policies does alone, by what to call them.
+
+    Of those that come to the same figures the first. What keeps everything is the function as it
+    is, and is left out.
+    """
+    model, program = of.model, of.program
+    found = {"plain": of.unchanged}
+    ways = {
+        "": policies.schedules(program, model.roots, model.graph),
+        ", per block": policies.schedules_per_block(
+            program, model.roots, model.graph, blocks.blocks(program)
+        ),
+    }
+    for suffix, schedules in ways.items():
+        for (name, policy), schedule in zip(
+            policies.default_policies().items(), schedules, strict=False
+        ):
+            if policy is jax.checkpoint_policies.everything_saveable:
+                continue
+            for one in judged(model.graph, [schedule]):
+                found[name + suffix] = _modelled(model, one)
+    first: dict[tuple[int, float], str] = {}
+    for name, one in found.items():
+        first.setdefault((one.peak_bytes, one.overhead_seconds), name)
+    return {name: found[name] for name in first.values()}
 
 
 def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
@@ -348,11 +395,15 @@ def _modelled(expected: Model, one: Candidate) -> Candidate:
     return dataclasses.replace(one, peak_bytes=expected.peak_bytes(one.schedule))
 
 
-def _simulate(expected: Model, schedule: Schedule) -> Simulation:
-    """The referee's replay, with what the compiler holds all along beside it."""
-    found = simulate(expected.graph_of(schedule), schedule)
+def _simulate(expected: Model, schedule: Schedule | None) -> Simulation:
+    """The referee's replay, with what the compiler holds all along beside it.
+
+    With None that of the function as it is.
+    """
+    whole = plain(expected.graph) if schedule is None else schedule
+    found = simulate(expected.graph_of(schedule), whole)
     more = expected.held_bytes(schedule)
-    seconds, flops = expected.recomputation(schedule)
+    seconds, flops = expected.recomputation(whole)
     if not (more or seconds or flops):
         return found
     return dataclasses.replace(
@@ -384,19 +435,20 @@ def solve(of: Problem, objective: Objective) -> Candidate:
     found = fastest_within(candidates, budget_bytes, measure)
     if found is None:
         least = smallest_within(candidates, float("inf"), measure)
-        pins = _pins(of, _simulate(of.model, least.schedule))[:5]
+        pins = _pins(of, _simulate(of.model, least.schedule), Names(of.program))[:5]
         raise BudgetError(
             f"No plan has temporaries within {format_bytes(budget_bytes)}: the least peak that "
             f"remat_opt reaches is {format_bytes(least.peak_bytes)} (the unchanged function needs "
             f"{format_bytes(of.unchanged.peak_bytes)}). Alive at that peak are "
             + "; ".join(
-                " ".join(filter(None, (format_bytes(p.bytes), p.label, p.role, p.module, p.source)))
+                f"{format_bytes(p.bytes)} {p.role}: "
+                + ", at ".join(filter(None, (p.name.title, p.source)))
                 for p in pins
             )
             + ". Give a larger budget or a smaller batch.",
             budget_bytes=budget_bytes,
             least_peak_bytes=least.peak_bytes,
-            pinning=tuple((f"{p.label} {p.module}".strip(), p.bytes) for p in pins),
+            pinning=tuple((p.name.title, p.bytes) for p in pins),
         )
     return found
 
@@ -439,12 +491,12 @@ def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
 
 
 def step_bytes(program: Program, device: Device, gradients: Gradients) -> tuple[int, int]:
-    """Bytes of arguments (closed-over arrays among them) and of outputs of a step.
+    """Bytes of arguments (closed-over arrays among them) and of outputs of a step, on one device.
 
     Outputs are those of the function, and where they are put out one gradient for each
     differentiated argument. Else these are temporaries, which the prediction counts.
     """
-    compiler = Compiler(device=device)
+    compiler, program = Compiler(device=device), per_device(program)
 
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(program.types[value]) for value in values)
@@ -521,7 +573,8 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
             forward_seconds=0.0,
             recomputed_flops=0,
             forward_flops=0,
-            timeline=(),
+            timeline=NOTHING,
+            plain_timeline=NOTHING,
             pins=(),
         ),
         measured=None,
@@ -543,6 +596,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         model_bytes = expected.peak_bytes(chosen.schedule)
     region_of = chosen.schedule.region_of()
     stored, times = set(simulation.stored), Counter(simulation.recomputed)
+    names = Names(program)
     decisions = []
     for vertex, root in enumerate(expected.roots):
         if vertex in stored:
@@ -554,9 +608,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         decisions.append(
             Decision(
                 root=root,
-                label=expected.labels[vertex],
-                module=program.equations[root].module,
-                source=internals.source_line(program.equations[root].jax_equation),
+                name=names.of(root),
                 region=region_of[vertex],
                 fate=fate,
                 times=times[vertex],
@@ -585,8 +637,9 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
             forward_seconds=graph.forward_seconds,
             recomputed_flops=simulation.recomputed_flops,
             forward_flops=graph.forward_flops,
-            timeline=tuple(moment.live_bytes for moment in moments),
-            pins=_pins(of, simulation),
+            timeline=_timeline(expected, chosen.schedule, simulation, moments),
+            plain_timeline=_plain_timeline(expected),
+            pins=_pins(of, simulation, names),
         ),
         measured=None,
         as_compiled=(),
@@ -596,32 +649,94 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
     )
 
 
-def _pins(of: Problem, simulation: Simulation) -> tuple[Pin, ...]:
+def _timeline(
+    expected: Model, schedule: Schedule | None, found: Simulation, moments: Sequence[Moment]
+) -> Timeline:
+    """What is alive when under a schedule, or with None in the function as it is.
+
+    Args:
+      expected: the model that was replayed.
+      schedule: likewise.
+      found: the replay.
+      moments: its moments, with what is expected to be alive.
+    """
+    return timeline(
+        expected.graph,
+        schedule or plain(expected.graph),
+        found,
+        live_bytes=[moment.live_bytes for moment in moments],
+        gradient_bytes=expected.gradient_bytes,
+        roots=expected.roots,
+    )
+
+
+def _plain_timeline(expected: Model) -> Timeline:
+    unchanged = expected.as_it_is or expected
+    found = _simulate(unchanged, None)
+    return _timeline(unchanged, None, found, found.moments)
+
+
+def _pins(of: Problem, simulation: Simulation, names: Names) -> tuple[Pin, ...]:
     """The largest arrays alive at the peak."""
-    expected = of.model
-    pins = []
-    for item in simulation.alive[:_MOST_PINS]:
-        equation = of.program.equations[expected.roots[item.vertex]]
-        pins.append(
-            Pin(
-                label=expected.labels[item.vertex],
-                module=equation.module,
-                source=internals.source_line(equation.jax_equation),
-                role=item.role,
-                bytes=item.bytes,
-            )
-        )
-    return tuple(pins)
+    return tuple(
+        Pin(name=names.of(of.model.roots[item.vertex]), role=item.role, bytes=item.bytes)
+        for item in simulation.alive[:_MOST_PINS]
+    )
+
+
+def _mesh_notes(program: Program) -> Iterator[str]:
+    where = program.placement
+    if where is None:
+        return
+    axes = ", ".join(f"{name} {size}" for name, size in where.axes)
+    if is_split(program):
+        yield f"All figures are those of one of the {where.devices} devices of the mesh ({axes})."
+    else:
+        yield unsplit_note(program)
+
+
+def unsplit_note(program: Program) -> str:
+    """What to do where nothing is known of how a program on a mesh is split."""
+    assert program.placement is not None, "it is on a mesh"
+    return (
+        f"{program.name!r} runs on a mesh of {program.placement.devices} devices, and nothing "
+        "tells how its arguments are split over it, as is usual under jax.jit: bytes are counted "
+        f"as if each device held all of them. Call {program.name}.plan(...) with the sharded "
+        "arguments first, or with jax.ShapeDtypeStruct that have their shardings; or constrain "
+        "values inside with jax.lax.with_sharding_constraint."
+    )
+
+
+def _side_effects(of: Problem) -> Iterator[str]:
+    """What must run once, and so is under no checkpoint."""
+    found = Counter(
+        f"{equation.operation.primitive} at {internals.source_line(equation.jax_equation) or '?'}"
+        for equation in of.program.equations
+        if equation.once
+    )
+    if not found:
+        return
+    told = [
+        place if times == 1 else f"{place}, {times} times"
+        for place, times in list(found.items())[:_MOST_EFFECTS]
+    ]
+    more = [f"and {len(found) - _MOST_EFFECTS} more"] if len(found) > _MOST_EFFECTS else []
+    yield (
+        "Run once, in the order of the function, and under no checkpoint, since they have side "
+        f"effects or call back to Python: {'; '.join([*told, *more])}. What their derivatives read "
+        "is kept; a loop with one inside is planned as one piece."
+    )
 
 
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     expected = of.model
-    notes = list(expected.notes(schedule))
+    notes = [*_mesh_notes(of.program), *expected.notes(schedule)]
     if expected.estimated_flops_share > 0.005:
         notes.append(
             f"{expected.estimated_flops_share:.1%} of the forward FLOPs come from estimated "
             "cost rules; remat_opt.costs.register adds exact ones."
         )
+    notes += _side_effects(of)
     if expected.assumed:
         notes.append(
             "JAX gave no derivative for "

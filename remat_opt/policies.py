@@ -14,6 +14,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.graph import Graph
+from remat_opt.program import dataflow
 from remat_opt.program.record import Atom, Program
 from remat_opt.schedule import Region, Schedule, merged
 
@@ -92,17 +93,44 @@ def schedules_per_block(
     if all(place is None for place, _ in parts):
         return
     for policy in default_policies().values():
-        kept = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
+        own = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
         yield Schedule(
             regions=tuple(
                 merged(
                     vertices
                     if place is None
-                    else Region(vertices=vertices, kept=tuple(v for v in vertices if v in kept))
+                    else Region(vertices=vertices, kept=tuple(v for v in vertices if v in own))
                     for place, vertices in parts
                 )
             )
         )
+
+
+def kept(policy: Callable[..., Any], program: Program, roots: Sequence[int]) -> frozenset[int]:
+    """The vertices that a policy keeps, by what computes them or by a name they are given.
+
+    Args:
+      policy: of a ``jax.checkpoint``.
+      program: what is under it.
+      roots: for each vertex its equation.
+    """
+    vertex_of = {root: vertex for vertex, root in enumerate(roots)}
+    maker = program.makers()
+    found = set()
+    for index in range(len(program.equations)):
+        if not _keeps(policy, program, index):
+            continue
+        while (
+            index not in vertex_of
+            and program.equations[index].operation.primitive in dataflow.ALIASES
+        ):
+            (value,) = program.equations[index].value_inputs
+            if value not in maker:
+                break
+            index = maker[value]
+        if index in vertex_of:
+            found.add(vertex_of[index])
+    return frozenset(found)
 
 
 def per_block(
@@ -149,6 +177,11 @@ def per_block(
         return [_read(atom, environment) for atom in program.outputs]
 
     return run
+
+
+def as_it_is(program: Program) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """The program as a function ``run(constants, arguments) -> flat outputs``."""
+    return per_block(program, (), jax.checkpoint_policies.everything_saveable)
 
 
 def _with_rest(runs: Sequence[range], count: int) -> list[tuple[range, bool]]:

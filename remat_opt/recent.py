@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -14,8 +14,7 @@ ValueT = TypeVar("ValueT")
 class Recent(Generic[KeyT, ValueT]):
     """At most so many values; the one that was asked for the longest ago goes first.
 
-    Several threads may use it. Two that miss the same value both work it out, and both are given
-    the one that was put first.
+    Several threads may use it. Of two that ``put`` a value, both are given the one that was first.
 
     Example:
       >>> squares = Recent(2)
@@ -29,6 +28,8 @@ class Recent(Generic[KeyT, ValueT]):
         self._most = most
         self._known: OrderedDict[KeyT, ValueT] = OrderedDict()
         self._lock = threading.Lock()
+        # Of what is being worked out.
+        self._making: dict[KeyT, threading.RLock] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -55,3 +56,24 @@ class Recent(Generic[KeyT, ValueT]):
         with self._lock:
             self._known.pop(key, None)
         return self.put(key, value)
+
+    def made(self, key: KeyT, make: Callable[[], ValueT]) -> ValueT:
+        """The value for ``key``, worked out where it is not there.
+
+        Of several threads one does so, and the others wait. What ``make`` raises is raised, and
+        then the next tries.
+
+        Example:
+          >>> squares = Recent(2)
+          >>> squares.made(3, lambda: 9), squares.made(3, lambda: 10)
+          (9, 9)
+        """
+        with self._lock:
+            making = self._making.setdefault(key, threading.RLock())
+        try:
+            with making:
+                found = self.get(key)
+                return self.put(key, make()) if found is None else found
+        finally:
+            with self._lock:
+                self._making.pop(key, None)

@@ -6,24 +6,28 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from remat_opt import failure, frameworks, planning, verification
+from remat_opt import failure, frameworks, planning, traces, verification
 from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
-from remat_opt.errors import PlanFileError, TraceError
+from remat_opt.errors import PlanFileError, PlanningWarning, RematError, TraceError
+from remat_opt.export.source import Source, source_of
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.step import instead_of
 from remat_opt.options import Request
 from remat_opt.plan import Plan
 from remat_opt.program import tracing
-from remat_opt.program.record import Program
+from remat_opt.program.record import UNKNOWN_PLACEMENT, Program
+from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 from remat_opt.recent import Recent
+from remat_opt.traces import Place, Trace
 from remat_opt.transform import rewriting
 from remat_opt.view.plan_text import printable
 
@@ -36,9 +40,9 @@ class Rematerialized:
     """A function that follows a plan; what ``optimal_remat`` and ``apply_plan`` return.
 
     Calling it gives the values, the tree and the dtypes of the function it wraps, and its
-    derivatives are the same too; taken backward, it keeps and recomputes as planned. The
-    function is traced at every call, as ``jax.jit`` would, and planned once for each program
-    that this gives. So it is best called under ``jax.jit``.
+    derivatives are the same too; taken backward, it keeps and recomputes as planned. It is planned
+    once for each program that it is traced to. Under ``jax.jit`` it is traced as often as what is
+    round it; by itself, once for calls that are alike, and compiled.
     """
 
     __wrapped__: Callable[..., Any]
@@ -58,6 +62,7 @@ class Rematerialized:
         self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
         # Programs that have no plan, and were warned of.
         self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
+        self._traces: Recent[Hashable, Trace] = Recent(_MOST_PLANS)
         # A module of ``flax.nnx`` that it is a method of.
         self._instance: tuple[Any, ...] = ()
         # Which loss it is, for ``step``: bound methods are one with what they are bound from.
@@ -73,8 +78,13 @@ class Rematerialized:
         if instead is not None:
             return instead(*args, **kwargs)
         call = self.bind(args, kwargs)
+        place = traces.place_of(call, self.fn)
+        if place is not None:
+            known = self._traces.get(place.key)
+            if known is not None and known.references == place.references:
+                return known.run(jax.tree.leaves((call.args, call.kwargs)))
         if self.request.errors == "raise":
-            return self._run(self.trace(call), call)
+            return self._run(self.trace(call), call, place)
         try:
             program = self.trace(call)
         except Exception as error:
@@ -85,7 +95,7 @@ class Rematerialized:
         if self._unplanned.get(fingerprint):
             return call.fn(*call.args, **call.kwargs)
         try:
-            return self._run(program, call)
+            return self._run(program, call, place)
         except Exception as error:
             if not failure.is_own_fault(error):
                 raise
@@ -93,15 +103,24 @@ class Rematerialized:
             self._unplanned.put(fingerprint, True)
             return found
 
-    def _run(self, program: Program, call: tracing.Call) -> Any:
-        if program.differentiated or self._given is not None:
+    def _run(self, program: Program, call: tracing.Call, place: Place | None) -> Any:
+        leaves = jax.tree.leaves((call.args, call.kwargs))
+        arguments = [*leaves, *program.closed_over]
+        # Where nothing is being traced, nobody takes a derivative, and there is nothing to plan;
+        # where nothing has one, jax.grad refuses.
+        is_traced = any(isinstance(value, jax.core.Tracer) for value in arguments)
+        if self._given is not None or (is_traced and program.differentiated):
             plan = self.plan_of(program, call)
             run = rewriting.rewrite(program, plan.stages, plan.platform, loops=plan.loops)
         else:
-            # jax.grad refuses such arguments; a call without derivative has nothing to plan.
             run = rewriting.rewrite(program, (), "cpu")
-        outputs = run(program.constant_values, jax.tree.leaves((call.args, call.kwargs)))
-        return jax.tree.unflatten(program.output_tree, outputs)
+        kept = traces.trace_at(place, program, run)
+        if place is not None and kept is not None:
+            result = kept.run(leaves)
+            self._traces.renew(place.key, kept)
+            return result
+        outputs = run(program.constant_values, arguments)
+        return release(jax.tree.unflatten(program.output_tree, outputs))
 
     def _run_as_it_is(self, call: tracing.Call, error: Exception) -> Any:
         """Calls the function itself, and warns where it does not fail by itself."""
@@ -146,14 +165,16 @@ class Rematerialized:
         """The same, plans included, round a function that traces to the same programs."""
         found = Rematerialized(fn, signature or self.signature, self.request, self._given)
         found._plans, found._unplanned = self._plans, self._unplanned
+        found._traces = self._traces
         found._identity = self._identity
         return found
 
     def following(self, plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """The way to run a loss by a plan; calls that are other programs are planned alike."""
         found = self.around(self.fn)
-        found._plans = Recent(_MOST_PLANS)
+        found._plans, found._traces = Recent(_MOST_PLANS), Recent(_MOST_PLANS)
         found._plans.put(plan.fingerprint, plan)
+        found._plans.put(f"{plan.fingerprint} {UNKNOWN_PLACEMENT}", plan)
         return found.around
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -170,6 +191,42 @@ class Rematerialized:
             call = run.bind(pure.args, pure.kwargs)
             return run.plan_of(run.trace(call), call)
 
+    def to_source(self, *args: Any, **kwargs: Any) -> Source:
+        """The function as a call with such arguments runs it, as ordinary JAX code.
+
+        The module that ``str`` of it gives, and ``save`` writes, imports nothing but JAX. Its
+        function takes and gives what this one does, at the shapes of these arguments. The code is
+        read back and traced before it is handed out.
+
+        Args:
+          *args: arrays or ``jax.ShapeDtypeStruct`` in their place.
+          **kwargs: likewise.
+
+        Raises:
+          RematError: something in the program cannot be written as code; it is named.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from remat_opt import optimal_remat
+          >>> @optimal_remat(device="cpu")
+          ... def loss(weights, x):
+          ...     return jnp.sum(jnp.sin(jnp.sin(x @ weights) @ weights))
+          >>> source = loss.to_source(jnp.ones((8, 8)), jnp.ones((2, 8)))
+          >>> "remat_opt" in [line.split()[1] for line in source.text.splitlines()
+          ...                 if line.startswith(("import ", "from "))]
+          False
+        """
+        with self.pure_call(args, kwargs) as (run, pure):
+            if run is not self:
+                raise RematError(
+                    f"Among the arguments of {self.fn.__name__!r} are modules of flax.nnx, which "
+                    "code cannot hold. Write the loss as a function of their state, with nnx.split "
+                    "and nnx.merge, and export that."
+                )
+            call = run.bind(pure.args, pure.kwargs)
+            program = run.trace(call)
+            return source_of(run.plan_of(program, call), program, call)
+
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with such arguments traces to."""
         with self.pure_call(args, kwargs) as (run, pure):
@@ -184,7 +241,7 @@ class Rematerialized:
         planning.check_differentiated(program)
         return planning.problem(
             program,
-            compilation.resolve_device(self.request.device),
+            compilation.resolve_device(self.request.device, program.mesh),
             measure=self.request.objective.overhead,
             solver=self.request.solver,
             gradients=self.request.objective.gradients,
@@ -236,6 +293,11 @@ class Rematerialized:
             program = trace()
             if self._given is None or program.fingerprint() == self._given.fingerprint:
                 return program
+            if not call.dissolved:
+                # The plan may be one for the function without checkpoints of its own.
+                dissolved = self.trace(dataclasses.replace(call, dissolved=True))
+                if dissolved.fingerprint() == self._given.fingerprint:
+                    return dissolved
             return trace(as_declared=True)
         except Exception as error:
             if not frameworks.is_change_from_within(error):
@@ -252,11 +314,15 @@ class Rematerialized:
         if self._given is not None:
             check_belongs(self._given, fingerprint, program.name)
             return self._given
-        found = self._plans.get(fingerprint)
-        return found or self._plans.put(fingerprint, self._make(program, call))
+        made_for = program.placed_fingerprint()
+        found = self._plans.made(made_for, lambda: self._make(program, call))
+        if program.placement is not None:
+            # Under jax.jit nobody can say how arguments are split: there, as last time.
+            self._plans.renew(f"{fingerprint} {UNKNOWN_PLACEMENT}", found)
+        return found
 
     def _make(self, program: Program, call: tracing.Call) -> Plan:
-        device = compilation.resolve_device(self.request.device)
+        device = compilation.resolve_device(self.request.device, program.mesh)
 
         def compiled(plan: Plan) -> Measurement:
             arguments = jax.tree.leaves((call.args, call.kwargs))
@@ -265,6 +331,8 @@ class Rematerialized:
             )
 
         plan = self.choose(program, device, self.request.objective.gradients.value, compiled)
+        if program.placement is not None and planning.unsplit_note(program) in plan.notes:
+            warnings.warn(planning.unsplit_note(program), PlanningWarning, stacklevel=2)
         compile_it = self.request.verify and plan.measured is None
         return dataclasses.replace(plan, measured=compiled(plan)) if compile_it else plan
 

@@ -70,6 +70,25 @@ class Live:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """The life of one array.
+
+    Attributes:
+      vertex: the vertex it belongs to.
+      role: as of ``Live``.
+      bytes: its size.
+      first: number, in ``moments``, of the first moment at which it is there.
+      last: likewise of the last.
+    """
+
+    vertex: int
+    role: str
+    bytes: int
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """What a schedule takes.
 
@@ -78,6 +97,7 @@ class Simulation:
       peak: number, in ``moments``, of the first moment that reaches it.
       moments: one per step, in order of execution.
       alive: the arrays alive at the peak, largest first.
+      lives: all arrays that take any bytes, in the order in which they go.
       stored: the vertices whose value the backward pass reads from memory, ascending.
       stored_bytes: their bytes.
       recomputed: the vertices that run again, ascending, each as often as it does.
@@ -89,6 +109,7 @@ class Simulation:
     peak: int
     moments: tuple[Moment, ...]
     alive: tuple[Live, ...]
+    lives: tuple[Life, ...]
     stored: tuple[int, ...]
     stored_bytes: int
     recomputed: tuple[int, ...]
@@ -186,23 +207,37 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     wanted = demand(graph, schedule)
     moments: list[Moment] = []
     peak = -1
-    at_peak: _Live = {}
 
     def tell(phase: str, region: int, vertex: int, depth: int = 0) -> None:
-        nonlocal peak, at_peak
+        nonlocal peak
         total = run.total
         if peak < 0 or total > moments[peak].live_bytes:
-            peak, at_peak = len(moments), dict(run.live)
+            peak = len(moments)
         moments.append(
             Moment(phase=phase, region=region, vertex=vertex, depth=depth, live_bytes=total)
         )
 
-    run = _Replay(graph, tell)
+    lives: list[Life] = []
+
+    def gone(role: str, vertex: int, size: int, first: int) -> None:
+        # What goes before the next step was there at the last one.
+        if size and first < len(moments):
+            lives.append(
+                Life(
+                    vertex=vertex,
+                    role=_role(role, vertex, wanted),
+                    bytes=size,
+                    first=first,
+                    last=len(moments) - 1,
+                )
+            )
+
+    run = _Replay(graph, tell, gone)
     run.whole(schedule, wanted)
     alive = [
-        Live(vertex=vertex, role=_role(role, vertex, wanted), bytes=size)
-        for (role, vertex, _), size in at_peak.items()
-        if size
+        Live(vertex=life.vertex, role=life.role, bytes=life.bytes)
+        for life in lives
+        if life.first <= peak <= life.last
     ]
     again = sorted(wanted.all_recomputed())
     return Simulation(
@@ -210,6 +245,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         peak=peak,
         moments=tuple(moments),
         alive=tuple(sorted(alive, key=lambda item: (-item.bytes, item.vertex, item.role))),
+        lives=tuple(lives),
         stored=tuple(sorted(wanted.stored)),
         stored_bytes=sum(graph.bytes[vertex] for vertex in wanted.stored),
         recomputed=tuple(again),
@@ -318,26 +354,44 @@ class _Replay:
       total: their bytes.
     """
 
-    def __init__(self, graph: Graph, on_step: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        on_step: Callable[..., None],
+        on_free: Callable[[str, int, int, int], None],
+    ) -> None:
         """Starts with nothing alive.
 
         Args:
           graph: what to run.
           on_step: called while each step runs, with its phase, region and vertex, and how deep
             it is where it runs again.
+          on_free: called when an array goes, with its role, vertex and size, and the number of
+            steps that had run when it came.
         """
         self.graph = graph
         self.live: _Live = {}
         self.total = 0
-        self._on_step = on_step
+        self._since: dict[tuple[str, int, int], int] = {}
+        self._steps = 0
+        self._tell = on_step
+        self._on_free = on_free
+
+    def _on_step(self, phase: str, region: int, vertex: int, depth: int = 0) -> None:
+        self._tell(phase, region, vertex, depth)
+        self._steps += 1
 
     def _allocate(self, role: str, vertex: int, size: int, depth: int = 0) -> None:
         if (role, vertex, depth) not in self.live:
             self.live[role, vertex, depth] = size
+            self._since[role, vertex, depth] = self._steps
             self.total += size
 
     def _free(self, role: str, vertex: int, depth: int = 0) -> None:
-        self.total -= self.live.pop((role, vertex, depth), 0)
+        size = self.live.pop((role, vertex, depth), None)
+        if size is not None:
+            self.total -= size
+            self._on_free(role, vertex, size, self._since[role, vertex, depth])
 
     def whole(self, schedule: Schedule, wanted: Demand) -> None:
         """Runs the schedule forward and backward."""

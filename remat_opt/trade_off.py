@@ -9,10 +9,11 @@ import dataclasses
 import json
 from typing import Any
 
-from remat_opt.planning import Problem
-from remat_opt.solvers.base import Overhead, pareto
+from remat_opt.gradients import Gradients
+from remat_opt.planning import Problem, named_defaults, step_bytes
+from remat_opt.solvers.base import Candidate, Overhead, pareto
 from remat_opt.units import format_bytes, format_share
-from remat_opt.view import report
+from remat_opt.view import drawing, plots, report, scatter
 
 #: Rows of the table in a terminal or a notebook; ``rows`` and the picture have them all.
 _MOST_ROWS = 24
@@ -30,12 +31,19 @@ class Frontier:
         the budget that gives this plan; ``of_plain``, as a share of the unchanged function's;
         ``overhead_seconds_share`` and ``recomputed_flops_share`` of one forward pass;
         ``regions``, and how many of them hold others, ``nested``.
+      defaults: one dictionary for the function as it is and for each of ``jax.checkpoint``'s
+        policies, round the whole function and round every block: ``label``, and the first four
+        figures of a row.
+      limit_bytes: what the device's memory leaves for temporaries, beside arguments and outputs;
+        None where that is unknown, or nothing.
     """
 
     function: str
     device: str
     overhead: str
     rows: tuple[dict[str, Any], ...]
+    defaults: tuple[dict[str, Any], ...] = ()
+    limit_bytes: int | None = None
 
     def to_json(self) -> str:
         """The frontier as JSON text: the fields of this record."""
@@ -50,6 +58,20 @@ class Frontier:
             self._picture().svg(),
             dataclasses.replace(self._table(), title="").html(),
         )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws memory against overhead: the plans as a line, the defaults as points with names.
+
+        Args:
+          ax: matplotlib axes; the current ones if None.
+
+        Returns:
+          The axes.
+
+        Raises:
+          MissingPackageError: matplotlib is not installed.
+        """
+        return plots.scatter(self._picture(), ax)
 
     def _title(self) -> str:
         return f"Best plans of {self.function} for {self.device}"
@@ -77,21 +99,33 @@ class Frontier:
             + (f" {left} more between them are in .rows." if left else ""),
         )
 
-    def _picture(self) -> report.Scatter:
+    def _picture(self) -> scatter.Scatter:
         in_flops = self.overhead == Overhead.FLOPS.value
         key = "recomputed_flops_share" if in_flops else "overhead_seconds_share"
         counted = "FLOPs" if in_flops else "time"
-        return report.Scatter(
+        levels: tuple[tuple[str, float], ...] = ()
+        if self.limit_bytes is not None:
+            levels = ((f"room on {self.device}", float(self.limit_bytes)),)
+        return scatter.Scatter(
             title=f"{self._title()}: memory against recomputation",
-            x=report.share_axis(f"recomputed {counted}, as a share of one forward pass"),
-            y=report.bytes_axis(
-                "temporaries, predicted", max(row["temporary_bytes"] for row in self.rows)
+            x=drawing.share_axis(f"recomputed {counted}, as a share of one forward pass"),
+            y=drawing.bytes_axis(
+                "temporaries, predicted",
+                max(row["temporary_bytes"] for row in (*self.rows, *self.defaults)),
             ),
+            levels=levels,
             series=(
-                report.Series(
+                scatter.Series(
+                    label="plain and jax.checkpoint",
+                    points=tuple(
+                        scatter.Point(x=row[key], y=row["temporary_bytes"], label=row["label"])
+                        for row in self.defaults
+                    ),
+                ),
+                scatter.Series(
                     label="remat_opt",
                     points=tuple(
-                        report.Point(
+                        scatter.Point(
                             x=row[key],
                             y=row["temporary_bytes"],
                             label=format_bytes(row["temporary_bytes"]),
@@ -104,28 +138,46 @@ class Frontier:
         )
 
 
-def of(problem: Problem, measure: Overhead) -> Frontier:
-    """The frontier of a problem whose candidates were found for ``measure``."""
+def of(problem: Problem, measure: Overhead, gradients: Gradients) -> Frontier:
+    """The frontier of a problem whose candidates were found for ``measure``.
+
+    Args:
+      problem: a program on a device.
+      measure: what recomputation is counted in.
+      gradients: what becomes of them in the step.
+    """
     graph = problem.model.graph
     unchanged = problem.unchanged.peak_bytes
+
+    def figures(one: Candidate) -> dict[str, Any]:
+        return {
+            "temporary_bytes": one.peak_bytes,
+            "of_plain": one.peak_bytes / unchanged if unchanged else 1.0,
+            "overhead_seconds_share": _share(one.overhead_seconds, graph.forward_seconds),
+            "recomputed_flops_share": _share(one.recomputed_flops, graph.forward_flops),
+        }
+
     rows = []
     for one in pareto(list(problem.candidates), measure):
         regions = one.schedule.regions
         rows.append(
             {
-                "temporary_bytes": one.peak_bytes,
-                "of_plain": one.peak_bytes / unchanged if unchanged else 1.0,
-                "overhead_seconds_share": _share(one.overhead_seconds, graph.forward_seconds),
-                "recomputed_flops_share": _share(one.recomputed_flops, graph.forward_flops),
+                **figures(one),
                 "regions": len(regions),
                 "nested": sum(bool(region.inside) for region in regions),
             }
         )
+    device = problem.device
+    room = device.memory_bytes - sum(step_bytes(problem.program, device, gradients))
     return Frontier(
         function=problem.program.name,
         device=problem.device.name,
         overhead=measure.value,
         rows=tuple(rows),
+        defaults=tuple(
+            {"label": label, **figures(one)} for label, one in named_defaults(problem).items()
+        ),
+        limit_bytes=room if room > 0 else None,
     )
 
 

@@ -27,6 +27,7 @@ from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
 from remat_opt.program.record import Program
+from remat_opt.progress import doing
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule
 from remat_opt.solvers.base import Candidate, least_memory, pareto
@@ -69,7 +70,7 @@ class Memory:
             fingerprint=program.fingerprint(),
             device=device.name,
             compiler=compilation.compiler_version(device),
-            step=step,
+            step=step if program.placement is None else f"{step} on {program.placement.text}",
         )
         self._path = path
 
@@ -174,7 +175,8 @@ class Trials:
         """Compiles the candidate's plan, and learns from it."""
         plan = planning.describe(self.problem, self.problem.program, one, self.objective)
         try:
-            measured = self._compiled(plan)
+            with doing(f"plan {self.count + 1} of at most {MOST_COMPILES}"):
+                measured = self._compiled(plan)
         except CompileError as error:
             self._refusals.append(error)
             self._tried[one.schedule] = one, None

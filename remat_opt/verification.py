@@ -32,6 +32,7 @@ from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
+from remat_opt.program.propagation import argument_shardings
 from remat_opt.program.record import Program
 from remat_opt.program.tracing import is_inexact
 from remat_opt.solvers.base import Candidate, least_memory
@@ -64,7 +65,8 @@ def measure_plan(
     Args:
       plan: made for the program.
       program: a traced function.
-      arguments: its flat arguments: arrays, shapes or tracers, of which only shapes matter.
+      arguments: its flat arguments, less what is closed over: arrays, shapes or tracers, of which
+        only shapes matter.
       device: the machine to compile for.
       off: names of rules about compilers that are switched off.
       with_buffers: whether to read what is alive when, too.
@@ -81,22 +83,41 @@ def measure_plan(
             "decorate a function that has the vmap or shard_map inside."
         )
     run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
-    traced = [isinstance(value, jax.core.Tracer) for value in program.constant_values]
+    fate = plan.objective.gradients
+    return measure_run(run, program, arguments, device, fate, with_buffers=with_buffers)
+
+
+def measure_run(
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    program: Program,
+    arguments: Sequence[Any],
+    device: Device,
+    fate: Gradients,
+    *,
+    with_buffers: bool = False,
+) -> Measurement:
+    """Compiles what computes a program's outputs in a step.
+
+    Args:
+      run: takes the program's constants and its flat arguments, and gives its flat outputs.
+      program: a traced function.
+      arguments: see ``measure_plan``, as are ``device`` and ``with_buffers``.
+      device: likewise.
+      fate: what becomes of the gradients.
+      with_buffers: likewise.
+
+    Raises:
+      CompileError: the compiler refuses it, as for want of memory.
+    """
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]
-    fate = plan.objective.gradients
 
-    def step(given: Sequence[Any], cotangents: Sequence[Any], flat: Sequence[Any], own: Any) -> Any:
+    def step(cotangents: Sequence[Any], flat: Sequence[Any], own: Any) -> Any:
         parameters, state = own
-        left = iter(given)
-        constants = [
-            next(left) if is_traced else value
-            for is_traced, value in zip(traced, program.constant_values, strict=True)
-        ]
 
         def loss(*differentiated: Any) -> tuple[list[Any], list[Any]]:
             placed = dict(zip((*others, *places), (*flat, *differentiated), strict=True))
-            outputs = run(constants, [placed[place] for place in range(len(placed))])
+            outputs = run(program.constant_values, [placed[place] for place in range(len(placed))])
             return outputs[: program.loss_outputs], outputs[program.loss_outputs :]
 
         outputs, pullback, auxiliary = jax.vjp(loss, *parameters, has_aux=True)
@@ -116,26 +137,33 @@ def measure_plan(
         for atom in program.outputs[: program.loss_outputs]
         if isinstance(atom, int) and program.types[atom].shape and is_inexact(program.types[atom])
     ]
-    closed_over = [_shape(v) for v, t in zip(program.constant_values, traced, strict=True) if t]
-    shapes = list(map(_shape, arguments))
+    values = (*arguments, *program.closed_over)
+    shardings = argument_shardings(program)[len(program.constants) :]
+    shapes = [_shape(*one) for one in zip(values, shardings, strict=True)]
     parameters = [shapes[place] for place in places]
     state = [] if fate is Gradients.RESULTS else [_moments(one) for one in parameters]
     return compilation.measure(
         step,
-        closed_over,
         cotangents,
         [shapes[place] for place in others],
         (parameters, state),
         device=device,
         with_buffers=with_buffers,
-        donate_argnums=() if fate is Gradients.RESULTS else 3,
+        donate_argnums=() if fate is Gradients.RESULTS else 2,
     )
 
 
 def _moments(parameter: Any) -> tuple[Any, Any]:
     """Adam's state for a parameter."""
-    kind = jax.ShapeDtypeStruct(jnp.shape(parameter), jnp.result_type(parameter))
-    return kind, jax.eval_shape(jnp.abs, kind)
+    sharding = getattr(parameter, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = None
+    shape, dtype = jnp.shape(parameter), jnp.result_type(parameter)
+    size = jax.eval_shape(jnp.abs, jax.ShapeDtypeStruct((), dtype)).dtype
+    return (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+        jax.ShapeDtypeStruct(shape, size, sharding=sharding),
+    )
 
 
 def _updated(
@@ -164,11 +192,13 @@ def _cotangent(output: Any, others: Iterator[Any]) -> Any:
     return next(others) if jnp.ndim(output) else jnp.ones((), dtype)
 
 
-def _shape(value: Any) -> Any:
-    """A tracer as its shape and dtype; what has numbers, or is a shape, as it is."""
+def _shape(value: Any, sharding: Any) -> Any:
+    """A tracer as its shape and dtype, laid out so; what has numbers, or is a shape, as it is."""
     if not isinstance(value, jax.core.Tracer):
         return value
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
+    return jax.ShapeDtypeStruct(
+        value.shape, value.dtype, weak_type=value.weak_type, sharding=sharding
+    )
 
 
 def choose(
@@ -252,9 +282,7 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
         "Give a larger budget or a smaller batch.",
         budget_bytes=budget_bytes,
         least_peak_bytes=least,
-        pinning=tuple(
-            (f"{p.label} {p.module}".strip(), p.bytes) for p in trials.plans[-1].predicted.pins
-        ),
+        pinning=tuple((p.name.title, p.bytes) for p in trials.plans[-1].predicted.pins),
     )
 
 

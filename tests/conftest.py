@@ -8,10 +8,14 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of what compiling for CPU takes is LLVM's work on kernels. Left as they are they run slower,
 # but XLA's own passes, and so memory and FLOPs, are those that users get. What is set already comes
-# later and holds.
-os.environ["XLA_FLAGS"] = (
-    f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
-)
+# later and holds. Eight devices, for meshes; what is not sharded runs on the first.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_backend_optimization_level=0",
+        "--xla_force_host_platform_device_count=8",
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+).strip()
 
 import hypothesis
 

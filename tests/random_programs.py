@@ -2,9 +2,10 @@
 
 A program is told by its seed alone. It mixes what real programs mix and hand-made tests leave out:
 frozen arguments, parts that nothing differentiated reaches, several loss terms that share values,
-masks by statistics, loops behind a ``stop_gradient``, derivative rules that give zero, inner
-checkpoints, branches without a derivative, values that nothing reads, auxiliary outputs, and
-several dtypes. ``hunt`` goes through many of them.
+masks by statistics, loops of many kinds, with branches, keys or checkpoints inside, kernels with
+rules of their own, loops behind a ``stop_gradient``, derivative rules that give zero, inner
+checkpoints, kept or dissolved, branches without a derivative, values that nothing reads, auxiliary
+outputs, and several dtypes. ``hunt`` goes through many of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import remat_opt
 from remat_opt.errors import BudgetError
@@ -59,6 +61,37 @@ def own_gradient(a: jax.Array) -> jax.Array:
 own_gradient.defvjp(lambda a: (own_gradient(a), a), lambda a, ct: (ct * jnp.tanh(a),))
 
 
+@jax.custom_vjp
+def kernel(a: jax.Array, w: jax.Array) -> jax.Array:
+    """As a kernel of one's own: its rule says what it keeps."""
+    return jnp.tanh(a @ w)
+
+
+def _kernel_forward(a: jax.Array, w: jax.Array) -> Any:
+    result = kernel(a, w)
+    return result, (a, w, result)
+
+
+def _kernel_backward(kept: Any, cotangent: jax.Array) -> Any:
+    a, w, result = kept
+    moved = cotangent * (1 - result * result)
+    return moved @ w.T, a.T @ moved
+
+
+kernel.defvjp(_kernel_forward, _kernel_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scaled(a: jax.Array, factor: float) -> jax.Array:
+    return jnp.sin(a) * factor
+
+
+scaled.defvjp(
+    lambda a, factor: (scaled(a, factor), a),
+    lambda factor, a, cotangent: (cotangent * jnp.cos(a) * factor,),
+)
+
+
 def loop(a: jax.Array) -> jax.Array:
     """A loop that has no derivative."""
     return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, a))[1]
@@ -74,6 +107,89 @@ def scanned_with_frozen(a: jax.Array, w: jax.Array) -> jax.Array:
         return (jnp.tanh(c @ w) + frozen, lax.stop_gradient(frozen + row)), jnp.mean(c)
 
     return lax.scan(step, (a, lax.stop_gradient(a)), a[:3])[0][0]
+
+
+def scanned_checkpoint(a: jax.Array, w: jax.Array) -> jax.Array:
+    body = jax.checkpoint(lambda c, _: (jnp.tanh(jnp.sin(c @ w) @ w) + c, None))
+    return lax.scan(body, a, None, length=4)[0]
+
+
+def scanned_with_policy(a: jax.Array, w: jax.Array) -> jax.Array:
+    policy = jax.checkpoint_policies.dots_saveable
+    body = jax.checkpoint(lambda c, _: (jnp.tanh(jnp.sin(c @ w) @ w), c[0]), policy=policy)
+    last, rows = lax.scan(body, a, None, length=3, reverse=True)
+    return last + rows.sum(0)
+
+
+def scanned_branches(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Layers that may be skipped."""
+
+    def step(carry: Any, skipped: jax.Array) -> Any:
+        c, count = carry
+        c = lax.cond(skipped, lambda b: b * 0.5, lambda b: kernel(jnp.cos(b), w) + b, c)
+        return (c, count + 1), count * jnp.mean(c)
+
+    (last, _), means = lax.scan(step, (a, 0), jnp.arange(4) % 3 == 1)
+    return last + means.sum()
+
+
+def scanned_stack(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Stacked weights, each iteration with its own key."""
+
+    def step(c: jax.Array, entry: Any) -> Any:
+        one, key = entry
+        mask = jax.random.bernoulli(key, 0.8, c.shape)
+        return jnp.where(mask, jnp.tanh(normalised(c) @ one), 0).astype(c.dtype) + c, None
+
+    weights = jnp.stack([w, w * 0.5, -w, w.T])
+    return lax.scan(step, a, (weights, jax.random.split(jax.random.key(1), 4)))[0]
+
+
+def scanned_twice(a: jax.Array, w: jax.Array) -> jax.Array:
+    def inside(c: jax.Array, _: None) -> Any:
+        return jnp.tanh(c @ w) + c * 0.5, None
+
+    return lax.scan(lambda c, _: lax.scan(inside, jnp.sin(c), None, length=2), a, None, length=3)[0]
+
+
+def switched(a: jax.Array, w: jax.Array) -> jax.Array:
+    branches = [
+        lambda b: jnp.tanh(jnp.sin(b @ w) @ w),
+        jax.checkpoint(lambda b: jnp.tanh(jnp.sin(b @ w) @ w) * 2),
+        lambda b: b * 0.1,
+    ]
+    which = jnp.int32(jnp.abs(lax.stop_gradient(a).sum()) * 10) % 3
+    return lax.switch(which, branches, a)
+
+
+def branch_with_loop(a: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.cond(
+        jnp.sum(lax.stop_gradient(a)) > 0,
+        lambda b: scanned_checkpoint(b, w),
+        lambda b: jnp.sin(b) @ w,
+        a,
+    )
+
+
+def nested_checkpoints(a: jax.Array, w: jax.Array) -> jax.Array:
+    inner = jax.checkpoint(lambda b: jnp.tanh(b @ w) * b)
+    return jax.checkpoint(lambda b: inner(jnp.sin(inner(b))) + b)(a)
+
+
+def named_inside(a: jax.Array, w: jax.Array) -> jax.Array:
+    policy = jax.checkpoint_policies.save_only_these_names("mine")
+    return jax.checkpoint(
+        lambda b: jnp.sin(checkpoint_name(jnp.tanh(b @ w), "mine") @ w), policy=policy
+    )(a)
+
+
+def in_double(a: jax.Array, w: jax.Array) -> jax.Array:
+    """As mixed precision does, the other way round: nothing is rounded that was not."""
+    return jnp.tanh(a.astype(jnp.float64) @ w.astype(jnp.float64)).astype(a.dtype)
+
+
+def by_static_count(a: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w) + i * 0.1, a)
 
 
 def normalised(a: jax.Array) -> jax.Array:
@@ -128,6 +244,12 @@ SMOOTH: list[Callable[..., jax.Array]] = [
     cross_entropy,
     dropped,
     own_gradient,
+    functools.partial(scaled, factor=0.5),
+    lambda a: lax.map(lambda row: jnp.tanh(row) * row.sum(), a) / a.shape[1],
+    lambda a: lax.associative_scan(jnp.add, a) / a.shape[0],
+    lambda a: jnp.abs(jnp.tanh(a + 1j * jnp.cos(a))).astype(a.dtype),
+    lambda a: jnp.concatenate([a[:, :0], jnp.sin(a)], 1) + jnp.sum(jnp.cos(a[:0])),
+    lambda a: a.at[jnp.array([1, 2, 2])].add(jnp.sin(a[:3])),
     lax.stop_gradient,
     no_tangent,
     lambda a: jax.nn.softmax(a, -1),
@@ -196,7 +318,6 @@ PRODUCTS: list[Callable[..., jax.Array]] = [
     lambda a, w: a @ w + jnp.sin(a) @ w,
     lambda a, w: jax.nn.relu(a @ w + w[0]) @ w,
     lambda a, w: a + jnp.tanh(normalised(a) @ w),
-    lambda a, w: jnp.where((t := jnp.tanh(a @ w)) > t.mean(), t, 0) @ w + t @ w,
     lambda a, w: a @ (w / (1 + jnp.linalg.norm(w))),
     lambda a, w: a @ lax.stop_gradient(w),
     lambda a, w: jnp.tanh(a[::2] @ w).repeat(2, 0)[: a.shape[0]] + a,
@@ -204,7 +325,22 @@ PRODUCTS: list[Callable[..., jax.Array]] = [
     gated,
     scanned,
     scanned_with_frozen,
+    scanned_checkpoint,
+    scanned_with_policy,
+    scanned_branches,
+    scanned_stack,
+    scanned_twice,
+    by_static_count,
+    nested_checkpoints,
+    named_inside,
+    kernel,
+    in_double,
     convolved,
+]
+SHARP_PRODUCTS: list[Callable[..., jax.Array]] = [
+    lambda a, w: jnp.where((t := jnp.tanh(a @ w)) > t.mean(), t, 0) @ w + t @ w,
+    switched,
+    branch_with_loop,
 ]
 TERMS: list[Callable[..., jax.Array]] = [
     jnp.sum,
@@ -235,6 +371,7 @@ class RandomProgram:
       taken: what the gradient is taken for: as many of the first weights, and whether for ``x``.
       jit: whether it is compiled.
       tolerance: how far a gradient may be off, as a share of its largest entry.
+      existing: what becomes of checkpoints in it.
     """
 
     seed: int
@@ -246,6 +383,14 @@ class RandomProgram:
     taken: tuple[int, bool]
     jit: bool
     tolerance: float
+    existing: str
+
+    def in_double(self) -> RandomProgram:
+        """The same of more precise numbers."""
+        wide = [one.astype(jnp.float64) for one in (*self.weights, self.x)]
+        return dataclasses.replace(
+            self, weights=wide[:-1], x=wide[-1], tolerance=_TOLERANCES["float64"]
+        )
 
     def value_and_grad(self, fn: Callable[..., Any], *, run: bool = True) -> Any:
         """The loss and its gradient for what the program takes it for; the rest is frozen.
@@ -273,7 +418,7 @@ def draw(seed: int) -> RandomProgram:
     dtype = chance.choices(["float64", "float32", "bfloat16"], [6, 3, 1])[0]
     # Masks flip where numbers are rounded: then any two programs differ.
     unary = SMOOTH + SHARP * 2 if dtype == "float64" else SMOOTH
-    products = PRODUCTS if dtype == "float64" else [p for p in PRODUCTS if p is not PRODUCTS[6]]
+    products = PRODUCTS + SHARP_PRODUCTS if dtype == "float64" else PRODUCTS
     rows, columns = chance.choice([(8, 8), (16, 8), (12, 12), (64, 16)])
     depth = chance.choice([1, 2, 4])
     steps: list[tuple[Callable[..., jax.Array], int, int]] = []
@@ -329,6 +474,7 @@ def draw(seed: int) -> RandomProgram:
         taken=(count, for_x or not count),
         jit=chance.random() < 0.9,
         tolerance=_TOLERANCES[dtype],
+        existing=chance.choice(["keep", "replace"]),
     )
 
 
@@ -360,6 +506,7 @@ def failures(
             device=device,
             argnums=program.planned,
             has_aux=program.has_aux,
+            existing=program.existing,
             errors="raise",
         )
         try:
@@ -371,6 +518,7 @@ def failures(
                 device=device,
                 argnums=program.planned,
                 has_aux=program.has_aux,
+                existing=program.existing,
             )
             budgets: list[int | None] = [None]
         except BudgetError as error:
@@ -391,9 +539,14 @@ def failures(
             except Exception as error:
                 found.append(f"{called}: {_told(error)}")
             else:
-                found += [
-                    f"{called}: {one}" for one in differences(expected, answer, program.tolerance)
-                ]
+                lines = differences(expected, answer, program.tolerance)
+                if lines and program.x.dtype != jnp.float64:
+                    # What cancels to nothing is off by what it is summed up from.
+                    wide = program.in_double()
+                    exact = wide.value_and_grad(wide.fn, run=run)
+                    answer = wide.value_and_grad(decorate(wide.fn), run=run)
+                    lines = differences(exact, answer, wide.tolerance) and lines
+                found += [f"{called}: {one}" for one in lines]
     return found
 
 

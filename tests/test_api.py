@@ -187,8 +187,6 @@ def test_nothing_to_differentiate() -> None:
 
 
 def test_wrong_arguments_are_told_when_called() -> None:
-    with pytest.raises(TraceError, match=r"is a str \('train'\), not an array"):
-        remat_opt.optimal_remat(lambda w, mode: w)(1.0, "train")
     with pytest.raises(TraceError, match="argnums names argument 2"):
         remat_opt.optimal_remat(lambda w: w, argnums=2)(1.0)
 
@@ -238,10 +236,10 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
     assert error.budget_bytes == 100
     # Less than where nothing is asked for, since that stops at one pass of recomputation.
     assert error.least_peak_bytes < least.predicted.temporary_bytes
-    assert ("add f32[64,8]", 64 * 8 * 4) in error.pinning
+    assert ("sum in layers, 64x8 float32", 64 * 8 * 4) in error.pinning
     message = str(error)
     assert message.startswith("No plan has temporaries within 100 B: the least peak that ")
-    assert "add f32[64,8] cotangent test_api.py:" in message
+    assert "cotangent: sum in layers, 64x8 float32, at test_api.py:" in message
     assert message.endswith("(layers). Give a larger budget or a smaller batch.")
     # The least peak itself can be had.
     assert (
@@ -433,7 +431,7 @@ def test_with_and_without_parentheses() -> None:
         functools.partial(remat_opt.optimal_remat, max_overhead=0.5),
     ):
         for one, other in zip(jax.grad(decorate(layers))(WEIGHTS, X), expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
+            np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_methods() -> None:
@@ -512,13 +510,14 @@ def test_the_first_argument_that_is_not_static_is_differentiated(static: Any) ->
     assert fn.plan(4, w, X) == remat_opt.make_plan(loss, 4, w, X, argnums=1, device="cpu", **static)
 
 
-def test_compare_differentiates_the_first_argument_that_is_not_static() -> None:
+@pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "depth"}])
+def test_compare_differentiates_the_first_argument_that_is_not_static(static: Any) -> None:
     def loss(depth: int, w: jax.Array, x: jax.Array) -> jax.Array:
         return with_a_switch(w, x, True, depth)
 
     shape = jax.ShapeDtypeStruct((8, 8), "float32")
     found = remat_opt.compare(
-        loss, 4, shape, shape, budgets=[0.9], policies=(), static_argnums=0, device="cpu"
+        loss, 4, shape, shape, budgets=[0.9], policies=(), device="cpu", **static
     )
     assert [row["label"] for row in found.rows] == ["plain", "budget 90.0 %"]
 
@@ -546,3 +545,66 @@ def test_the_plan_is_for_what_is_differentiated() -> None:
     for plan in (of_x, fn.plan(WEIGHTS, X)):
         given = jax.grad(remat_opt.optimal_remat(layers, plan=plan), argnums=1)(WEIGHTS, X)
         np.testing.assert_allclose(given, found, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda weights, x, decorate: decorate(lambda: layers(weights, x))(),
+        lambda weights, x, decorate: decorate(lambda x: layers(weights, x))(x),
+        lambda weights, x, decorate: decorate(lambda w, x: layers([w, *weights[1:]], x))(
+            weights[0], x
+        ),
+    ],
+    ids=["no arguments", "data as argument", "some of them"],
+)
+def test_the_plan_is_for_what_is_closed_over_and_differentiated(loss: Any) -> None:
+    seen = []
+
+    def decorate(fn: Callable[..., Any]) -> Any:
+        decorated = remat_opt.optimal_remat(fn, device="cpu", errors="raise")
+        original = decorated.plan_of
+
+        def noted(program: Any, call: Any) -> Any:
+            seen.append(original(program, call))
+            return seen[-1]
+
+        decorated.plan_of = noted
+        return decorated
+
+    expected = jax.grad(layers)(WEIGHTS, X)
+    found = jax.jit(jax.grad(lambda weights: loss(weights, X, decorate)))(WEIGHTS)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    of_weights = remat_opt.make_plan(layers, WEIGHTS, X, device="cpu")
+    assert [plan.predicted.temporary_bytes for plan in seen] == [
+        of_weights.predicted.temporary_bytes
+    ]
+    assert any(stage.checkpointed for stage in seen[0].stages)
+
+
+def test_a_step_whose_loss_closes_over_its_parameters() -> None:
+    def step(weights: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            return remat_opt.optimal_remat(lambda: layers(weights, x), device="cpu")()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    plan = remat_opt.make_plan(
+        step, of_shape(WEIGHTS), of_shape(X), donate_argnums=0, device="cpu", verify=True
+    )
+    assert plan.measured is not None
+    direct = remat_opt.make_plan(layers, WEIGHTS, X, device="cpu")
+    assert plan.predicted.temporary_bytes == direct.predicted.temporary_bytes
+
+
+def test_arguments_that_are_no_arrays_are_static() -> None:
+    def loss(w: jax.Array, x: jax.Array, activation: Any, mode: str) -> jax.Array:
+        assert mode in ("mean", "sum")
+        return getattr(jnp, mode)(activation(x @ w))
+
+    fn, w = remat_opt.optimal_remat(loss, device="cpu", errors="raise"), jnp.ones((8, 8)) / 8
+    for options in ((jnp.tanh, "mean"), (jnp.sin, "sum")):
+        np.testing.assert_allclose(
+            jax.grad(fn)(w, X, *options), jax.grad(loss)(w, X, *options), rtol=1e-5
+        )

@@ -32,7 +32,7 @@ def measurement(temporary_bytes: int, **changes) -> Measurement:
     return Measurement(**{**fields, **changes})
 
 
-def contest(bytes_of, flops_of, kinds=None, failing=()):
+def contest(bytes_of, flops_of, kinds=None, failing=(), memory_bytes=None):
     """A comparison of functions that are only names."""
 
     def measure(name):
@@ -52,6 +52,7 @@ def contest(bytes_of, flops_of, kinds=None, failing=()):
         measure=measure,
         flops=flops_of.__getitem__,
         forward_flops=100,
+        memory_bytes=memory_bytes,
     )
 
 
@@ -162,7 +163,16 @@ def test_json_holds_the_record():
         "rows": [{"label": "plain"}],
         "notes": ["n"],
         "step": "",
+        "limit_bytes": None,
     }
+
+
+def test_what_the_device_leaves_is_drawn():
+    found = contest({"plain": (4096,)}, {"plain": 300}, {"plain": "plain"}, memory_bytes=5000)
+    # Less 10 of arguments and 20 of outputs.
+    assert found.limit_bytes == 4970
+    assert "room on h200" in found._repr_html_()
+    assert contest({"plain": (1,)}, {"plain": 1}, memory_bytes=20).limit_bytes is None
 
 
 def test_policies_by_name_and_by_function():

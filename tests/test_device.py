@@ -114,3 +114,26 @@ def test_the_target_text_of_a_gpu_holds_its_figures() -> None:
     assert "memory_bandwidth: 2039040000000\n" in text
     assert "{ major: 8 minor: 0 feature_extension: NONE }" in text
     assert text.count("{") == text.count("}")
+
+
+def test_one_of_a_pod() -> None:
+    chip = get_device("V5E:4x4")
+    assert chip.name == "v5e:4x4"
+    assert chip.target == TpuTarget(topology="v5e:4x4")
+    assert chip.memory_bytes == get_device("v5e").memory_bytes
+    gpu = get_device("h200:8")
+    assert isinstance(gpu.target, GpuTarget)
+    assert gpu.target.devices == 8
+    assert "h200:8" not in available()
+
+
+@pytest.mark.parametrize("name", ["v5e:16", "v5e:", "h200:0", "h200:2x2", "cpu:8"])
+def test_refuses_what_is_no_pod(name: str) -> None:
+    with pytest.raises(DeviceError, match=f"There is no device '{name}'. Of TPUs give the slice"):
+        get_device(name)
+
+
+def test_without_a_figure_the_network_is_as_fast_as_the_host() -> None:
+    device = dataclasses.replace(get_device("cpu"), name="mine", network_bandwidth=0.0)
+    assert device.network_bandwidth == device.host_bandwidth
+    assert get_device("v5e").network_bandwidth == 2e11

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jax_core
 
 from remat_opt import _jax_internals as internals
+from remat_opt import _jax_meshes
 from remat_opt.measurement import compilation
 from remat_opt.program import tracing
 
@@ -362,6 +363,29 @@ def test_name_stack_and_source_line() -> None:
     assert internals.source_line(bound) == line
 
 
+def test_functions_of_jax_s_have_no_line_of_their_own() -> None:
+    def fn(x):
+        return jnp.clip(x, 0.0, 1.0)
+
+    equations = tracing.trace(fn, jnp.ones(3)).equations
+    inside = [one for one in equations if one.calls]
+    assert inside, "jnp.clip is a function under jit"
+    for one in inside:
+        assert internals.source_line(one.jax_equation) == ""
+        assert internals.source_line(one.jax_equation, one.calls).endswith(".fn)")
+    (call,) = inside[-1].calls
+    assert call.params["name"] == "clip"
+    assert internals.results_of_call(call, inside[-1].jax_equation.outvars) == call.outvars
+    assert internals.results_of_call(call, inside[0].jax_equation.outvars) == []
+
+
+def test_a_rule_of_a_function_tells_its_name() -> None:
+    (relu,) = tracing.trace(jax.nn.relu, jnp.ones(3)).equations
+    assert internals.custom_name(relu.jax_equation) == "relu"
+    (plain,) = tracing.trace(jnp.sin, 1.0).equations
+    assert internals.custom_name(plain.jax_equation) == ""
+
+
 def test_settings_in_force_where_an_equation_was_traced_are_kept() -> None:
     def fn(x):
         with jax.default_matmul_precision("highest"):
@@ -473,6 +497,72 @@ def test_axes_round_equations() -> None:
     assert internals.surrounding_axes(()) == ()
 
 
+def test_what_values_tell_of_a_mesh() -> None:
+    auto, explicit = (
+        jax.make_mesh((4, 2), ("data", "model"), axis_types=(one,) * 2)
+        for one in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    )
+    spec = jax.sharding.PartitionSpec(("data", "model"), None)
+    seen: list[tuple[Any, Any]] = []
+
+    def note(x: jax.Array) -> jax.Array:
+        mesh = _jax_meshes.mesh_of(x)
+        seen.append((mesh and tuple(mesh.shape.items()), _jax_meshes.split_of(x)))
+        return jnp.zeros(()) if isinstance(x, jax.ShapeDtypeStruct) else jnp.sum(x)
+
+    axes, split = (("data", 4), ("model", 2)), (("data", "model"), ())
+    for mesh in (auto, explicit):
+        with jax.set_mesh(mesh):
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+            x = jax.device_put(jnp.ones((8, 3)), sharding)
+            note(x)
+            note(jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharding))
+            jax.grad(note)(x)
+            jax.jit(jax.grad(note))(x)
+            # Inside a shard_map an array is what one device has.
+            mapped = jax.shard_map(
+                lambda x: note(x)[None], mesh=mesh, in_specs=spec, out_specs=jax.P(spec[0])
+            )
+            jax.eval_shape(mapped, x)
+    note(jnp.ones(3))
+    on_mesh, under_jit, unknown = (axes, split), (axes, None), (None, None)
+    found = [(mesh, None if mesh is None else of_axes) for mesh, of_axes in seen]
+    assert found == [*[on_mesh] * 3, under_jit, unknown, *[on_mesh] * 4, unknown, unknown]
+
+
+def test_the_compiler_says_how_it_splits_values() -> None:
+    mesh = jax.sharding.AbstractMesh(
+        (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+
+    def shape(*extents: int, spec: Any) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(extents, jnp.float32, sharding=sharding)
+
+    def fn(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        y = jax.nn.relu(x @ w)
+        rows, _ = lax.scan(lambda c, _: (jnp.sin(c), None), y, length=3)
+        return [y, rows, y.reshape(8, 2, 8), jnp.sum(y, axis=0), jnp.sum(y)]
+
+    found = _jax_meshes.propagated(
+        fn, [shape(16, 8, spec=(("data",),)), shape(8, 8, spec=(None, "model"))]
+    )
+    data, model = (("data", 4),), (("model", 2),)
+    assert found == [(data, model), (data, model), (data, (), model), (model,), ()]
+
+
+def test_meshes_are_found_in_inner_programs() -> None:
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (lax.with_sharding_constraint(c, sharding), None), x, length=2)
+
+    found = list(_jax_meshes.meshes_in(internals.parts(jax.make_jaxpr(fn)(jnp.ones(8)))[3]))
+    assert found == [mesh]
+    assert not list(_jax_meshes.meshes_in(equations_of(jnp.sin, jnp.ones(3))))
+
+
 def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:
     class Thing:
         def __call__(self) -> None: ...
@@ -509,3 +599,46 @@ def test_tracers_of_derivatives() -> None:
     jax.jit(jax.vmap(loss))(x, x)
     jax.grad(jax.jit(loss))(x, x)  # the derivative is outside, and not to be seen
     assert seen == [(False, False)] * 3
+
+
+def test_where_there_are_arrays() -> None:
+    seen = []
+
+    def loss(x: jax.Array) -> jax.Array:
+        seen.append(internals.is_concrete(x))
+        return jnp.sum(x * x)
+
+    x = jnp.ones((2, 2))
+    for taken in (loss, jax.grad(loss), jax.vmap(jax.grad(loss)), jax.hessian(loss)):
+        taken(x)
+    jax.jvp(jax.grad(loss), (x,), (x,))
+    jax.linearize(loss, x)
+    assert all(seen)
+    seen.clear()
+    jax.jit(loss)(x)
+    jax.grad(jax.jit(loss))(x)
+    jax.jit(jax.vmap(jax.grad(loss)))(x)
+    jax.eval_shape(loss, x)
+    assert not any(seen)
+    assert not internals.is_concrete(jax.ShapeDtypeStruct((2,), "float32"))
+    assert internals.is_concrete(1.0)
+
+
+def test_settings_tell_what_traces_depend_on() -> None:
+    context = jax.make_user_context(default_value=0)  # each is one more setting
+    before = internals.settings()
+    assert internals.settings() == before
+    assert hash(internals.settings()) == hash(before)
+    inside = []
+    for setting in (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("float32"),
+        jax.disable_jit(),
+        jax.numpy_dtype_promotion("strict"),
+        context(1),
+    ):
+        with setting:
+            inside.append(internals.settings())
+    jax.vmap(lambda x: inside.append(internals.settings()) or x, axis_name="i")(jnp.ones(2))
+    assert len({before, *inside}) == 7
+    assert internals.settings() == before

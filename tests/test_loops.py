@@ -121,7 +121,7 @@ def test_a_plan_file_says_what_is_done_in_loops() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("length", "13"), ("length", 12), ("inside", [5]), ("inside", 5), ("kept", [99])),
+        *(("length", "13"), ("length", 99), ("inside", [5]), ("inside", 5), ("kept", [99])),
         *(("loops", 1), ("stages", [{}]), ("kept_bytes", -1.5)),
     ],
 )

@@ -1,16 +1,17 @@
-"""The notebook, executed as Jupyter executes it. It is stored without outputs."""
+"""The notebooks, executed as Jupyter executes them. They are stored with small outputs."""
 
 import base64
 import importlib.util
-import os
 from pathlib import Path
 
-import nbclient
 import nbformat
 import pytest
 
-NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "first_steps.ipynb"
+from notebooks import run
+
+NOTEBOOKS = sorted(run.FOLDER.glob("*.ipynb"))
 PNG_START = b"\x89PNG\r\n\x1a\n"
+MOST_STORED_BYTES = 150_000
 
 
 def code_cells(notebook):
@@ -36,68 +37,75 @@ def printed(cell) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def test_is_stored_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert all(cell.outputs == [] for cell in code_cells(notebook))
-    assert all(cell.execution_count is None for cell in code_cells(notebook))
-
-
-@pytest.fixture(scope="module")
-def executed():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    # The checkout, whether it is installed or not; and figures as the kernel shows them.
-    paths = [str(NOTEBOOK.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **{key: value for key, value in os.environ.items() if key != "MPLBACKEND"},
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=1200,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(NOTEBOOK.parent)}},
-    )
-    # Raises CellExecutionError with the traceback if a cell fails.
-    client.execute(env=environment)
-    return notebook
-
-
-@pytest.mark.slow
-@pytest.mark.versions
-def test_runs_without_an_error(executed):
-    outputs = [output for cell in code_cells(executed) for output in cell.outputs]
+def check_ran(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     warnings = [output for output in outputs if output.get("name") == "stderr"]
     assert not [output.text for output in warnings if "Warning" in output.text]
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_stored_with_small_outputs_and_no_paths(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.encode()) < MOST_STORED_BYTES
+    notebook = nbformat.reads(text, as_version=4)
+    check_ran(notebook)
+    assert any(cell.outputs for cell in code_cells(notebook)), "run notebooks/run.py"
+    assert str(Path.home()) not in text
+    assert str(run.FOLDER) not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [path for path in NOTEBOOKS if path.stem != "first_steps"],
+    ids=lambda path: path.stem,
+)
+def test_runs_without_an_error(path):
+    executed = run.run(path)
+    check_ran(executed)
+    pictures = [shown(cell).get("image/png") for cell in code_cells(executed)]
+    assert all(base64.b64decode(one).startswith(PNG_START) for one in filter(None, pictures))
+    assert any(pictures)
+
+
+@pytest.fixture(scope="module")
+def first_steps():
+    return run.run(run.FOLDER / "first_steps.ipynb")
+
+
 @pytest.mark.slow
 @pytest.mark.versions
-def test_shows_the_plan_as_a_page(executed):
-    page = shown(cell_with(executed, "plan = lean_loss_fn.plan"))["text/html"]
+def test_first_steps_run_without_an_error(first_steps):
+    check_ran(first_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+def test_shows_the_plan_as_a_page(first_steps):
+    page = shown(cell_with(first_steps, "plan = lean_loss_fn.plan"))["text/html"]
     assert "<table" in page
     assert "<svg" in page
-    assert "Kept" in page
+    assert "With this plan" in page
 
 
 @pytest.mark.slow
 @pytest.mark.versions
-def test_gradients_agree(executed):
-    assert printed(cell_with(executed, "lean_gradient = ")) == "The gradients agree.\n"
+def test_gradients_agree(first_steps):
+    assert printed(cell_with(first_steps, "lean_gradient = ")) == "The gradients agree.\n"
 
 
 @pytest.mark.slow
 @pytest.mark.versions
-def test_draws_memory_against_overhead(executed):
-    figure = shown(cell_with(executed, "draw(found, ax)"))["image/png"]
+def test_draws_memory_against_overhead(first_steps):
+    figure = shown(cell_with(first_steps, "draw(found, ax)"))["image/png"]
     assert base64.b64decode(figure).startswith(PNG_START)
 
 
 @pytest.mark.slow
 @pytest.mark.versions
-def test_plans_for_a_tpu_or_says_why_not(executed):
-    cell = cell_with(executed, 'device="v5e"')
+def test_plans_for_a_tpu_or_says_why_not(first_steps):
+    cell = cell_with(first_steps, 'device="v5e"')
     if importlib.util.find_spec("libtpu") is None:
         assert printed(cell).startswith("Skipped: ")
         assert "image/png" not in shown(cell)

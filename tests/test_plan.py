@@ -16,6 +16,7 @@ import remat_opt
 from remat_opt.checksum import checksum_of
 from remat_opt.errors import PlanFileError
 from remat_opt.plan import FORMAT, Plan
+from remat_opt.timeline import KINDS
 
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:
@@ -248,7 +249,7 @@ def test_what_a_terminal_would_obey_is_escaped(plan: Plan) -> None:
         body["notes"] = ["\x9b2J"]
         body["jax_version"] = body["fingerprint"] = "\x1b]0;title\x07"
         for one in body["decisions"]:
-            one.update(module="\x1b[2J", source="\r", label="\x00")
+            one["name"].update(module="\x1b[2J", source="\r", what="\x00")
 
     forged = Plan.from_json(resealed(plan, change))
     for shown in (repr(forged), forged._repr_html_()):
@@ -262,9 +263,60 @@ def test_what_a_terminal_would_obey_is_escaped(plan: Plan) -> None:
 def test_names_that_hold_the_sign_for_numbers(plan: Plan) -> None:
     def change(body: Any) -> None:
         for number, one in enumerate(body["decisions"]):
-            one["module"] = "block_1" if number % 2 else "block_#"
+            one["name"]["module"] = "block_1" if number % 2 else "block_#"
 
     assert repr(Plan.from_json(resealed(plan, change)))
+
+
+def test_well_sealed_plans_that_cannot_be_shown(plan: Plan) -> None:
+    def told(change: Any) -> str:
+        return refused(resealed(plan, change))
+
+    assert "plan.predicted.timeline does not tell of all moments alike" in told(
+        lambda body: body["predicted"]["timeline"]["kept"].pop()
+    )
+    assert "plan.predicted.timeline.arrays[0].kind is 'x', not one of kept, boundaries" in told(
+        lambda body: body["predicted"]["timeline"]["arrays"][0].update(kind="x")
+    )
+    assert "decisions name region 99, but there are only" in told(
+        lambda body: body["decisions"][0].update(region=99)
+    )
+
+
+def test_rows_and_pages(plan: Plan, tmp_path: Path) -> None:
+    assert len(plan.rows) == len(plan.decisions)
+    assert {row["fate"] for row in plan.rows} == {one.fate for one in plan.decisions}
+    path = plan.show(tmp_path / "plan.html")
+    assert path == tmp_path / "plan.html"
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert text == plan.show(str(path)).read_text(encoding="utf-8")
+    assert "Plan of layers for cpu" in text
+
+
+def test_a_data_frame_of_rows(plan: Plan) -> None:
+    pytest.importorskip("pandas", reason="a DataFrame needs pandas")
+    frame = plan.to_dataframe()
+    assert list(frame.columns) == list(plan.rows[0])
+    assert len(frame) == len(plan.rows)
+
+
+def test_what_is_alive_when(plan: Plan) -> None:
+    after, before = plan.predicted.timeline, plan.predicted.plain_timeline
+
+    def most(told: Any) -> int:
+        return max(map(sum, zip(*(getattr(told, kind) for kind in KINDS), strict=True)))
+
+    assert most(after) < most(before)
+    assert max(after.recomputed) > 0
+    assert max(before.recomputed) == 0
+    assert max(before.boundaries) == 0
+
+
+def test_names_that_a_person_knows(plan: Plan) -> None:
+    told = {decision.name.title for decision in plan.decisions}
+    assert "matrix product with weights[3], 64x8 float32" in told
+    assert "tanh in layers, 64x8 float32" in told
 
 
 def test_well_sealed_stages_that_do_not_fit_the_program(plan: Plan) -> None:

@@ -6,6 +6,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import remat_opt
 from remat_opt.recent import Recent
@@ -44,6 +45,38 @@ def test_threads() -> None:
         thread.join()
     assert not wrong
     assert len(known) == 4
+
+
+def test_one_thread_works_it_out_and_others_wait() -> None:
+    known: Recent[str, object] = Recent(2)
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def make() -> object:
+        begun.set()
+        go_on.wait(10)
+        made.append(object())
+        return made[-1]
+
+    found: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(known.made("a", make))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    begun.wait(10)
+    assert known.made("b", lambda: 1) == 1  # another key does not wait
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert found == made * 4
+
+
+def test_what_fails_is_tried_again() -> None:
+    known: Recent[str, int] = Recent(2)
+    with pytest.raises(KeyError):
+        known.made("a", lambda: {}["no"])
+    assert known.made("a", lambda: 2) == 2
+    assert not known._making
 
 
 def test_a_decorated_function_holds_so_many_plans() -> None:

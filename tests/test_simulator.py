@@ -194,13 +194,18 @@ def test_story_and_figures_agree(drawn: tuple[Graph, Schedule]) -> None:
     assert story.peak_bytes == max(live)
     assert story.peak == live.index(max(live)), "the first of the moments that reach the peak"
     assert sum(one.bytes for one in story.alive) == story.peak_bytes
+    told = [0] * len(live)
+    for life in story.lives:
+        for moment in range(life.first, life.last + 1):
+            told[moment] += life.bytes
+    assert told == live, "the lives of arrays are the whole of what is alive"
     assert [one.bytes for one in story.alive] == sorted(
         (one.bytes for one in story.alive), reverse=True
     )
 
 
 def left_over(graph: Graph, schedule: Schedule) -> dict[tuple[str, int, int], int]:
-    run = simulator._Replay(graph, lambda *_: None)
+    run = simulator._Replay(graph, lambda *_: None, lambda *_: None)
     run.whole(schedule, simulator.demand(graph, schedule))
     return run.live
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_opt
+import remat_opt.device
 from remat_opt.errors import RematError
 
 SHAPES = (
@@ -57,6 +58,23 @@ def test_it_shows_itself() -> None:
     assert "100 %" in lines[-2]
     assert "<svg" in found._repr_html_()
     assert json.loads(found.to_json())["rows"] == list(found.rows)
+
+
+def test_defaults_and_the_device_s_room_are_beside_it() -> None:
+    found = remat_opt.frontier(layers, *SHAPES, device="h200")
+    labels = [row["label"] for row in found.defaults]
+    assert labels[0] == "plain"
+    assert "nothing_saveable, per block" in labels
+    assert "dots_saveable" in labels
+    assert found.defaults[0]["temporary_bytes"] == found.rows[-1]["temporary_bytes"]
+    assert found.limit_bytes is not None
+    # What is left beside the arguments and the loss.
+    arguments = 12 * 64 * 64 * 4 + 1024 * 64 * 4
+    room = remat_opt.device.get_device("h200").memory_bytes - arguments
+    assert 0 <= room - found.limit_bytes < 2**20
+    shown = found._repr_html_()
+    assert "dots_saveable" in shown
+    assert "room on h200" in shown
 
 
 def test_nothing_to_plan() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.vertices import vertices
-from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
+from remat_opt.gradients import Gradients, workspace_bytes
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Linearization, Program
@@ -35,22 +35,26 @@ class Model:
       graph: what solvers see.
       roots: for each vertex the position of the equation that makes it.
       labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
+      gradient_bytes: for each vertex how much of its workspace is gradients of parameters.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       assumed: names of primitives that JAX could not differentiate.
       effects: what depends on the schedule.
       never_named: the vertices that no checkpoint is to keep (``softmax``).
       as_it_is: the same of the function as it is, where rewriting changes what is stored.
+      inside: of the workspaces of vertices what is for programs inside them, in bytes.
     """
 
     compiler: Compiler
     graph: Graph
     roots: tuple[int, ...]
     labels: tuple[str, ...]
+    gradient_bytes: tuple[int, ...]
     estimated_flops_share: float
     assumed: tuple[str, ...]
     effects: tuple[Effect, ...]
     never_named: frozenset[int]
     as_it_is: Model | None
+    inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def graph_of(self, schedule: Schedule | None) -> Graph:
         """The graph with what it takes under a schedule; with None in the function as it is."""
@@ -128,12 +132,14 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         for index, derivative in derivatives.items()
         if derivative.assumed
     }
+    of_parameters = workspace_bytes(found.parameter_gradients, gradients, len(found.graph))
     row_statistics = (value for one in storage.softmaxes for value in (one.maxima, one.sums))
     return Model(
         compiler=storage.compiler,
-        graph=_in_step(found.graph, found.parameter_gradients, gradients),
+        graph=_in_step(found.graph, of_parameters),
         roots=storage.roots,
         labels=found.labels,
+        gradient_bytes=tuple(of_parameters.tolist()),
         estimated_flops_share=found.estimated_flops_share,
         assumed=tuple(sorted(assumed)),
         effects=found.effects,
@@ -142,10 +148,9 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
     )
 
 
-def _in_step(graph: Graph, parameters: Sequence[ParameterGradient], fate: Gradients) -> Graph:
-    """The graph in a step that does so with the gradients."""
-    workspaces = np.array(graph.workspace_bytes, dtype=np.int64)
-    workspaces += workspace_bytes(parameters, fate, len(graph))
+def _in_step(graph: Graph, of_parameters: np.ndarray) -> Graph:
+    """The graph in a step in which gradients of parameters take so much beside."""
+    workspaces = np.array(graph.workspace_bytes, dtype=np.int64) + of_parameters
     return dataclasses.replace(graph, workspace_bytes=tuple(workspaces.tolist()))
 
 

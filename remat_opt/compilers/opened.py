@@ -19,6 +19,7 @@ class Opening:
       loop: what is decided.
       stacked_bytes: what its iterations keep for the backward pass, all together.
       workspace_bytes: what its backward pass takes beside that.
+      closed_bytes: what it takes beside what it keeps where the loop is not opened.
       seconds: what is computed again.
       flops: likewise.
     """
@@ -27,13 +28,14 @@ class Opening:
     loop: Loop
     stacked_bytes: int
     workspace_bytes: int
+    closed_bytes: int
     seconds: float
     flops: int
 
     def write(self, figures: Figures) -> None:
         """Writes what the loop takes then."""
         figures.internal_bytes[self.vertex] = self.stacked_bytes
-        figures.workspace_bytes[self.vertex] += self.workspace_bytes
+        figures.workspace_bytes[self.vertex] += self.workspace_bytes - self.closed_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
@@ -22,6 +21,7 @@ from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
 from remat_opt.gradients import ParameterGradient
 from remat_opt.graph import Graph
+from remat_opt.naming import short_type
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.record import Program
 
@@ -128,7 +128,7 @@ def vertices(storage: Storage) -> Vertices:
         bytes=tuple(draft.bytes for draft in drafts),
         seconds=tuple(draft.seconds for draft in drafts),
         flops=tuple(draft.flops for draft in drafts),
-        predecessors=tuple(predecessors),
+        predecessors=tuple(_in_order(storage, predecessors)),
         needs=tuple(needs),
         cotangent_bytes=sizes,
         internal_bytes=tuple(draft.internal_bytes for draft in drafts),
@@ -143,7 +143,7 @@ def vertices(storage: Storage) -> Vertices:
             for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
         ),
         pinned=tuple(
-            equation.effects or root in found_places
+            equation.once or root in found_places
             for root, equation in zip(storage.roots, equations, strict=True)
         ),
     )
@@ -157,6 +157,19 @@ def vertices(storage: Storage) -> Vertices:
         parameter_gradients=tuple(_parameter_gradients(storage, drafts)),
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
     )
+
+
+def _in_order(
+    storage: Storage, predecessors: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """What each vertex comes after: what it reads, and of side effects the one before."""
+    last: tuple[int, ...] = ()
+    for vertex, (root, read) in enumerate(zip(storage.roots, predecessors, strict=True)):
+        if storage.flow.program.equations[root].effects:
+            yield tuple(sorted({*read, *last}))
+            last = (vertex,)
+        else:
+            yield read
 
 
 def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draft]:
@@ -345,15 +358,11 @@ def _rate_dtype(operation: Operation) -> str:
     return kinds[0] if kinds else "float32"
 
 
-_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
-
-
 def _label(program: Program, root: int) -> str:
     equation = program.equations[root]
     kinds = []
     for value in equation.outputs[:2]:
         kind = program.types[value]
-        name = re.sub(r"^(bfloat|float|uint|int|complex)", lambda m: _SHORT[m[0]], kind.dtype)
-        kinds.append(f"{name}[{','.join(map(str, kind.shape))}]")
+        kinds.append(short_type(kind.dtype, kind.shape))
     more = ", ..." if len(equation.outputs) > 2 else ""
     return f"{equation.operation.primitive} {', '.join(kinds)}{more}"

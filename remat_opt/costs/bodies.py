@@ -27,6 +27,7 @@ def body_cost(body: Body) -> Cost:
         transcendentals=sum(each.transcendentals for each in costs),
         bytes_read=sum(each.bytes_read for each in movers),
         bytes_written=sum(each.bytes_written for each in movers),
+        bytes_sent=sum(each.bytes_sent for each in costs),
         fusion=fusion,
         estimated=any(each.estimated for each in costs),
     )

@@ -2,8 +2,8 @@
 
 They count no FLOPs; XLA counts one for each element of an all-reduce as if there were
 two devices. Bytes are those that leave and enter this device's memory. The time goes
-by the network, which a device's memory bandwidth says nothing about, so the figures
-are flagged as estimated.
+by the network: as many bytes are sent as the larger of what is read and written, which is
+about what a ring of devices does, so the figures are flagged as estimated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remat_opt.operation import Operation
     *("all_gather", "all_gather_invariant", "all_gather_reduced"),
     *("reduce_scatter", "unreduced_reduce_scatter"),
     *("all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast", "psend", "precv"),
-    *("reshard", "with_memory_space_constraint"),
+    "with_memory_space_constraint",
 )
 def collective(operation: Operation) -> Cost:
     """No FLOPs; reads its inputs and writes its outputs."""
@@ -28,6 +28,7 @@ def collective(operation: Operation) -> Cost:
         transcendentals=0,
         bytes_read=operation.input_bytes,
         bytes_written=operation.output_bytes,
+        bytes_sent=max(operation.input_bytes, operation.output_bytes),
         fusion=Fusion.OPAQUE,
         estimated=True,
     )
@@ -38,4 +39,16 @@ def placement(operation: Operation) -> Cost:
     """A move to another device or memory; nothing at all where no target is given."""
     if any(target is not None for target in operation.params.get("devices", (True,))):
         return collective(operation)
+    return _nothing()
+
+
+@register("reshard")
+def reshard(operation: Operation) -> Cost:
+    """A move to other devices; of a scalar, which all of them have, nothing at all."""
+    if any(kind.shape for kind in operation.inputs):
+        return collective(operation)
+    return _nothing()
+
+
+def _nothing() -> Cost:
     return Cost(flops=0, transcendentals=0, bytes_read=0, bytes_written=0, fusion=Fusion.FUSIBLE)

@@ -38,6 +38,7 @@ def _loop(operation: Operation, *, estimated: bool) -> Cost:
         bytes_written=max(
             operation.output_bytes, sum(repeats * turn.bytes_written for repeats, turn in turns)
         ),
+        bytes_sent=sum(repeats * turn.bytes_sent for repeats, turn in turns),
         fusion=Fusion.OPAQUE,
         estimated=estimated or any(turn.estimated for _, turn in turns),
     )

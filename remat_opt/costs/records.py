@@ -31,6 +31,7 @@ class Cost:
         apart; ``seconds`` leaves them out, since they hide behind memory traffic.
       bytes_read: bytes read from memory if every input is materialised.
       bytes_written: bytes written if every output is materialised.
+      bytes_sent: bytes that go over the network between devices.
       fusion: how it takes part in fusion.
       estimated: whether the figures are a guess (unknown primitive, unknown trip
         count, an algorithm whose steps depend on the data, time spent on a network).
@@ -42,9 +43,10 @@ class Cost:
     bytes_written: int
     fusion: Fusion
     estimated: bool = False
+    bytes_sent: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("flops", "transcendentals", "bytes_read", "bytes_written"):
+        for field in ("flops", "transcendentals", "bytes_read", "bytes_written", "bytes_sent"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"Cost.{field} is {value!r}; it must be an int of at least 0.")

@@ -14,6 +14,10 @@ class Machine(Protocol):
     def memory_bandwidth(self) -> float:
         """Bytes per second between the processor and its memory."""
 
+    @property
+    def network_bandwidth(self) -> float:
+        """Bytes per second that it sends to other devices."""
+
     def flops_rate(self, dtype: str) -> float:
         """FLOPs per second at a dtype, e.g. ``"bfloat16"``."""
 
@@ -21,7 +25,7 @@ class Machine(Protocol):
 def seconds(cost: Cost, device: Machine, dtype: str) -> float:
     """Least seconds one operation takes when run on its own.
 
-    Compute and memory traffic overlap, so the slower of the two decides. For an
+    Compute, memory traffic and what is sent overlap, so the slowest of them decides. For an
     operation inside a fusion, pass a Cost with the bytes that really move.
 
     Args:
@@ -32,4 +36,5 @@ def seconds(cost: Cost, device: Machine, dtype: str) -> float:
     return max(
         cost.flops / device.flops_rate(dtype),
         (cost.bytes_read + cost.bytes_written) / device.memory_bandwidth,
+        cost.bytes_sent / device.network_bandwidth,
     )

@@ -95,6 +95,9 @@ class Buffer:
       op_name: what JAX says of the instruction; "" where nothing.
       made_by: ``op_name`` of what makes it, the likeliest first: of the root of a fusion, of the
         fusion itself, of others inside it; where all are silent, of what it is a copy of.
+      read_by: ``op_name`` of what reads it, copies and tuples of it aside.
+      type: its element type and shape, such as ``f32[8,4]``; "" where unknown.
+      source: the user's line of what makes it, as ``file.py:line (function)``; "" if unknown.
     """
 
     instruction: str
@@ -109,6 +112,9 @@ class Buffer:
     counts: bool
     op_name: str
     made_by: tuple[str, ...]
+    read_by: tuple[str, ...] = ()
+    type: str = ""
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -418,22 +424,46 @@ class _Sources:
             for one in body
             for called in one.called
         }
+        self._reading: defaultdict[str, list[Instruction]] = defaultdict(list)
+        for body in module.computations.values():
+            for one in body:
+                # Behind the operands a line has other names: of computations, mostly.
+                for operand in dict.fromkeys(one.operands):
+                    self._reading[operand].append(one)
 
-    def names(self, name: str, index: Sequence[int], depth: int = 0) -> list[str]:
-        """Names of what makes a part of an instruction's result, the likeliest first."""
+    def readers(self, name: str, depth: int = 0) -> list[str]:
+        """Names of what reads an instruction's result, be it handed on or not."""
+        found: list[str] = []
+        for one in self._reading.get(name, ()):
+            if one.opcode in _HANDING_ON and one.opcode != "custom-call":
+                found += self.readers(one.name, depth + 1) if depth < _FURTHEST else []
+            else:
+                found += _own_names(one)[:1]
+        return list(dict.fromkeys(found))
+
+    def source(self, names: Sequence[tuple[str, int]]) -> str:
+        """The user's line that the likeliest of several names comes from."""
+        lines = (self._module.users_line(frame) for _, frame in names)
+        return next(filter(None, lines), "")
+
+    def names(self, name: str, index: Sequence[int], depth: int = 0) -> list[tuple[str, int]]:
+        """Names of what makes a part of an instruction's result, the likeliest first.
+
+        Each with the frame that it comes from.
+        """
         if depth > _FURTHEST or name not in self._home:
             return []
         instruction, computation = self._home[name]
-        found: list[str] = []
+        found: list[tuple[str, int]] = []
         bodies = [self._module.computations.get(called, ()) for called in instruction.called]
         if instruction.opcode == "fusion":
             for body in bodies:
                 found += self._made_inside(body, index)
-        found += _parts(instruction.op_name)
+        found += _parts(instruction)
         if instruction.opcode in ("fusion", "call", "async-start"):
             for body in bodies:
                 for one in reversed(body):
-                    found += _parts(one.op_name)
+                    found += _parts(one)
         if not found and instruction.opcode in _HANDING_ON:
             for operand in instruction.operands[:_FURTHEST]:
                 found += self.names(operand, (), depth + 1)
@@ -443,7 +473,9 @@ class _Sources:
                 found += self.names(caller.name, (), depth + 1)
         return list(dict.fromkeys(found))
 
-    def _made_inside(self, body: Sequence[Instruction], index: Sequence[int]) -> list[str]:
+    def _made_inside(
+        self, body: Sequence[Instruction], index: Sequence[int]
+    ) -> list[tuple[str, int]]:
         """Names of what makes a part of a fusion's result."""
         inside = {one.name: one for one in body}
         maker = next((one for one in body if one.is_root), None)
@@ -453,7 +485,7 @@ class _Sources:
             maker = inside.get(maker.operands[place])
         pending = [maker] if maker is not None else []
         for _ in range(_FURTHEST):
-            found = [name for one in pending for name in _parts(one.op_name)]
+            found = [part for one in pending for part in _parts(one)]
             if found:
                 return found
             pending = [
@@ -465,9 +497,14 @@ class _Sources:
         return []
 
 
-def _parts(op_name: str) -> list[str]:
+def _own_names(one: Instruction) -> list[str]:
     """The names in an ``op_name``: XLA puts those of what it merges one behind the other."""
-    return [name for name in op_name.split(";") if name]
+    return [name for name in one.op_name.split(";") if name]
+
+
+def _parts(one: Instruction) -> list[tuple[str, int]]:
+    """An instruction's names, each with its frame."""
+    return [(name, one.frame) for name in _own_names(one)]
 
 
 def _buffer(
@@ -485,6 +522,8 @@ def _buffer(
     if not counts:
         first_step = last_step = min(bisect.bisect_left(step_ends, value.first), len(step_ends) - 1)
     instruction = home[value.name][0]
+    names = sources.names(value.name, value.index)
+    place = value.index[0] if value.index else 0
     kind: Kind = "temporary"
     if instruction.opcode == "parameter" and value.allocation == "argument":
         kind = "argument"
@@ -502,5 +541,8 @@ def _buffer(
         last_step=last_step,
         counts=counts,
         op_name=instruction.op_name,
-        made_by=tuple(sources.names(value.name, value.index)),
+        made_by=tuple(dict.fromkeys(name for name, _ in names)),
+        read_by=tuple(sources.readers(value.name)),
+        type=instruction.types[place] if place < len(instruction.types) else "",
+        source=sources.source(names),
     )

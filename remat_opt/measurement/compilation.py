@@ -24,35 +24,24 @@ import dataclasses
 import importlib.metadata
 import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from remat_opt import device as device_table
 from remat_opt.device import AttachedTarget, Device
 from remat_opt.errors import CompileError, DeviceError, PlanFileError
-from remat_opt.measurement.buffers import CompiledMemory, parse_memory
-from remat_opt.measurement.compile_only import compile_only_device
+from remat_opt.measurement import meshes
+from remat_opt.measurement.buffers import CompiledMemory
+from remat_opt.measurement.compile_only import compile_only_devices
+from remat_opt.measurement.dump import dump_folder, read_memory
 from remat_opt.measurement.survival import survival
+from remat_opt.progress import doing
 from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation
 from remat_opt.units import format_bytes
-
-#: Our names for what ``jax.Device.device_kind`` says: of a TPU in full, of a GPU a part.
-_TPU_KINDS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
-_GPU_KINDS = {"A100-SXM": "a100", "H100 80GB HBM3": "h100", "H200": "h200", "B200": "b200"}
 
 #: What XLA says where it finds no tiles for a product of its own without the device, the options
 #: that leave products to the library, and what to say then.
@@ -67,9 +56,6 @@ _TILES_NOTE = (
 #: smallest of its kind, so that nothing is planned that it could not do.
 _GENERIC_DEVICES = {"cpu": "cpu", "cuda": "a100", "tpu": "v5e"}
 
-#: Our names for JAX's platforms, where they differ.
-_PLATFORMS = {"gpu": "cuda"}
-
 #: The packages that hold the compiler of a platform; the first that is installed counts.
 #: Not libtpu: ``TPU_LIBRARY_PATH`` may name another, and it tells its version itself.
 _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -77,11 +63,6 @@ _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
     "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"),
     "tpu": (),
 }
-
-#: What XLA writes about memory: the last of the names of three files, the first alike in all.
-_DUMPED = "after_optimizations"
-_ASSIGNMENT, _LIVE_RANGES = "-buffer-assignment.txt", "-live-range.txt"
-_MODULE = re.compile(r"HloModule ([^\s,]+)")
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _BARRIER_PASS = "cse_barrier_expander"
@@ -178,8 +159,8 @@ def measure(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     with_buffers: bool = False,
     **kwargs: Any,
@@ -203,9 +184,10 @@ def measure(
     Raises:
       DeviceError: if the device is unknown or cannot take these arguments.
       MissingPackageError: if compiling for it needs a package that is not installed.
-      CompileError: if the compiler refuses the program, as for want of memory.
+      CompileError: if the compiler refuses the program, as for want of memory. Its ``memory`` is
+        what was alive when, where that was asked for and the compiler came so far.
     """
-    target = resolve_device(device)
+    target = resolve_device(device, meshes.mesh_of((args, kwargs)))
     start = time.perf_counter()
     jitted = jax.jit(
         fn,
@@ -213,14 +195,24 @@ def measure(
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )
-    lowered = _lower(jitted, args, kwargs, target)
     memory: CompiledMemory | None = None
-    with _dump_folder() if with_buffers else contextlib.nullcontext() as folder:
-        compiled, notes = _compile(lowered, target, folder)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    with doing(f"tracing {name}"):
+        lowered = _lower(jitted, args, kwargs, target)
+    with dump_folder() if with_buffers else contextlib.nullcontext() as folder:
+        try:
+            with doing(f"compiling {name} for {target.name}"):
+                compiled, notes = _compile(lowered, target, folder)
+        except CompileError as error:
+            if folder is not None:
+                # XLA writes down what it decided before it finds that it does not fit.
+                with contextlib.suppress(CompileError):
+                    error.memory = read_memory(lowered.as_text("hlo"), folder, target)
+            raise
         seconds = time.perf_counter() - start
         if folder is not None:
             try:
-                memory = _read_memory(compiled, folder, target)
+                memory = read_memory(compiled.as_text() or "", folder, target)
             except CompileError as error:
                 notes = (*notes, str(error))
     found = _read(lowered, compiled, target, compile_seconds=seconds)
@@ -231,8 +223,8 @@ def compiled_memory(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> CompiledMemory:
@@ -241,7 +233,7 @@ def compiled_memory(
     Raises:
       CompileError: also if what the compiler wrote about memory is missing or cannot be read.
     """
-    target = resolve_device(device)
+    target = resolve_device(device, meshes.mesh_of((args, kwargs)))
     jitted = jax.jit(
         fn,
         static_argnums=static_argnums,
@@ -249,17 +241,17 @@ def compiled_memory(
         donate_argnums=donate_argnums,
     )
     lowered = _lower(jitted, args, kwargs, target)
-    with _dump_folder() as folder:
+    with dump_folder() as folder:
         compiled, _ = _compile(lowered, target, folder)
-        return _read_memory(compiled, folder, target)
+        return read_memory(compiled.as_text() or "", folder, target)
 
 
 def compile_for(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> jax.stages.Compiled:
@@ -269,7 +261,7 @@ def compile_for(
       What ``jax.jit(fn).lower(...).compile()`` gives: ``as_text()`` is the program after
       all of the compiler's passes. It can be run only where the device is attached.
     """
-    target = resolve_device(device)
+    target = resolve_device(device, meshes.mesh_of((args, kwargs)))
     jitted = jax.jit(
         fn,
         static_argnums=static_argnums,
@@ -284,60 +276,15 @@ def _lower(
     jitted: jax.stages.Wrapped, args: Any, kwargs: Any, target: Device
 ) -> jax.stages.Lowered:
     place = _jax_device(target)
-    if not (target.attached and _span_devices((args, kwargs))):
+    if (mesh := meshes.mesh_of((args, kwargs))) is not None:
+        mesh = meshes.on_device(mesh, target, _peers(place, target, mesh.size))
+        args, kwargs = meshes.placed((args, kwargs), mesh)
+        return jitted.lower(*args, **kwargs)
+    if not (target.attached and any(map(_spans_devices, jax.tree.leaves((args, kwargs))))):
         args, kwargs = jax.tree.map(lambda leaf: _placed(leaf, place, target), (args, kwargs))
     # Arguments alone do not place a function that has none, or only Python numbers.
     with jax.default_device(place):
         return jitted.lower(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _dump_folder() -> Iterator[Path]:
-    """A folder for XLA to write to, which is removed at the end.
-
-    What JAX has compiled before it takes from its cache, and nothing is written: options about
-    dumps are no part of the cache's key. So the cache is off meanwhile. JAX looks only once
-    whether it is on, hence the resets; where none is configured, nothing is touched.
-    """
-    settings = jax.config.values
-    cached = bool(
-        settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]
-    )
-    with tempfile.TemporaryDirectory(prefix="remat_opt_") as folder:
-        if not cached:
-            yield Path(folder)
-            return
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        try:
-            yield Path(folder)
-        finally:
-            jax.config.update("jax_enable_compilation_cache", True)
-            compilation_cache.reset_cache()
-
-
-def _read_memory(compiled: jax.stages.Compiled, folder: Path, device: Device) -> CompiledMemory:
-    """What XLA wrote to ``folder`` about the program; it may have compiled others for it."""
-    program = _MODULE.match(compiled.as_text() or "")
-    found = []
-    for path in sorted(folder.rglob(f"*{_DUMPED}{_ASSIGNMENT}")):
-        stem = path.name.removesuffix(_ASSIGNMENT)
-        text = path.with_name(f"{stem}.txt")
-        live_ranges = path.with_name(stem + _LIVE_RANGES)
-        if text.exists() and live_ranges.exists():
-            module = _MODULE.match(content := text.read_text())
-            if module is not None and program is not None and module[1] == program[1]:
-                found.append((content, live_ranges.read_text(), path.read_text()))
-    if len(found) != 1:
-        raise CompileError(
-            f"The compiler for {device} was to write what it decided about memory, and wrote it "
-            f"for {len(found)} programs of this name rather than one.",
-            device=device.name,
-        )
-    content, lives, assignment = found[0]
-    return parse_memory(
-        program=content, live_ranges=lives, assignment=assignment, device=device.name
-    )
 
 
 def _compile(
@@ -371,7 +318,14 @@ def _compile(
 
 def _jax_device(device: Device) -> Any:
     """What JAX knows the device as, attached or not."""
-    return _attached_jax_device(device) if device.attached else compile_only_device(device)
+    return _attached_jax_device(device) if device.attached else compile_only_devices(device)[0]
+
+
+def _peers(place: Any, device: Device, count: int) -> Sequence[Any]:
+    """The devices that a mesh of so many can be laid over."""
+    if device.attached:
+        return tuple(place.client.devices())
+    return compile_only_devices(device, count)
 
 
 def _read(
@@ -469,11 +423,12 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     return {_DISABLED_PASSES: ",".join([*passes, _BARRIER_PASS])}
 
 
-def resolve_device(device: str | Device) -> Device:
+def resolve_device(device: str | Device, mesh: Any = None) -> Device:
     """The device that a user's ``device=`` means.
 
     Args:
       device: a name that ``device.available()`` lists, "attached", or a ``Device``.
+      mesh: what arguments are laid out on, if on a mesh: "attached" then means its devices.
 
     Raises:
       DeviceError: if there is none of that name.
@@ -481,7 +436,7 @@ def resolve_device(device: str | Device) -> Device:
     if isinstance(device, Device):
         return device
     if device == "attached":
-        return attached_device()
+        return meshes.device_of(mesh) or attached_device()
     return device_table.get_device(device)
 
 
@@ -496,13 +451,13 @@ def attached_device() -> Device:
       DeviceError: if it is of a platform this package knows nothing of.
     """
     place = jax.devices()[0]
-    platform = _PLATFORMS.get(place.platform, place.platform)
+    platform = meshes.PLATFORMS.get(place.platform, place.platform)
     if platform not in _GENERIC_DEVICES or "rocm" in place.client.platform_version.lower():
         raise DeviceError(
             f"jax.devices() shows {place.device_kind!r}, about which nothing is known: pass "
             f"device= one of {', '.join(device_table.available())}, or a Device of your own."
         )
-    name = _known_name(place.device_kind)
+    name = meshes.known_name(place.device_kind)
     known = device_table.get_device(name or _GENERIC_DEVICES[platform])
     title = known.title if name or platform == "cpu" else place.device_kind
     return dataclasses.replace(
@@ -512,13 +467,6 @@ def attached_device() -> Device:
         memory_bytes=_memory_bytes(place) or known.memory_bytes,
         target=AttachedTarget(),
     )
-
-
-def _known_name(device_kind: str) -> str | None:
-    if device_kind in _TPU_KINDS:
-        return _TPU_KINDS[device_kind]
-    kinds = (name for part, name in _GPU_KINDS.items() if part in device_kind)
-    return next(kinds, None)
 
 
 def _memory_bytes(place: Any) -> int | None:
@@ -533,14 +481,14 @@ def _memory_bytes(place: Any) -> int | None:
 def _attached_jax_device(device: Device) -> Any:
     """JAX's device for one that is attached: its default if it is of that platform."""
     default = jax.devices()[0]
-    if _PLATFORMS.get(default.platform, default.platform) == device.platform:
+    if meshes.PLATFORMS.get(default.platform, default.platform) == device.platform:
         return default
     try:
         return jax.devices(device.platform)[0]
     except RuntimeError as error:
         raise DeviceError(
             f"{device} cannot be compiled for: JAX has no {device.platform} backend in this "
-            f"process ({error}). JAX_PLATFORMS may leave it out."
+            f"process ({error}). JAXmeshes.PLATFORMS may leave it out."
         ) from error
 
 
@@ -548,11 +496,11 @@ def _placed(leaf: Any, place: Any, device: Device) -> Any:
     """An argument as shape and dtype on ``place``; Python numbers and static values as is."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
-    if _span_devices(leaf):
+    if _spans_devices(leaf):
         raise DeviceError(
-            f"An argument of shape {leaf.shape} is spread over several devices, but {device} is "
-            "compiled for as one, which would measure something else. Pass shapes without a "
-            "sharding: those of the part that one device has."
+            f"An argument of shape {leaf.shape} is spread over several devices by a "
+            f"{type(leaf.sharding).__name__}, which names no mesh that could be laid over those of "
+            f"{device}. Give it a NamedSharding."
         )
     # eval_shape knows the dtype that jit would give it, such as float32 for NumPy's float64.
     aval = jax.eval_shape(lambda x: x, leaf)
@@ -564,10 +512,8 @@ def _placed(leaf: Any, place: Any, device: Device) -> Any:
     )
 
 
-def _span_devices(tree: Any) -> bool:
-    """Whether any array of ``tree`` is laid out over more than one device."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
-    return any(getattr(sharding, "num_devices", 1) > 1 for sharding in shardings)
+def _spans_devices(leaf: Any) -> bool:
+    return getattr(getattr(leaf, "sharding", None), "num_devices", 1) > 1
 
 
 def _memory_kind(leaf: Any) -> str | None:

@@ -36,6 +36,9 @@ from remat_opt.errors import CompileError, DeviceError, MissingPackageError
 
 _CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
 
+#: How many GPUs one machine has at most.
+_GPUS_OF_MACHINE = 8
+
 #: XLA's C++ logs, of which only fatal ones are of use here: failures also come as exceptions.
 _QUIET_XLA = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -57,11 +60,12 @@ _TPU_ENVIRONMENT = {
 _CUDA_ENVIRONMENT = {**_QUIET_XLA, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
-def compile_only_device(device: Device) -> Any:
-    """A ``jax.Device`` that programs can be lowered and compiled for, but not run on.
+def compile_only_devices(device: Device, count: int = 1) -> tuple[Any, ...]:
+    """Devices of JAX's that programs can be lowered and compiled for, but not run on.
 
     Args:
       device: one with a TPU or GPU target.
+      count: how many are needed. Of GPUs there are as many as that; of TPUs, as the slice has.
 
     Raises:
       MissingPackageError: if the compiler plug-in is not installed.
@@ -72,14 +76,15 @@ def compile_only_device(device: Device) -> Any:
     try:
         match device.target:
             case TpuTarget(topology=topology):
-                return _tpu_device(topology)
+                return _tpu_devices(topology)
             case GpuTarget() as target:
-                return _gpu_device(
+                return _gpu_devices(
                     target.to_proto_text(
                         title=device.title,
                         memory_bytes=device.memory_bytes,
                         memory_bandwidth=device.memory_bandwidth,
-                    )
+                    ),
+                    max(target.devices, count),
                 )
     except (jax.errors.JaxRuntimeError, NotImplementedError, OSError) as error:
         raise CompileError(
@@ -91,17 +96,17 @@ def compile_only_device(device: Device) -> Any:
 
 
 @functools.cache
-def _tpu_device(topology: str) -> Any:
+def _tpu_devices(topology: str) -> tuple[Any, ...]:
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise MissingPackageError("Compiling for a TPU", package="libtpu", extra="tpu")
     with _environment(_TPU_ENVIRONMENT):
-        return topologies.get_topology_desc(topology, platform="tpu").devices[0]
+        return tuple(topologies.get_topology_desc(topology, platform="tpu").devices)
 
 
 @functools.cache
-def _gpu_device(target_config: str) -> Any:
-    # One process, one partition, one GPU.
-    shape = "1x1x1"
+def _gpu_devices(target_config: str, count: int) -> tuple[Any, ...]:
+    # One partition, of so many processes, with so many GPUs each.
+    shape = f"1x{-(-count // _GPUS_OF_MACHINE)}x{min(count, _GPUS_OF_MACHINE)}"
     with _environment(_CUDA_ENVIRONMENT):
         try:
             description = topologies.get_topology_desc(
@@ -112,7 +117,7 @@ def _gpu_device(target_config: str) -> Any:
             description = topologies.get_topology_desc(
                 shape, platform="cuda", target_config=target_config, topology=shape
             )
-    return description.devices[0]
+    return tuple(description.devices)
 
 
 def _load_cuda_plugin() -> None:

@@ -23,14 +23,16 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from remat_opt import policies
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.device import Device
 from remat_opt.errors import RematError
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.operation import ArrayType, Operation
-from remat_opt.program import flop_count, tracing
-from remat_opt.program.record import Program
+from remat_opt.program import flop_count, propagation, tracing
+from remat_opt.program.record import Program, Spec
+from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 
 #: From the loss to a function with its results, to run in its place.
@@ -164,8 +166,15 @@ class Recorded:
           traced: of the step: how often each call runs is read off it.
         """
         times = _times(one.operation for one in traced.equations)
+        places = _places(traced) if self._differentiated else {}
         found = [
-            dataclasses.replace(call, times=max(times[mark] for mark in _marks(number, call)))
+            dataclasses.replace(
+                call,
+                times=max(times[mark] for mark in _marks(number, call)),
+                program=_placed(
+                    call.program, traced, [places.get(m) for m in _marks(number, call)]
+                ),
+            )
             for number, call in enumerate(self._calls)
             if number in self._differentiated
         ]
@@ -181,24 +190,32 @@ class Recorded:
             call = tracing.bind_static(fn, signature, args, kwargs)
             number = len(self._calls)
             leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+            program = tracing.trace_call(call, has_aux=signature.has_aux)
+            leaves = [*leaves, *program.closed_over]
             self._calls.append(
                 LossCall(
                     loss=loss,
                     fn=fn,
                     signature=signature,
-                    program=tracing.trace_call(call, has_aux=signature.has_aux),
+                    program=program,
                     arguments=tuple(map(_shape, leaves)),
                 )
             )
-            positional, keywords = jax.tree.unflatten(tree, self._marked(number, leaves))
-            return call.fn(*positional, **keywords)
+            marked = self._marked(number, leaves)
+            if not program.closed_over:
+                positional, keywords = jax.tree.unflatten(tree, marked)
+                return call.fn(*positional, **keywords)
+            # The function itself would read what it closes over without its mark.
+            outputs = policies.as_it_is(program)(program.constant_values, marked)
+            return release(jax.tree.unflatten(program.output_tree, outputs))
 
         return run
 
     def _marked(self, number: int, leaves: Sequence[Any]) -> list[Any]:
         """The arguments, so that it shows whether they are differentiated and how often they run.
 
-        A derivative of the mark tells the first; its name, in the program of the step, the second.
+        A derivative of the mark tells the first; its name, in the program of the step, the second,
+        and where on a mesh they lie.
         """
         places = [p for p, leaf in enumerate(leaves) if _has_derivative(leaf)]
 
@@ -212,7 +229,10 @@ class Recorded:
             self._differentiated.add(number)
             return mark(*primals), tangents
 
-        marked = list(leaves)
+        marked = [
+            checkpoint_name(leaf, _mark(number, p)) if _is_whole_number(leaf) else leaf
+            for p, leaf in enumerate(leaves)
+        ]
         if places:
             for place, value in zip(places, mark(*(leaves[p] for p in places)), strict=True):
                 marked[place] = value
@@ -237,6 +257,33 @@ def recording() -> Iterator[Recorded]:
 
 def _has_derivative(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+
+
+def _is_whole_number(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
+
+
+def _places(step: Program) -> dict[str, Spec]:
+    """How what is marked in a step is split over its mesh."""
+    specs = propagation.specs(step)
+    return {
+        equation.operation.params["name"]: specs.get(value, ())
+        for equation in step.equations
+        if equation.operation.primitive == "name"
+        for value in equation.outputs
+    }
+
+
+def _placed(program: Program, step: Program, specs: Sequence[Spec | None]) -> Program:
+    """The program of a loss, whose arguments lie where they do in the step."""
+    if step.placement is None:
+        return program
+    # Nothing is known of what it closes over.
+    constants, closed_over = (None,) * len(program.constants), (None,) * len(program.closed_over)
+    placement = dataclasses.replace(
+        step.placement, kinds=program.kinds, specs=(*constants, *specs, *closed_over)
+    )
+    return dataclasses.replace(program, placement=placement)
 
 
 def _shape(leaf: Any) -> Any:
@@ -278,9 +325,18 @@ class Step:
     donate_argnums: tuple[int, ...] = ()
 
     @property
+    def static_positions(self) -> tuple[int, ...]:
+        """The positional arguments that are static, those too that are so by their names."""
+        signature = Signature(
+            argnums=(), static_argnums=self.static_argnums, static_argnames=self.static_argnames
+        )
+        static = tracing.bind_static(self.fn, signature, self.args, dict(self.kwargs)).static
+        return tuple(where for where, _ in static if isinstance(where, int))
+
+    @property
     def dynamic_argnums(self) -> tuple[int, ...]:
         """The positional arguments that are not static."""
-        static = {number % len(self.args) for number in self.static_argnums}
+        static = self.static_positions
         return tuple(number for number in range(len(self.args)) if number not in static)
 
     @property
@@ -307,7 +363,7 @@ class Step:
                 self.fn,
                 *self.args,
                 device=device,
-                static_argnums=self.static_argnums,
+                static_argnums=self.static_positions,
                 static_argnames=self.static_argnames,
                 donate_argnums=self.donate_argnums,
                 with_buffers=with_buffers,
@@ -341,6 +397,7 @@ class Step:
           program: of the step.
           device: where they lie.
         """
+        program = propagation.per_device(program)
         arguments = [program.types[value] for value in (*program.constants, *program.arguments)]
         outputs = [program.types[value] for value in program.output_values]
         free: Counter[ArrayType] = Counter(self._donated(program))

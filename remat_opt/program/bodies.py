@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from remat_opt import _jax_internals as internals
+from remat_opt.program.propagation import body_per_device
 from remat_opt.program.record import Equation, Program
 from remat_opt.program.tracing import inner_program, is_inexact
 
@@ -32,7 +33,7 @@ def body_of(equation: Equation, given: Set[int]) -> Program:
 
     Its arguments are one for each input of the equation, and its outputs one for each output: of
     what is stacked, one entry. What is carried is differentiated if the first or any later one
-    depends on what is.
+    depends on what is. Of an equation as one device of a mesh has it, the body is too.
 
     Args:
       equation: a ``scan``.
@@ -79,5 +80,5 @@ def _body_at(equation: Equation, given: Set[int]) -> Program:
             if isinstance(atom, int) and atom in found
         }
         if more <= positions:
-            return program
+            return body_per_device(program, equation)
         positions |= more

@@ -14,6 +14,7 @@ the common primitives the extents of the arrays do not matter: layers of any wid
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 from remat_opt import _jax_internals as internals
 from remat_opt import costs
 from remat_opt.operation import ArrayType
+from remat_opt.program.propagation import share_inside
 from remat_opt.program.record import Constant, Derivative, Equation, Linearization, Program
 from remat_opt.program.tracing import array_type, operation
 
@@ -278,7 +280,7 @@ def _read_residuals(
     return Derivative(
         inputs=tuple(sorted(read_inputs)),
         outputs=tuple(sorted(read_outputs)),
-        internal_bytes=internal_bytes,
+        internal_bytes=math.ceil(share_inside(equation) * internal_bytes),
         active_outputs=tuple(
             position
             for position, kind in enumerate(equation.operation.outputs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from typing import Any
 
 from remat_opt.operation import ArrayType, Operation
@@ -27,6 +28,43 @@ class Constant:
 Atom = int | Constant
 
 
+#: How an array is split: for each of its axes the mesh axes that do it, each with how many ways.
+Spec = tuple[tuple[tuple[str, int], ...], ...]
+
+
+#: What is known of arguments that lie on a mesh and nobody knows how.
+UNKNOWN_PLACEMENT = "somewhere on a mesh"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where some arrays lie on a mesh, as far as that is known.
+
+    Attributes:
+      mesh: JAX's own mesh, of devices or abstract; opaque to all but those who ask the compiler.
+      axes: names and sizes of its axes.
+      kinds: JAX's own types of the whole arrays, likewise opaque.
+      specs: how each of the arrays is split; None where nothing is known.
+    """
+
+    mesh: Any
+    axes: tuple[tuple[str, int], ...]
+    kinds: tuple[Any, ...]
+    specs: tuple[Spec | None, ...]
+
+    @property
+    def devices(self) -> int:
+        """How many there are on the mesh."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def text(self) -> str:
+        """What is known, the same in every process."""
+        if all(spec is None for spec in self.specs):
+            return UNKNOWN_PLACEMENT
+        return f"{self.axes} {self.specs}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
     """One jaxpr equation.
@@ -36,10 +74,14 @@ class Equation:
       inputs: what it reads, in order.
       outputs: the numbers of the values it makes, in order.
       effects: whether it does more than compute its outputs.
+      once: whether it must run exactly once: it has effects, or calls back to Python, which takes
+        long and may well be meant to happen once, whatever was promised to JAX.
       parameters: text of its parameters, the same in every process.
       module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
       jax_equation: JAX's own equation, for running it again.
       name_stack: JAX's own name stack, for running it again.
+      calls: JAX's equations of the calls that it was inlined from, the innermost first.
+      placement: where its inputs lie, in a program as one device of a mesh has it.
       value_inputs: the numbers of the values among ``inputs``, in order.
     """
 
@@ -47,10 +89,13 @@ class Equation:
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     effects: bool
+    once: bool
     parameters: str
     module: str
     jax_equation: Any
     name_stack: Any
+    calls: tuple[Any, ...] = ()
+    placement: Placement | None = None
     value_inputs: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,22 +127,29 @@ class Program:
     Attributes:
       types: shape and dtype of each value.
       constants: numbers of the closed-over arrays.
-      constant_values: those arrays (or tracers), in the same order.
-      arguments: numbers of the flat arguments.
+      constant_values: those arrays, in the same order.
+      arguments: numbers of the flat arguments; last those of ``closed_over``.
+      closed_over: tracers that the function closes over, which are arguments as well.
       differentiated: those of the arguments that derivatives are taken for.
       equations: in the order they were traced.
       outputs: the flat outputs.
       loss_outputs: how many of the flat outputs, from the first, are differentiated;
         the others are auxiliary.
       input_tree: the tree structure of (positional, keyword) arguments.
-      output_tree: the tree structure of the result.
+      output_tree: the tree structure of the result, with leaves that are no arrays held.
       name: the function's name.
+      argument_labels: what the function calls its positional arguments, or their positions.
+      kinds: JAX's own types of constants and arguments, in this order; opaque.
+      placement: where these lie, on a mesh; None without one.
+      is_part: whether types are those of what one device has (``propagation.per_device``), and
+        not those of whole arrays.
     """
 
     types: tuple[ArrayType, ...]
     constants: tuple[int, ...]
     constant_values: tuple[Any, ...]
     arguments: tuple[int, ...]
+    closed_over: tuple[Any, ...]
     differentiated: tuple[int, ...]
     equations: tuple[Equation, ...]
     outputs: tuple[Atom, ...]
@@ -105,6 +157,23 @@ class Program:
     input_tree: Any
     output_tree: Any
     name: str
+    argument_labels: tuple[int | str, ...] = ()
+    kinds: tuple[Any, ...] = ()
+    placement: Placement | None = None
+    is_part: bool = False
+
+    def placed_fingerprint(self) -> str:
+        """The fingerprint with what is known of where the arguments lie: what a plan is made for.
+
+        Where there is a mesh and nothing is known, as under ``jax.jit``, that is said instead.
+        """
+        fingerprint = self.fingerprint()
+        return fingerprint if self.placement is None else f"{fingerprint} {self.placement.text}"
+
+    @property
+    def mesh(self) -> Any:
+        """JAX's mesh that it runs on; None without one."""
+        return None if self.placement is None else self.placement.mesh
 
     @property
     def argument_bytes(self) -> int:

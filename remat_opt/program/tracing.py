@@ -3,7 +3,12 @@
 The function is traced by ``jax.make_jaxpr`` with its positional and keyword arguments
 flattened; nested ``jit`` calls are inlined, everything else that holds an inner program
 (scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation.
+Asked for, inner checkpoints are dissolved: what is under them stands in their place, in loops and
+branches too.
 Equations that nothing reads and that have no side effects are left out.
+
+What the function closes over is a constant, unless it is being traced itself: then it is an
+argument like others, and one that is differentiated where JAX is differentiating it.
 """
 
 from __future__ import annotations
@@ -14,12 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError, TraceError
 from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.program.placement import placement_of
 from remat_opt.program.record import Atom, Constant, Equation, Program
+from remat_opt.program.static_leaves import any_held, hold, release
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +33,20 @@ class Signature:
     """How the arguments of a function are to be read; the words are those of ``jax.grad``.
 
     Attributes:
-      argnums: the positional argument(s) that derivatives are taken for; None for the first that
-        is not static.
+      argnums: the positional argument(s) that derivatives are taken for, where it cannot be seen;
+        None for the first that is not static.
       has_aux: whether the function returns a pair (differentiated, auxiliary).
       static_argnums: positional arguments that are Python values, not arrays.
       static_argnames: keyword arguments that are Python values, not arrays.
+      dissolved: whether what is under checkpoints of the function's own counts as if there were
+        none.
     """
 
     argnums: tuple[int, ...] | None = None
     has_aux: bool = False
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
+    dissolved: bool = False
 
     def with_instance(self) -> Signature:
         """The same for a method that is given its instance as first argument."""
@@ -56,13 +65,16 @@ class Call:
 
     Attributes:
       name: of the function that was called.
-      fn: takes the remaining positional and keyword arguments.
+      fn: takes the remaining positional and keyword arguments. Its result may have leaves that are
+        no arrays.
       args: remaining positional arguments.
       kwargs: remaining keyword arguments.
       argnums: positions, among ``args``, of the differentiated ones.
       argnames: names, among ``kwargs``, of the differentiated ones that were passed by name.
       positions: of ``args`` in the call.
       labels: the names of ``args``, or their positions where those are unknown.
+      static: what was bound, by position or name.
+      dissolved: see ``Signature``.
     """
 
     name: str
@@ -73,6 +85,8 @@ class Call:
     argnames: tuple[str, ...]
     positions: tuple[int, ...]
     labels: tuple[int | str, ...]
+    static: tuple[tuple[int | str, Any], ...]
+    dissolved: bool = False
 
 
 #: The key of what is ``Fixed``, in the path of a leaf.
@@ -122,7 +136,7 @@ def bind_static(
     argnums = signature.argnums
     if argnums is None:
         numbers = range(max(count, len(parameters)))
-        argnums = (next((n for n in numbers if found(n, "argnums") not in static), 0),)
+        argnums = tuple(n for n in numbers if found(n, "argnums") not in static)[:1]
     differentiated = [found(number, "argnums") for number in argnums]
     for where in differentiated:
         if where is not None and where in static:
@@ -134,21 +148,31 @@ def bind_static(
     dynamic = [number for number in range(count) if number not in static]
     names = {name: value for name, value in kwargs.items() if name in static}
 
+    given = {number: args[number] for number in range(count) if number in static}
+    own = (
+        tuple(args[number] for number in dynamic),
+        {name: value for name, value in kwargs.items() if name not in names},
+    )
+    held = hold(own)
+    holds = any_held(held)
+
     def bound(*dynamic_args: Any, **dynamic_kwargs: Any) -> Any:
-        given = list(args)
-        for number, argument in zip(dynamic, dynamic_args, strict=True):
-            given[number] = argument
-        return fn(*given, **dynamic_kwargs, **names)
+        if holds:
+            dynamic_args, dynamic_kwargs = release((dynamic_args, dynamic_kwargs))
+        placed = {**given, **dict(zip(dynamic, dynamic_args, strict=True))}
+        return fn(*(placed[number] for number in range(count)), **dynamic_kwargs, **names)
 
     return Call(
         name=getattr(fn, "__name__", type(fn).__name__),
-        fn=bound if static else fn,
-        args=tuple(args[number] for number in dynamic),
-        kwargs={name: value for name, value in kwargs.items() if name not in names},
+        fn=bound if static or holds else fn,
+        args=held[0],
+        kwargs=held[1],
         argnums=tuple(dynamic.index(where) for where in differentiated if isinstance(where, int)),
         argnames=tuple(where for where in differentiated if isinstance(where, str)),
         positions=tuple(dynamic),
         labels=tuple((*parameters, *range(len(parameters), count))[n] for n in dynamic),
+        static=(*given.items(), *sorted(names.items())),
+        dissolved=signature.dissolved,
     )
 
 
@@ -192,8 +216,8 @@ def trace(
       The function as flat data.
 
     Raises:
-      TraceError: an argument is neither array-like nor declared static, or the
-        result does not fit the signature.
+      TraceError: the value of a number is needed that is not declared static, or the result does
+        not fit the signature.
     """
     signature = signature or Signature()
     return trace_call(bind_static(fn, signature, args, kwargs), has_aux=signature.has_aux)
@@ -203,20 +227,20 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
     """Traces a call whose static arguments are bound; see ``trace``.
 
     Args:
-      call: the call. Where a derivative is being taken, the arguments it is taken for count as
-        differentiated, whatever ``argnums`` says.
+      call: the call. Where a derivative is being taken, what it is taken for counts as
+        differentiated, whatever ``argnums`` says. Where none is to be seen and ``argnums`` says
+        nothing, all that is closed over and being traced does.
       has_aux: whether the function returns a pair (differentiated, auxiliary).
       as_declared: go by ``argnums`` all the same.
     """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    _check_leaves(call)
 
     # Python numbers among the results are handed back as they are, not as arrays.
     numbers: dict[int, Any] = {}
 
     def flat_fn(*flat: Any) -> Any:
         positional, keywords = jax.tree.unflatten(tree, flat)
-        result = call.fn(*positional, **keywords)
+        result = hold(call.fn(*positional, **keywords))
         numbers.update(
             (position, leaf)
             for position, leaf in enumerate(jax.tree.leaves(result))
@@ -240,22 +264,40 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
                 f"returns {_kind(shapes)}. Return a pair, or leave has_aux out."
             )
         loss_outputs = len(jax.tree.leaves(shapes[0]))
-    seen = [position for position, leaf in enumerate(leaves) if internals.is_differentiated(leaf)]
-    declared = [
-        position
-        for position, (path, _) in enumerate(
-            jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]
-        )
-        if _is_differentiated(path, call)
-    ]
-    return _Flattener().program(
+    program = _Flattener(opens=True, dissolved=call.dissolved).program(
         closed,
-        declared if as_declared or not seen else seen,
         numbers,
         loss_outputs,
         input_tree=tree,
         output_tree=output_tree,
         name=call.name,
+        argument_labels=call.labels,
+        given=leaves,
+    )
+    values = [*leaves, *program.closed_over]
+    seen = [place for place, value in enumerate(values) if internals.is_differentiated(value)]
+    if seen and not as_declared:
+        return _differentiating(program, seen)
+    declared = [
+        place
+        for place, (path, _) in enumerate(
+            jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]
+        )
+        if _is_differentiated(path, call)
+    ]
+    found = _differentiating(program, declared)
+    return (
+        found
+        if found.differentiated
+        else _differentiating(program, range(len(leaves), len(values)))
+    )
+
+
+def _differentiating(program: Program, places: Iterable[int]) -> Program:
+    """The program with derivatives taken for these of its arguments."""
+    arguments = (program.arguments[place] for place in places)
+    return dataclasses.replace(
+        program, differentiated=tuple(v for v in arguments if is_inexact(program.types[v]))
     )
 
 
@@ -271,20 +313,6 @@ def _is_differentiated(path: tuple[Any, ...], call: Call) -> bool:
     if path[0].idx == 0:
         return path[1].idx in call.argnums
     return path[1].key in call.argnames
-
-
-def _check_leaves(call: Call) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]:
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            continue
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            continue
-        where = jax.tree_util.keystr(path[1:])
-        group = "positional arguments" if path[0].idx == 0 else "keyword arguments"
-        raise TraceError(
-            f"{where} of the {group} is a {type(leaf).__name__} ({leaf!r:.60}), not an array. "
-            "Declare it with static_argnums= or static_argnames=, or close over it."
-        )
 
 
 def _check_values(call: Call, error: Exception) -> None:
@@ -361,36 +389,47 @@ def inner_program(closed: Any, positions: Sequence[int], name: str) -> Program:
       positions: of the inputs that derivatives are taken for.
       name: what to call it.
     """
-    return _Flattener().program(
+    program = _Flattener(opens=False).program(
         closed,
-        positions,
         {},
         len(internals.parts(closed)[4]),
         input_tree=None,
         output_tree=None,
         name=name,
     )
+    return _differentiating(program, positions)
 
 
 class _Flattener:
-    """Numbers the values of a jaxpr and lists its equations, nested calls inlined."""
+    """Numbers the values of a jaxpr and lists its equations, nested calls inlined.
 
-    def __init__(self) -> None:
+    Args:
+      opens: whether constants that are being traced become arguments.
+      dissolved: whether inner checkpoints are dissolved.
+    """
+
+    def __init__(self, *, opens: bool, dissolved: bool = False) -> None:
+        self.opens = opens
+        self.dissolved = dissolved
+        self.closed_over: dict[int, Any] = {}
+        self.closed_over_kinds: list[Any] = []
         self.types: list[ArrayType] = []
         self.constants: list[int] = []
         self.constant_values: list[Any] = []
+        self.constant_kinds: list[Any] = []
         self.equations: list[Equation] = []
 
     def program(
         self,
         closed: Any,
-        positions: Sequence[int],
         numbers: Mapping[int, Any],
         loss_outputs: int,
         *,
         input_tree: Any,
         output_tree: Any,
         name: str,
+        argument_labels: tuple[int | str, ...] = (),
+        given: Sequence[Any] | None = None,
     ) -> Program:
         constant_variables, constants, inputs, equations, outputs = internals.parts(closed)
         scope: dict[Any, Atom] = {}
@@ -406,20 +445,32 @@ class _Flattener:
             else Constant(value=numbers[number], text=f"{numbers[number]}:{variable.aval}")
             for number, variable in enumerate(outputs)
         )
+        kinds = (
+            *self.constant_kinds,
+            *(variable.aval for variable in inputs),
+            *self.closed_over_kinds,
+        )
+        closed_over = tuple(self.closed_over.values())
         return Program(
             types=tuple(self.types),
             constants=tuple(self.constants),
             constant_values=tuple(self.constant_values),
-            arguments=arguments,
-            differentiated=tuple(
-                arguments[p] for p in positions if is_inexact(self.types[arguments[p]])
-            ),
+            arguments=(*arguments, *self.closed_over),
+            closed_over=closed_over,
+            differentiated=(),
             equations=_live(self.equations, results),
             outputs=results,
             loss_outputs=loss_outputs,
             input_tree=input_tree,
             output_tree=output_tree,
             name=name,
+            argument_labels=argument_labels,
+            kinds=kinds,
+            placement=(
+                None
+                if given is None
+                else placement_of([*self.constant_values, *given, *closed_over], kinds, equations)
+            ),
         )
 
     def _value(self, variable: Any) -> int:
@@ -428,8 +479,13 @@ class _Flattener:
 
     def _constant(self, variable: Any, value: Any) -> int:
         number = self._value(variable)
-        self.constants.append(number)
-        self.constant_values.append(value)
+        if self.opens and isinstance(value, jax.core.Tracer):
+            self.closed_over[number] = value
+            self.closed_over_kinds.append(variable.aval)
+        else:
+            self.constants.append(number)
+            self.constant_values.append(value)
+            self.constant_kinds.append(variable.aval)
         return number
 
     def _read(self, variable: Any, scope: dict[Any, Atom]) -> Atom:
@@ -443,36 +499,53 @@ class _Flattener:
             return dataclasses.replace(atom, value=internals.array_of(atom.value, variable.aval))
         return atom
 
-    def _inline(self, equations: Iterable[Any], scope: dict[Any, Atom], prefix: Any) -> None:
+    def _inline(
+        self,
+        equations: Iterable[Any],
+        scope: dict[Any, Atom],
+        prefix: Any,
+        calls: tuple[Any, ...] = (),
+    ) -> None:
         for equation in equations:
             inputs = tuple(self._read(variable, scope) for variable in equation.invars)
             body = internals.inlinable_body(equation)
+            if self.dissolved:
+                checkpoint = internals.checkpoint_of(equation)
+                body = body if checkpoint is None else checkpoint.body
+                equation = internals.without_checkpoints(equation)
             stack = internals.name_stack_of(equation, prefix)
             if body is None:
                 outputs = tuple(self._value(variable) for variable in equation.outvars)
                 scope.update(zip(equation.outvars, outputs, strict=True))
-                self.equations.append(self._equation(equation, inputs, outputs, stack))
+                self.equations.append(self._equation(equation, inputs, outputs, stack, calls))
                 continue
             variables, constants, body_inputs, body_equations, body_outputs = internals.parts(body)
             inner: dict[Any, Atom] = dict(zip(body_inputs, inputs, strict=True))
             for variable, value in zip(variables, constants, strict=True):
                 inner[variable] = self._constant(variable, value)
-            self._inline(body_equations, inner, stack)
+            self._inline(body_equations, inner, stack, (equation, *calls))
             for variable, result in zip(equation.outvars, body_outputs, strict=True):
                 scope[variable] = self._read(result, inner)
 
     def _equation(
-        self, equation: Any, inputs: tuple[Atom, ...], outputs: tuple[int, ...], stack: Any
+        self,
+        equation: Any,
+        inputs: tuple[Atom, ...],
+        outputs: tuple[int, ...],
+        stack: Any,
+        calls: tuple[Any, ...],
     ) -> Equation:
         return Equation(
             operation=operation(equation),
             inputs=inputs,
             outputs=outputs,
             effects=internals.has_effects(equation),
+            once=internals.has_effects(equation) or internals.calls_back(equation),
             parameters=internals.describe_parameters(equation.params),
             module=str(stack),
             jax_equation=equation,
             name_stack=stack,
+            calls=calls,
         )
 
 

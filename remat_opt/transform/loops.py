@@ -29,7 +29,7 @@ from remat_opt.schedule import Loop, Part
 
 def check_loop(equation: Equation, loop: Loop) -> None:
     """Raises PlanFileError unless the parts can be those of the equation."""
-    if equation.operation.primitive != "scan" or equation.effects:
+    if equation.operation.primitive != "scan" or equation.once:
         raise PlanFileError(
             f"The plan opens equation {loop.root}, which is no loop that can be opened. Make the "
             "plan again."

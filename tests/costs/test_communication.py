@@ -34,7 +34,7 @@ def test_no_flops_and_opaque(name: str, only: Any) -> None:
     assert answer.flops == 0
     assert answer.fusion is Fusion.OPAQUE
     assert answer.estimated
-    assert (answer.bytes_read, answer.bytes_written) == (96, 96)
+    assert (answer.bytes_read, answer.bytes_written, answer.bytes_sent) == (96, 96, 96)
     assert cost(operation).fusion is Fusion.OPAQUE
 
 

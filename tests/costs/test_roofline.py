@@ -8,9 +8,10 @@ from remat_opt.costs import Cost, Fusion, seconds
 
 
 class Toy:
-    """100 bytes a second; 1000 FLOPs a second in bfloat16 and half as many otherwise."""
+    """100 bytes a second, 10 over the network; 1000 FLOPs a second in bfloat16, else half."""
 
     memory_bandwidth = 100.0
+    network_bandwidth = 10.0
 
     def flops_rate(self, dtype: str) -> float:
         return 1000.0 if dtype == "bfloat16" else 500.0
@@ -25,3 +26,15 @@ def test_seconds(flops: int, dtype: str, expected: float) -> None:
         flops=flops, transcendentals=0, bytes_read=30, bytes_written=20, fusion=Fusion.OPAQUE
     )
     assert seconds(cost, Toy(), dtype) == expected
+
+
+def test_what_is_sent_goes_by_the_network() -> None:
+    cost = Cost(
+        flops=10,
+        transcendentals=0,
+        bytes_read=30,
+        bytes_written=20,
+        bytes_sent=30,
+        fusion=Fusion.OPAQUE,
+    )
+    assert seconds(cost, Toy(), "float32") == 3.0

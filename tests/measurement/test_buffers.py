@@ -14,7 +14,7 @@ import pytest
 
 from remat_opt.device import Platform
 from remat_opt.errors import CompileError
-from remat_opt.measurement import compilation
+from remat_opt.measurement import compilation, dump
 from remat_opt.measurement.buffers import CompiledMemory, attributed, parse_memory, split
 from remat_opt.program import tracing
 from remat_opt.schedule import Stage
@@ -325,7 +325,7 @@ def test_a_measurement_has_it_only_if_asked(tmp_path: Path, monkeypatch: Any) ->
 
 
 def test_a_text_that_cannot_be_read_is_a_note(monkeypatch: Any) -> None:
-    monkeypatch.setattr(compilation, "_ASSIGNMENT", "-assignment-of-another-name.txt")
+    monkeypatch.setattr(dump, "_ASSIGNMENT", "-assignment-of-another-name.txt")
     x = jax.ShapeDtypeStruct((64, 64), "float32")
     found = compilation.measure(lambda x: x @ x, x, device="cpu", with_buffers=True)
     assert found.memory is None

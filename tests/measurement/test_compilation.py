@@ -200,11 +200,15 @@ def test_offloaded_residuals_are_host_bytes(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", AWAY)
-def test_refuses_arguments_spread_over_several_devices(device: str) -> None:
+def test_refuses_arguments_spread_without_a_mesh(device: str) -> None:
     spread = SimpleNamespace(
         shape=(8, 8), dtype=jnp.dtype("float32"), sharding=SimpleNamespace(num_devices=4)
     )
-    with pytest.raises(DeviceError, match=r"shape \(8, 8\) is spread over several devices"):
+    with pytest.raises(
+        DeviceError,
+        match=r"shape \(8, 8\) is spread over several devices by a SimpleNamespace, which names no "
+        r"mesh .* Give it a NamedSharding",
+    ):
         measure(jnp.sum, spread, device=device)
 
 
@@ -301,8 +305,8 @@ def test_a_missing_package_names_the_extra(
     def not_implemented(*args: object, **kwargs: object) -> None:
         raise NotImplementedError("topology not implemented for cuda")
 
-    _compile_only._tpu_device.cache_clear()
-    _compile_only._gpu_device.cache_clear()
+    _compile_only._tpu_devices.cache_clear()
+    _compile_only._gpu_devices.cache_clear()
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(importlib, "import_module", not_found)

@@ -15,6 +15,7 @@ from remat_opt.errors import TraceError
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from remat_opt.program.record import Constant, Program
+from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 
 
@@ -179,13 +180,48 @@ def test_messages(signature: Signature, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_message_for_an_argument_that_is_no_array() -> None:
-    with pytest.raises(TraceError) as caught:
-        tracing.trace(lambda a, b: a, jnp.ones(3), {"mode": ["train"]})
-    assert str(caught.value) == (
-        "[1]['mode'][0] of the positional arguments is a str ('train'), not an array. Declare it "
-        "with static_argnums= or static_argnames=, or close over it."
-    )
+def test_leaves_that_are_no_arrays_go_round_the_trace() -> None:
+    def loss(a, options):
+        return options["f"](a) if options["mode"] == ["train"] else a, options
+
+    args = jnp.ones(3), {"mode": ["train"], "f": jnp.sin}
+    program = tracing.trace(loss, *args, signature=Signature(has_aux=True))
+    assert len(program.arguments) == 1
+    assert [one.operation.primitive for one in program.equations] == ["sin"]
+    empty = jax.tree.unflatten(program.output_tree, [None])
+    assert release(empty) == (None, args[1])
+
+
+def test_tracers_that_are_closed_over_are_arguments() -> None:
+    programs = []
+
+    def outer(a, b, c):
+        def inner(x):
+            return jnp.sum(jnp.tanh(a @ x) * b + table)
+
+        table = np.arange(3.0)
+        programs.append(tracing.trace(inner, c))
+        return inner(c)
+
+    args = jnp.ones((3, 3)), jnp.ones(3), jnp.ones(3)
+    jax.grad(outer, argnums=(0, 1))(*args)
+    jax.grad(outer, argnums=2)(*args)
+    jax.jit(outer)(*args)
+    both, one, unseen = programs
+    assert (len(both.arguments), len(both.closed_over), len(both.constants)) == (3, 2, 1)
+    assert both.differentiated == both.arguments[1:]
+    assert one.closed_over == ()
+    assert one.differentiated == one.arguments
+    # Where it cannot be seen, it is for the first argument; where there is none, for all of it.
+    assert unseen.differentiated == unseen.arguments[:1]
+
+    def alone(a, b):
+        programs.append(tracing.trace(lambda: jnp.sum(a * b)))
+        return jnp.sum(a * b)
+
+    jax.grad(jax.jit(alone))(*args[1:])
+    assert programs[-1].differentiated == programs[-1].arguments
+    assert len(programs[-1].arguments) == 2
 
 
 def test_results_that_are_no_equations() -> None:

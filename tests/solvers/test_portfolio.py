@@ -84,7 +84,7 @@ def test_candidates_and_budgets(graph: Graph) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=12))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 def test_candidates_and_budgets_on_many_graphs(graph: Graph) -> None:
     check_candidates(graph)
     check_monotone(graph)

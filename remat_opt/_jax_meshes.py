@@ -1,0 +1,137 @@
+"""What JAX and its compiler say of meshes, behind names of our own, as ``_jax_internals`` has them.
+
+``propagated`` runs one pass of the compiler by itself, which JAX ships and has no words for. Each
+function here has a contract test in ``tests/test_jax_contracts.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import sdy
+
+from remat_opt._jax_internals import inner_jaxprs, parts
+
+
+def mesh_of(value: Any) -> Any | None:
+    """The mesh that an array, tracer or shape is laid out on, abstract for a tracer; else None.
+
+    None also inside a ``shard_map``, where arrays are what one device has of them.
+    """
+    sharding = _sharding_of(value)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
+        return None
+    return None if sharding.mesh.abstract_mesh.manual_axes else sharding.mesh
+
+
+def split_of(value: Any) -> tuple[tuple[str, ...], ...] | None:
+    """For each axis of an array the mesh axes that split it; None where that cannot be known.
+
+    Of a tracer only what its type says is known: that is along axes of the mesh with explicit
+    sharding.
+    """
+    sharding = _sharding_of(value)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    mesh = sharding.mesh.abstract_mesh
+    if isinstance(_primal(value), jax.core.Tracer) and not mesh.are_all_axes_explicit:
+        return None
+    entries = (*sharding.spec, *[None] * (len(value.shape) - len(sharding.spec)))
+    if jax.sharding.PartitionSpec.UNCONSTRAINED in entries:
+        return None
+    return tuple(
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
+
+
+def _primal(value: Any) -> Any:
+    """The array under the tracers of derivatives that are taken outside of ``jax.jit``."""
+    while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
+        value = value.primal
+    return value
+
+
+def _sharding_of(value: Any) -> Any:
+    value = _primal(value)
+    if isinstance(value, jax.core.Tracer):
+        return getattr(jax.typeof(value), "sharding", None)
+    return getattr(value, "sharding", None)
+
+
+def meshes_in(equations: Iterable[Any]) -> Iterator[Any]:
+    """The meshes that constraints and ``shard_map`` name, in inner programs too."""
+    for equation in equations:
+        for value in equation.params.values():
+            mesh = value.mesh if isinstance(value, jax.sharding.NamedSharding) else value
+            if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) and not mesh.empty:
+                yield mesh
+        for _, jaxpr in inner_jaxprs(equation.params):
+            yield from meshes_in(parts(jaxpr)[3])
+
+
+def propagated(
+    fn: Callable[..., Any], arguments: Sequence[Any]
+) -> list[tuple[tuple[tuple[str, int], ...], ...]]:
+    """How the results of a function are split over a mesh, as the compiler decides.
+
+    The function is lowered, and of the compiler only the pass runs that propagates shardings.
+
+    Args:
+      fn: gives a flat list of arrays.
+      arguments: shapes, with shardings where there are any.
+
+    Returns:
+      For each result, for each of its axes the mesh axes that split it and in how many ways.
+    """
+    traced = jax.jit(fn).trace(*arguments)
+    count = len(jax.tree.leaves(traced.out_info))
+    if not count:
+        return []
+    module = _lowered_anywhere(traced).compiler_ir()
+    with module.context:
+        passes = "builtin.module(inline,sdy-propagation-pipeline)"
+        passmanager.PassManager.parse(passes).run(module.operation)
+        sizes: dict[str, dict[str, int]] = {}
+        results: Any = None
+        for operation in module.body.operations:
+            if operation.operation.name == "sdy.mesh":
+                axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(operation.attributes["mesh"]).axes)
+                name = f"@{ir.StringAttr(operation.attributes['sym_name']).value}"
+                sizes[name] = {axis.name: axis.size for axis in axes}
+            elif operation.operation.name == "func.func" and operation.sym_name.value == "main":
+                results = operation.attributes["res_attrs"]
+        assert results is not None, "every module has a main function with results"
+        # Tokens of ordered effects come before results.
+        return [_split_of_result(ir.DictAttr(one), sizes) for one in list(results)[-count:]]
+
+
+def _lowered_anywhere(traced: Any) -> Any:
+    """Lowered for the first platform that can: kernels may be written for one."""
+    *others, last = "cpu", "tpu", "cuda"
+    for platform in others:
+        with contextlib.suppress(Exception):
+            return traced.lower(lowering_platforms=(platform,))
+    return traced.lower(lowering_platforms=(last,))
+
+
+def _split_of_result(
+    attributes: Any, sizes: Mapping[str, Mapping[str, int]]
+) -> tuple[tuple[tuple[str, int], ...], ...]:
+    if "sdy.sharding" not in attributes:
+        return ()
+    sharding = sdy.TensorShardingAttr(attributes["sdy.sharding"])
+    found = []
+    part: Any
+    for dimension in map(sdy.DimensionShardingAttr, sharding.dimension_shardings):
+        axes = []
+        for axis in map(sdy.AxisRefAttr, dimension.axes):
+            part = axis.sub_axis_info
+            size = sizes[str(sharding.mesh_or_ref)][axis.name] if part is None else part[1]
+            axes.append((axis.name, int(size)))
+        found.append(tuple(axes))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Program and plan -> the same decision as ordinary JAX code, as text."""

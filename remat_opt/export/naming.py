@@ -1,0 +1,141 @@
+"""Names for the values of a program: arguments after their paths, others after what makes them."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+
+from remat_opt.program.record import Program
+
+_SHORT = {
+    "add_any": "sum",
+    "broadcast_in_dim": "wide",
+    "checkpoint": "block",
+    "conv_general_dilated": "conv",
+    "convert_element_type": "cast",
+    "cond": "chosen",
+    "copy_p": "copy",
+    "custom_jvp_call": "activation",
+    "dot_general": "dot",
+    "dynamic_slice": "part",
+    "dynamic_update_slice": "updated",
+    "integer_pow": "power",
+    "reduce_max": "largest",
+    "reduce_sum": "sum",
+    "reduce_window_max": "pooled",
+    "reduce_window_sum": "pooled",
+    "select_n": "selected",
+    "stop_gradient": "stopped",
+    "transpose": "transposed",
+    "while": "loop",
+}
+#: What exported code imports, or has as names of its own.
+RESERVED = frozenset(
+    {"checkpoint_name", "constants", "functools", "jax", "jnp", "lax", "leaves", "np"}
+    | set(keyword.kwlist)
+    | set(dir(builtins))
+)
+
+
+def identifier(text: str) -> str:
+    """The text as a Python name.
+
+    >>> identifier("params['Block_0'].kernel")
+    'params_block_0_kernel'
+    """
+    word = re.sub(r"\W+", "_", text).strip("_").lower() or "value"
+    word = f"v_{word}" if word[0].isdigit() else word
+    return f"{word}_" if word in RESERVED else word
+
+
+class Distinct:
+    """Gives each name once, with a number where it is taken.
+
+    Args:
+      taken: names that are in use.
+      elsewhere: those of another kind, which may become more: functions for values, and values for
+        functions.
+      told: is told of every name that is given.
+    """
+
+    def __init__(
+        self,
+        taken: Iterable[str] = (),
+        elsewhere: Set[str] = frozenset(),
+        told: set[str] | None = None,
+    ) -> None:
+        self._taken = set(taken) | RESERVED
+        self._elsewhere = elsewhere
+        self._told: set[str] = set() if told is None else told
+        self._counts: Counter[str] = Counter()
+
+    def name(self, wanted: str, *, numbered: bool = False) -> str:
+        """A name like the one that is wanted.
+
+        Args:
+          wanted: an identifier.
+          numbered: whether to give it a number even where it is free.
+        """
+        found = wanted
+        while numbered or found in self._taken or found in self._elsewhere:
+            self._counts[wanted] += 1
+            found = f"{wanted}_{self._counts[wanted]}"
+            numbered = False
+        self._taken.add(found)
+        self._told.add(found)
+        return found
+
+
+def argument_names(tree: Any, labels: Sequence[int | str], distinct: Distinct) -> list[str]:
+    """Names of the flat arguments, after the paths to them.
+
+    Args:
+      tree: structure of (positional, keyword) arguments.
+      labels: names of the positional arguments, or their places.
+      distinct: the names in use.
+    """
+    whole = jax.tree.unflatten(tree, range(tree.num_leaves))
+    found = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]:
+        if path[0].idx == 0:
+            label = labels[path[1].idx]
+            first = label if isinstance(label, str) else f"argument_{label}"
+        else:
+            first = path[1].key
+        found.append(distinct.name(identifier(first + jax.tree_util.keystr(path[2:]))))
+    return found
+
+
+def value_names(program: Program, arguments: Sequence[str], distinct: Distinct) -> dict[int, str]:
+    """A name for every value of a program.
+
+    Args:
+      program: the program.
+      arguments: names of its arguments.
+      distinct: the names in use.
+    """
+    found = dict(zip(program.arguments, arguments, strict=True))
+    for value in program.constants:
+        found[value] = distinct.name("constant", numbered=True)
+    for equation in program.equations:
+        primitive = equation.operation.primitive
+        word = _SHORT.get(primitive) or identifier(primitive)
+        if primitive == "custom_jvp_call":
+            word = rule_name(equation.jax_equation.params)
+        for value in equation.outputs:
+            found[value] = distinct.name(word, numbered=True)
+    return found
+
+
+def rule_name(params: Mapping[str, Any]) -> str:
+    """The name of the function that a ``custom_jvp_call`` calls, as far as its program tells."""
+    body = params["call_jaxpr"]
+    equations = getattr(body, "jaxpr", body).eqns
+    name = equations[0].params.get("name") if len(equations) == 1 else None
+    return identifier(name) if isinstance(name, str) else "activation"

@@ -1,0 +1,311 @@
+"""The whole file: imports, helpers, a function for each region, and the user's function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from remat_opt import _jax_internals as internals
+from remat_opt.errors import RematError
+from remat_opt.export import support
+from remat_opt.export.literals import UnprintableError, constant_text, quoted
+from remat_opt.export.naming import argument_names, identifier
+from remat_opt.export.printer import Printer
+from remat_opt.plan import Plan
+from remat_opt.program.record import Program
+from remat_opt.program.tracing import Call, array_type
+from remat_opt.units import format_bytes, format_share
+
+#: What ``support`` and exported code import, and so what the header of a file says.
+_IMPORTS = """\
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A planned function as a Python module that needs JAX and nothing else.
+
+    Attributes:
+      function: the name of the function in it.
+      text: the module.
+      constants: the arrays that the function closed over; it takes them as ``constants=``, by
+        keyword. Empty where there are none: then its arguments are those of the original.
+    """
+
+    function: str
+    text: str
+    constants: tuple[Any, ...]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the module to a file."""
+        Path(path).write_text(self.text, encoding="utf-8")
+
+    def load(self) -> Any:
+        """The function, as importing the saved module gives it."""
+        module: dict[str, Any] = {"__name__": self.function}
+        exec(compile(self.text, f"<{self.function} as source>", "exec"), module)
+        function = module[self.function]
+        return functools.partial(function, constants=self.constants) if self.constants else function
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def source_of(plan: Plan, program: Program, call: Call) -> Source:
+    """A planned program as code; it is read back, and must trace to the same equations.
+
+    Args:
+      plan: what was decided.
+      program: what it was decided for.
+      call: what was traced.
+
+    Raises:
+      RematError: something in the program cannot be written as code; the message names it.
+    """
+    if program.closed_over:
+        raise RematError(
+            f"{plan.function!r} closes over arrays that are being traced, which code has no names "
+            "for. Make them arguments."
+        )
+    printer = Printer(plan.platform)
+    function = printer.name(identifier(plan.function))
+    arguments = argument_names(program.input_tree, call.labels, printer.distinct())
+    lines, scope = printer.chain(program, arguments, plan.stages, plan.loops, frozenset(), "")
+    names = scope.names
+    try:
+        results = [
+            names[atom] if isinstance(atom, int) else _constant(atom.value)
+            for atom in program.outputs
+        ]
+        returned = _tree_text(program.output_tree, results)
+    except UnprintableError as error:
+        raise RematError(
+            f"The result of {plan.function!r} cannot be written as code: {error}."
+        ) from None
+    constants = [names[value] for value in program.constants]
+    head = _signature(call, has_constants=bool(constants))
+    body = [
+        *_docstring(plan, program, call),
+        "leaves = jax.tree.leaves((" + _arguments_text(call) + "))",
+        f"if len(leaves) != {len(arguments)}:",
+        f'    raise ValueError(f"{len(arguments)} arrays are wanted, not {{len(leaves)}}.")',
+        *_unpacked(arguments, program),
+        *([f"({', '.join(constants)},) = constants"] if constants else []),
+        *lines,
+        f"return {returned}",
+    ]
+    main = "\n".join([f"def {function}({head}):", *(f"    {line}" for line in body)])
+    text = "\n\n\n".join(
+        [_header(plan, function), *_helpers(printer.helpers), *printer.functions, main]
+    )
+    found = Source(function=function, text=text + "\n", constants=program.constant_values)
+    _check(found, program, call)
+    return found
+
+
+def _header(plan: Plan, function: str) -> str:
+    predicted = plan.predicted
+    said = (
+        f"{plan.function}, with what is kept for its gradient and what is computed again decided "
+        f"by remat_opt {plan.remat_opt_version} for {plan.device}. This file needs JAX alone "
+        f"(it was written with {plan.jax_version})."
+    )
+    figures = (
+        f"Temporaries, predicted: {format_bytes(predicted.temporary_bytes)}, of "
+        f"{format_bytes(predicted.plain_temporary_bytes)} without checkpoints; recomputed: "
+        f"{format_share(predicted.recomputed_share)} of the FLOPs of a forward pass."
+    )
+    use = (
+        f"Use {function} in the place of the original: its arguments must have the same "
+        "shapes and dtypes, and derivatives are to be taken for the same ones. Static arguments "
+        "are left out: they are as they were when this was written."
+    )
+    paragraphs = [textwrap.fill(one, 96) for one in (said, figures, use)]
+    return '"""' + "\n\n".join(paragraphs) + '\n"""\n\n' + _IMPORTS.rstrip()
+
+
+def _helpers(names: set[str]) -> list[str]:
+    """The text of helpers and of those that they call, in the order of their file."""
+    functions = dict(inspect.getmembers(support, inspect.isfunction))
+    own = {
+        name: inspect.getsource(function)
+        for name, function in functions.items()
+        if function.__module__ == support.__name__
+    }
+    wanted = set(names)
+    pending = list(names)
+    while pending:
+        words = set(re.findall(r"\w+", own[pending.pop()]))
+        more = own.keys() & words
+        pending += more - wanted
+        wanted |= more
+    in_order = sorted(wanted, key=lambda name: functions[name].__code__.co_firstlineno)
+    return [own[name].rstrip() for name in in_order]
+
+
+def _signature(call: Call, *, has_constants: bool) -> str:
+    words = [*_positional(call)]
+    keywords = sorted(call.kwargs)
+    if has_constants:
+        keywords.append("constants")
+    if keywords:
+        words += ["*", *keywords]
+    return ", ".join(words)
+
+
+def _positional(call: Call) -> list[str]:
+    return [label if isinstance(label, str) else f"argument_{label}" for label in call.labels]
+
+
+def _arguments_text(call: Call) -> str:
+    positional = "".join(f"{name}, " for name in _positional(call)).strip()
+    keywords = ", ".join(f"{quoted(name)}: {name}" for name in sorted(call.kwargs))
+    return f"({positional}), {{{keywords}}}"
+
+
+def _docstring(plan: Plan, program: Program, call: Call) -> list[str]:
+    lines = [f'"""As {plan.function}, in {len(plan.stages)} regions.']
+    if program.constants:
+        lines += [
+            "",
+            "Args, beside those of the original:",
+            "  constants: the arrays it closed over.",
+        ]
+        lines += [
+            f"    {number}. {program.types[value].dtype}{list(program.types[value].shape)}"
+            for number, value in enumerate(program.constants)
+        ]
+    return [*lines, '"""'] if len(lines) > 1 else [lines[0] + '"""']
+
+
+def _unpacked(arguments: Sequence[str], program: Program) -> list[str]:
+    if not arguments:
+        return []
+    lines = ["("]
+    for name, value in zip(arguments, program.arguments, strict=True):
+        kind = program.types[value]
+        lines.append(f"    {name},  # {kind.dtype}{list(kind.shape)}")
+    return [*lines, ") = leaves"]
+
+
+def _constant(value: Any) -> str:
+    kind = jax.typeof(value)
+    written = constant_text(value, str(kind.dtype), weak=kind.weak_type)
+    return written if type(value) in (bool, int, float, complex) else f"jnp.asarray({written})"
+
+
+def _tree_text(tree: Any, leaves: Sequence[str]) -> str:
+    """A tree with these texts for leaves, as an expression.
+
+    Raises:
+      UnprintableError: a node is of a type of the user's.
+    """
+
+    def written(node: Any) -> str:
+        if isinstance(node, _Leaf):
+            return node.text
+        if node is None:
+            return "None"
+        if type(node) is dict:
+            return (
+                "{" + ", ".join(f"{_key(key)}: {written(one)}" for key, one in node.items()) + "}"
+            )
+        if type(node) is list:
+            return "[" + ", ".join(map(written, node)) + "]"
+        if type(node) is tuple:
+            inside = ", ".join(map(written, node))
+            return f"({inside},)" if len(node) == 1 else f"({inside})"
+        raise UnprintableError(
+            f"it holds a {type(node).__name__}. Return dictionaries, lists and tuples"
+        )
+
+    return written(jax.tree.unflatten(tree, [_Leaf(text=text) for text in leaves]))
+
+
+def _key(key: Any) -> str:
+    return quoted(key) if isinstance(key, str) else repr(key)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaf:
+    text: str
+
+
+#: What code may differ in from the function it stands for: how calls are grouped, what is kept.
+_GROUPING = frozenset(
+    "checkpoint remat2 remat name optimization_barrier custom_jvp_call jit pjit closed_call "
+    "core_call copy copy_p clamp convert_element_type".split()
+)
+
+
+def _check(source: Source, program: Program, call: Call) -> None:
+    """Raises RematError unless the code has the equations and the results of the program."""
+    leaves = jax.tree.leaves((call.args, call.kwargs))
+    kinds = [
+        leaf if isinstance(leaf, jax.ShapeDtypeStruct) else internals.type_of(leaf)
+        for leaf in leaves
+    ]
+    run = source.load()
+    tree = jax.tree.structure((call.args, call.kwargs))
+
+    def flat(*given: Any) -> Any:
+        positional, keywords = jax.tree.unflatten(tree, given)
+        return run(*positional, **keywords)
+
+    closed, shapes = internals.make_jaxpr(flat, *kinds)
+    found = _counted(closed)
+    wanted: Counter[str] = Counter()
+    for equation in program.equations:
+        wanted.update(_of_one(equation.jax_equation))
+    missing = [name for name, count in sorted((wanted - found).items()) if name not in _GROUPING]
+    outputs = [array_type(shape) for shape in jax.tree.leaves(shapes)]
+    expected = [
+        array_type(jax.typeof(atom.value)) if not isinstance(atom, int) else program.types[atom]
+        for atom in program.outputs
+    ]
+    if missing or outputs != expected or jax.tree.structure(shapes) != program.output_tree:
+        raise RematError(
+            f"The code of {program.name!r} does not do what the function does: it lacks "
+            f"{', '.join(missing) or 'nothing, but its results differ'}. This is a fault of "
+            "remat_opt: please report it with the function."
+        )
+
+
+def _counted(closed: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for equation in internals.parts(closed)[3]:
+        found.update(_of_one(equation))
+    return found
+
+
+def _of_one(equation: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    inner = list(internals.inner_jaxprs(equation.params))
+    for _, jaxpr in inner:
+        found.update(_counted(jaxpr))
+    if not inner:
+        # Code adds two values as it adds two cotangents.
+        found[{"add_any": "add"}.get(equation.primitive.name, equation.primitive.name)] += 1
+    return found

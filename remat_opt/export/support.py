@@ -1,0 +1,342 @@
+"""What exported code calls beside JAX: each function is copied into it where it is used.
+
+So each stands on its own: it names nothing but the modules that exported code imports, and other
+functions of this file, which are copied along. None uses what JAX does not export. They do what
+those of the same names in ``transform`` do, and compile to the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+
+def zero_of(value: Any) -> Any:
+    """The tangent of what does not vary."""
+    return SymbolicZero(jax.typeof(value).to_tangent_aval())
+
+
+def tied(tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """Tangents as they are; of their cotangents none goes on before all are computed."""
+    there = [one for one in tangents if not isinstance(one, SymbolicZero)]
+    behind = iter(lax.optimization_barrier(there)) if there else iter(())
+    return tuple(one if isinstance(one, SymbolicZero) else next(behind) for one in tangents)
+
+
+def stored(*values: Any) -> tuple[Any, ...]:
+    """The values as arrays of their own; their cotangents are as they were."""
+
+    @jax.custom_jvp
+    def barrier(*given: Any) -> tuple[Any, ...]:
+        return tuple(lax.optimization_barrier(given))
+
+    barrier.defjvp(lambda given, tangents: (barrier(*given), tuple(tangents)), symbolic_zeros=True)
+    return tuple(barrier(*values))
+
+
+def behind_barrier(*values: Any) -> tuple[Any, ...]:
+    """The values, none before all are computed; and their cotangents likewise."""
+
+    @jax.custom_jvp
+    def barrier(*given: Any) -> tuple[Any, ...]:
+        return tuple(lax.optimization_barrier(given))
+
+    barrier.defjvp(lambda given, tangents: (barrier(*given), tied(tangents)), symbolic_zeros=True)
+    return tuple(barrier(*values))
+
+
+def cotangents_together(*values: Any) -> tuple[Any, ...]:
+    """The values; of their cotangents none goes on before all are computed."""
+
+    @jax.custom_jvp
+    def same(*given: Any) -> tuple[Any, ...]:
+        return given
+
+    same.defjvp(lambda given, tangents: (given, tied(tangents)), symbolic_zeros=True)
+    return tuple(same(*values))
+
+
+def named_parts(value: Any, name: str) -> Any:
+    """A complex value whose parts are kept by name: JAX does not keep it as one."""
+    return lax.complex(
+        checkpoint_name(lax.real(value), name), checkpoint_name(lax.imag(value), name)
+    )
+
+
+def weight_first(product: Callable[[Any, Any], Any], weight: int, *operands: Any) -> Any:
+    """A product; backward, its weight's gradient is computed before that of the other operand."""
+
+    def in_order(of_weight: Any, of_other: Any) -> Any:
+        return product(of_weight, of_other) if weight == 0 else product(of_other, of_weight)
+
+    run = jax.custom_jvp(in_order)
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        result = run(*primals)
+        to_weight, to_other = tangents
+        if isinstance(to_weight, SymbolicZero):
+            if isinstance(to_other, SymbolicZero):
+                return result, zero_of(result)
+            return result, in_order(primals[0], to_other)
+        if isinstance(to_other, SymbolicZero):
+            return result, in_order(to_weight, primals[1])
+        moved, to_weight = tied((in_order(primals[0], to_other), to_weight))
+        return result, moved + in_order(to_weight, primals[1])
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(operands[weight], operands[1 - weight])
+
+
+def picked(gather: Callable[[Any, Any], Any], operand: Any, indices: Any, clip: bool) -> Any:
+    """A gather of one entry from every row; its gradient is elementwise."""
+    pick = jax.custom_jvp(gather)
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        operand, indices = primals
+        result = pick(operand, indices)
+        if isinstance(tangents[0], SymbolicZero):
+            return result, zero_of(result)
+        axis = operand.ndim - 1
+        chosen = indices.reshape(*operand.shape[:-1], 1)
+        if clip:
+            chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
+        here = lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen
+        moved = jnp.sum(jnp.where(here, tangents[0], 0), axis=axis)
+        return result, moved.reshape(result.shape).astype(result.dtype)
+
+    pick.defjvp(rule, symbolic_zeros=True)
+    return pick(operand, indices)
+
+
+def kept(name: str, equation: Callable[..., Any], derivatives: Sequence[Any], *inputs: Any) -> Any:
+    """Runs an equation whose derivative, too, reads the output that is kept by name.
+
+    Args:
+      name: of the output, for a policy.
+      equation: from the inputs to the output.
+      derivatives: for each input the function that gives, from the input's tangent, the output and
+        all inputs, the tangent of the output; None where no derivative is taken.
+      *inputs: of the equation.
+    """
+
+    def named(*given: Any) -> Any:
+        return checkpoint_name(equation(*given), name)
+
+    run = jax.custom_jvp(named)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        output = named(*primals)
+        moved = zero_of(output)
+        for tangent, derivative in zip(tangents, derivatives, strict=True):
+            if isinstance(tangent, SymbolicZero):
+                continue
+            if derivative is None:
+                raise ValueError(f"This code has no derivative of {name} along this input.")
+            part = derivative(tangent, output, *primals)
+            moved = part if isinstance(moved, SymbolicZero) else moved + part
+        return output, moved
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(*inputs)
+
+
+def flat_scan(
+    body: Callable[..., Sequence[Any]],
+    constants: Sequence[Any],
+    carry: Sequence[Any],
+    stacked: Sequence[Any],
+    *,
+    length: int,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> list[Any]:
+    """A scan of a body from constants, carry and entries to the next carry and entries made."""
+
+    def iteration(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        made = body(*constants, *carry, *entries)
+        return list(made[: len(carry)]), list(made[len(carry) :])
+
+    carry, made = lax.scan(
+        iteration, list(carry), list(stacked), length=length, reverse=reverse, unroll=unroll
+    )
+    return [*carry, *made]
+
+
+def planned_scan(
+    parts: Sequence[tuple[int, Any, Sequence[str], Any]],
+    constants: Sequence[Any],
+    carry: Sequence[Any],
+    stacked: Sequence[Any],
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
+    reach: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ()),
+) -> list[Any]:
+    """A scan whose iterations keep what a plan says, in parts that follow one another.
+
+    Args:
+      parts: of each its length; the parts of a chunk, where it is run in chunks, each under one
+        checkpoint; the names that every iteration keeps; and the body, from constants, carry and
+        entries to the next carry and the entries made.
+      constants: what every iteration reads.
+      carry: what the first iteration is handed.
+      stacked: of which each iteration reads one entry.
+      reverse: whether the last entries come first.
+      unroll: how many iterations are written out in a row.
+      reach: places that derivatives reach: among constants with ``stacked``, in the carry, and
+        among what iterations make.
+    """
+    length, inside, names, body = parts[0]
+    if len(parts) > 1 or inside:
+        run = functools.partial(parts_in_order, len(constants), reverse, unroll, reach)
+        carry, made, _ = run(parts, [*constants, *stacked], carry, 0)
+        return [*carry, *made]
+
+    def iteration(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        made = list(body(*constants, *carry, *entries))
+        return made[: len(carry)], made[len(carry) :]
+
+    unrolled = min(unroll, length)
+    checkpointed = jax.checkpoint(
+        iteration,
+        prevent_cse=unrolled >= length,
+        policy=jax.checkpoint_policies.save_only_these_names(*names),
+    )
+    carry, made = lax.scan(
+        checkpointed, list(carry), list(stacked), length=length, reverse=reverse, unroll=unrolled
+    )
+    return [*carry, *made]
+
+
+def parts_in_order(
+    constant_count: int,
+    reverse: bool,
+    unroll: int,
+    reach: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    parts: Sequence[tuple[int, Any, Sequence[str], Any]],
+    reads: Sequence[Any],
+    carry: Sequence[Any],
+    place: Any,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Runs iterations in parts: the carry, what is made, and what is read."""
+    length, done = sum(part[0] for part in parts), 0
+    found = []
+    for part in parts:
+        start = length - done - part[0] if reverse else done
+        carry, made, reads = one_part(
+            constant_count, reverse, unroll, reach, part, reads, carry, place + start
+        )
+        found.append(made)
+        done += part[0]
+    stacks = zip(*(found[::-1] if reverse else found), strict=True)
+    made = [one[0] if len(one) == 1 else jnp.concatenate(one) for one in stacks]
+    return list(carry), made, list(reads)
+
+
+def one_part(
+    constant_count: int,
+    reverse: bool,
+    unroll: int,
+    reach: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    part: tuple[int, Any, Sequence[str], Any],
+    reads: Sequence[Any],
+    carry: Sequence[Any],
+    first: Any,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Runs the iterations of a part; their gradients are added where those of others are."""
+    length, inside, names, body = part
+    reads_varying, carried, made_varying = reach
+    size = sum(one[0] for one in inside) if inside else 1
+    count = length // size
+    unrolled = 1 if inside else min(unroll, count)
+
+    def iteration(
+        reads: Sequence[Any], carry: Sequence[Any], place: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        entries = [
+            lax.dynamic_index_in_dim(one, place, keepdims=False, allow_negative_indices=False)
+            for one in reads[constant_count:]
+        ]
+        made = list(body(*reads[:constant_count], *carry, *entries))
+        return made[: len(carry)], made[len(carry) :], list(reads)
+
+    chunk = functools.partial(parts_in_order, constant_count, reverse, unroll, reach, inside)
+    turn = jax.checkpoint(
+        chunk if inside else iteration,
+        prevent_cse=unrolled >= count,
+        policy=None if inside else jax.checkpoint_policies.save_only_these_names(*names),
+    )
+    places = np.arange(0, length, size, dtype=np.int32)
+    loop = functools.partial(lax.scan, reverse=reverse, unroll=unrolled)
+
+    def flat(made: Sequence[Any]) -> list[Any]:
+        return [one.reshape(length, *one.shape[2:]) if inside else one for one in made]
+
+    def filled(values: Sequence[Any], chosen: Sequence[int], others: Sequence[Any]) -> list[Any]:
+        found = list(values)
+        for place, value in zip(chosen, others, strict=True):
+            found[place] = value
+        return found
+
+    @jax.custom_jvp
+    def run(reads: Any, carry: Any, first: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        def step(carry: Any, place: Any) -> tuple[Any, Any]:
+            carry, made, _ = turn(reads, carry, place)
+            return carry, made
+
+        carry, made = loop(step, carry, first + places)
+        return carry, flat(made), reads
+
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        reads, carry, first = primals
+        moved = [n for n, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
+        moved_carry = [n for n, t in enumerate(tangents[1]) if not isinstance(t, SymbolicZero)]
+        if not (set(moved) <= set(reads_varying) and set(moved_carry) <= set(carried)):
+            raise ValueError("This code has no derivative of the scan along all of its inputs.")
+
+        def step(state: Any, place: Any) -> Any:
+            carry, to_carry, to_reads = state
+
+            def along(some_reads: Sequence[Any], some_carry: Sequence[Any]) -> Any:
+                carry_out, made, handed_on = turn(
+                    filled(reads, moved, some_reads), filled(carry, carried, some_carry), place
+                )
+                return carry_out, made, [handed_on[n] for n in moved]
+
+            (carry_out, made, _), (to_next, to_made, to_reads) = jax.jvp(
+                along,
+                ([reads[n] for n in moved], [carry[n] for n in carried]),
+                (to_reads, to_carry),
+            )
+            # Copies, which cost nothing: what is only handed on, ``scan`` would not carry.
+            handed_on = [jnp.copy(one) for one in to_reads]
+            state = carry_out, [to_next[n] for n in carried], handed_on
+            return state, (made, [to_made[n] for n in made_varying])
+
+        zeros = [jnp.zeros_like(carry[n]) for n in carried]
+        start = (
+            list(carry),
+            [
+                zero if isinstance(tangents[1][n], SymbolicZero) else tangents[1][n]
+                for n, zero in zip(carried, zeros, strict=True)
+            ],
+            [tangents[0][n] for n in moved],
+        )
+        (carry, to_carry, to_reads), (made, to_made) = loop(step, start, first + places)
+        made = flat(made)
+        return (carry, made, reads), (
+            filled(list(map(zero_of, carry)), carried, to_carry),
+            filled(list(map(zero_of, made)), made_varying, flat(to_made)),
+            filled(list(map(zero_of, reads)), moved, to_reads),
+        )
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(list(reads), list(carry), first)

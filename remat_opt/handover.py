@@ -1,0 +1,121 @@
+"""The doors out: a plan as ordinary JAX code, and what comes nearest to it by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remat_opt import nearest
+from remat_opt.api import apply_plan, optimal_remat
+from remat_opt.device import Device
+from remat_opt.export.source import Source
+from remat_opt.loss_in_step import undecorated
+from remat_opt.nearest import NearestPolicy
+from remat_opt.plan import Plan
+from remat_opt.rematerialized import Rematerialized, check_belongs
+
+
+def to_source(
+    plan: Plan | str | os.PathLike[str],
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    **kwargs: Any,
+) -> Source:
+    """A plan as ordinary JAX code: checkpoints, names and loops, without remat_opt.
+
+    A plan is a decision about a program and does not hold the program, so the function is asked
+    for, too. A decorated function has a method of this name, which uses its own plan.
+
+    Args:
+      plan: a plan, or a file of one.
+      fn: the function the plan was made for.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+      **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+      The code, and the arrays that ``fn`` closes over.
+
+    Raises:
+      PlanFileError: the plan belongs to another program.
+      RematError: something in the program cannot be written as code; the message names it.
+    """
+    decorated: Rematerialized = apply_plan(
+        plan,
+        undecorated(fn),
+        argnums=argnums,
+        has_aux=has_aux,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+    )
+    return decorated.to_source(*args, **kwargs)
+
+
+def nearest_policy(
+    plan: Plan | str | os.PathLike[str],
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    device: str | Device | None = None,
+    **kwargs: Any,
+) -> NearestPolicy:
+    """What one can write by hand that comes nearest to a plan, and what that loses.
+
+    For code that has to do with ``nn.remat`` or ``jax.checkpoint`` and one policy for all blocks or
+    layers. Every policy of JAX is tried round every block, round every iteration of a scan, and
+    round the whole function, and policies that keep by name what the plan keeps in many blocks. Of
+    those that are predicted to need no more memory than the plan, the one that recomputes least is
+    taken; where there is none, the one that needs least memory.
+
+    Args:
+      plan: a plan, or a file of one.
+      fn: the function the plan was made for.
+      *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+      argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
+      has_aux: likewise.
+      static_argnums: likewise.
+      static_argnames: likewise.
+      device: the device, where the plan was made for one of your own.
+      **kwargs: keyword arguments of ``fn``.
+
+    Raises:
+      PlanFileError: the plan belongs to another program.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import remat_opt
+      >>> def loss(weights, x):
+      ...     for w in weights:
+      ...         x = jnp.sin(x @ w)
+      ...     return jnp.sum(x)
+      >>> shape = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> plan = remat_opt.make_plan(loss, [shape] * 8, shape, budget=0.5, device="cpu")
+      >>> found = remat_opt.nearest_policy(plan, loss, [shape] * 8, shape)
+      >>> found.temporary_bytes >= 0 and "jax.checkpoint" in repr(found)
+      True
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    decorated: Rematerialized = optimal_remat(
+        undecorated(fn),
+        overhead=plan.objective.overhead.value,
+        gradients=plan.objective.gradients.value,
+        argnums=argnums,
+        has_aux=has_aux,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        device=plan.device if device is None else device,
+    )
+    program = decorated.program(*args, **kwargs)
+    check_belongs(plan, program.fingerprint(), program.name)
+    return nearest.of(decorated.problem(program), plan)

@@ -1,0 +1,220 @@
+"""The model of a program, with what equations take that hold programs of their own.
+
+To the graph an inner ``jax.checkpoint``, a branch or a loop is one vertex. What it keeps for its
+backward pass JAX tells; what it holds only while that runs does not show outside. A checkpoint runs
+its body again when its turn comes, with the peak of that body; a ``scan`` goes back through one
+iteration at a time; of a ``cond`` the largest branch counts. So each body gets a model of its own,
+and the peak of its backward pass, less what is held for it anyway, is the vertex's workspace.
+
+Complexity: that of a model for every distinct body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from remat_opt import _jax_internals as internals
+from remat_opt import policies
+from remat_opt.compilers import model as models
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.compilers.model import Model, computes_nothing
+from remat_opt.gradients import Gradients
+from remat_opt.program import bodies
+from remat_opt.program.linearization import linearize
+from remat_opt.program.record import Equation, Linearization, Program
+from remat_opt.program.tracing import inner_program
+from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.simulator import demand
+from remat_opt.units import format_share
+
+#: How deep bodies in bodies are looked into.
+_DEPTH = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Inside:
+    """What the backward pass of one body takes.
+
+    Attributes:
+      workspace_bytes: while it runs, beside what is kept for it.
+      again_share: what checkpoints of the function's own compute again in it, as a share of the
+        time that it takes forward.
+    """
+
+    workspace_bytes: int = 0
+    again_share: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Existing(Effect):
+    """What checkpoints of the function's own compute again, whatever the plan.
+
+    Attributes:
+      places: source lines.
+      share: of the time of a forward pass.
+    """
+
+    places: tuple[str, ...]
+    share: float
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """How much that is, and what to do."""
+        told = ", ".join([*self.places[:4], *(["..."] if len(self.places) > 4 else [])])
+        yield (
+            f"Checkpoints that the function has itself stay as they are ({told}). They compute "
+            f"{format_share(self.share)} of a forward pass again, with or without this plan; "
+            'existing="replace" lets the plan decide about what is under them.'
+        )
+
+
+def model(
+    program: Program,
+    linearization: Linearization,
+    compiler: Compiler,
+    gradients: Gradients,
+    depth: int = _DEPTH,
+) -> Model:
+    """Builds the model of a program, as ``compilers.model`` does, inner programs included.
+
+    Args:
+      program: a traced function.
+      linearization: what its backward steps read.
+      compiler: which one it is.
+      gradients: what becomes of them.
+      depth: how many bodies in bodies are looked into.
+    """
+    expected = models.model(program, linearization, compiler, gradients)
+    found = _insides(program, linearization, compiler, depth)
+    if not found:
+        return expected
+    if expected.as_it_is is not None:
+        expected = dataclasses.replace(expected, as_it_is=_with(expected.as_it_is, found))
+    expected = _with(expected, found)
+    again_share = _again_share(expected, found)
+    if not again_share:
+        return expected
+    places = dict.fromkeys(
+        internals.source_line(program.equations[index].jax_equation)
+        for index, inside in found.items()
+        if inside.again_share
+    )
+    effect = _Existing(places=tuple(filter(None, places)), share=again_share)
+    return dataclasses.replace(expected, effects=(*expected.effects, effect))
+
+
+def _with(expected: Model, found: Mapping[int, _Inside]) -> Model:
+    """A model whose vertices take what their inner programs do."""
+    figures = Figures.of(expected.graph)
+    inside: dict[int, int] = {}
+    for vertex, root in enumerate(expected.roots):
+        if root in found:
+            # The cotangent that it starts from is there in both.
+            own = expected.graph.cotangent_bytes[vertex]
+            inside[vertex] = max(0, found[root].workspace_bytes - own)
+            figures.workspace_bytes[vertex] += inside[vertex]
+    return dataclasses.replace(expected, graph=figures.put_into(expected.graph), inside=inside)
+
+
+def _insides(
+    program: Program, linearization: Linearization, compiler: Compiler, depth: int
+) -> dict[int, _Inside]:
+    """For each equation with programs inside what its backward pass takes."""
+    found: dict[int, _Inside] = {}
+    if not depth:
+        return found
+    known: dict[Any, _Inside] = {}
+    given = bodies.varying(program)
+    for index, derivative in linearization.derivatives.items():
+        equation = program.equations[index]
+        if derivative.assumed or not equation.operation.bodies:
+            continue
+        checkpoint = internals.checkpoint_of(equation.jax_equation)
+        varying = frozenset(
+            p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given
+        )
+        # Policies are functions, of which the parameters' text has the names alone.
+        policy = id(checkpoint.policy) if checkpoint is not None else 0
+        operation = equation.operation
+        key = (operation.primitive, equation.parameters, operation.inputs, varying, policy)
+        if key not in known:
+            known[key] = _inside(equation, checkpoint, varying, given, compiler, depth)
+        if known[key] != _Inside():
+            found[index] = known[key]
+    return found
+
+
+def _inside(
+    equation: Equation,
+    checkpoint: internals.Checkpoint | None,
+    varying: Set[int],
+    given: Set[int],
+    compiler: Compiler,
+    depth: int,
+) -> _Inside:
+    if checkpoint is not None:
+        body = inner_program(checkpoint.body, sorted(varying), "what is under a checkpoint")
+        return _backward(body, compiler, depth, checkpoint)
+    if equation.operation.primitive == "scan":
+        return _backward(bodies.body_of(equation, given), compiler, depth)
+    if equation.operation.primitive == "cond":
+        branches = [
+            _backward(
+                inner_program(branch, sorted(p - 1 for p in varying if p), "a branch of a cond"),
+                compiler,
+                depth,
+            )
+            for branch in internals.branches_of(equation.jax_equation)
+        ]
+        return _Inside(
+            workspace_bytes=max(one.workspace_bytes for one in branches),
+            again_share=max(one.again_share for one in branches),
+        )
+    return _Inside()
+
+
+def _backward(
+    body: Program,
+    compiler: Compiler,
+    depth: int,
+    checkpoint: internals.Checkpoint | None = None,
+) -> _Inside:
+    """What the backward pass of a body takes, which is under a checkpoint or not."""
+    if computes_nothing(body) or not body.differentiated:
+        return _Inside()
+    linearization = linearize(body)
+    expected = model(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
+    graph = expected.graph
+    schedule, kept_bytes = plain(graph), sum(graph.internal_bytes)
+    if checkpoint is not None and not any(graph.pinned):
+        kept = _kept(checkpoint, body, expected.roots)
+        schedule = Schedule(regions=(Region(vertices=tuple(range(len(graph))), kept=kept),))
+        kept_bytes = 0
+    wanted = demand(graph, schedule)
+    again_seconds = sum(graph.seconds[vertex] for vertex in wanted.all_recomputed())
+    kept_bytes += sum(graph.bytes[vertex] for vertex in wanted.stored)
+    deeper = _insides(body, linearization, compiler, depth - 1)
+    return _Inside(
+        workspace_bytes=max(0, expected.peak_bytes(schedule) - kept_bytes),
+        again_share=again_seconds / (graph.forward_seconds or 1.0) + _again_share(expected, deeper),
+    )
+
+
+def _again_share(expected: Model, found: Mapping[int, _Inside]) -> float:
+    """What checkpoints inside compute again, as a share of the time that all takes forward."""
+    graph = expected.graph
+    seconds = sum(
+        found[root].again_share * graph.seconds[vertex]
+        for vertex, root in enumerate(expected.roots)
+        if root in found
+    )
+    return seconds / (graph.forward_seconds or 1.0)
+
+
+def _kept(checkpoint: internals.Checkpoint, body: Program, roots: Sequence[int]) -> tuple[int, ...]:
+    """The vertices that the policy of a checkpoint keeps."""
+    if checkpoint.policy is None:
+        return ()
+    return tuple(sorted(policies.kept(checkpoint.policy, body, roots)))

@@ -1,0 +1,1 @@
+"""Hand-written checkpoints that do nothing, found in the traced program: one file for each idea."""

@@ -1,0 +1,96 @@
+"""Names that nobody keeps: spelt in another way, given to nothing, or passed by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from remat_opt import _jax_internals as internals
+from remat_opt.linting.survey import Block, Checkpoint, Finding, Survey, line_of
+
+#: What reads none of its inputs going backward: where only these read a value, it is not needed.
+_NEEDS_NOTHING = frozenset(
+    "add add_any broadcast_in_dim concatenate convert_element_type copy name neg pad "
+    "reduce_sum reshape rev slice squeeze sub transpose".split()
+)
+
+
+def names_without_values(found: Survey) -> Iterator[Finding]:
+    """A policy lists a name that no value under its checkpoint has."""
+    for checkpoint in found.checkpoints:
+        there = {
+            name
+            for block in _inside(found, checkpoint)
+            for equation in block.equations
+            if (name := internals.name_of(equation)) is not None
+        }
+        missing = sorted((checkpoint.listed or frozenset()) - there)
+        if missing:
+            known = f"; the names there are {_quoted(sorted(there))}" if there else ""
+            yield Finding(
+                check="name-without-value",
+                message=f"the policy is to keep {_quoted(missing)}, but no value under its "
+                f"checkpoint has such a name{known}: what was meant is recomputed",
+                remedy="give the value that name with checkpoint_name, inside this checkpoint, or "
+                "take the name out of the policy",
+                source=checkpoint.source,
+            )
+
+
+def values_without_readers(found: Survey) -> Iterator[Finding]:
+    """What ``checkpoint_name`` gives back is thrown away, and the value itself is used."""
+    for block in found.blocks:
+        for equation in block.equations:
+            name = internals.name_of(equation)
+            (output,) = equation.outvars if name is not None else (None,)
+            if name is None or block.readers(output) or block.is_result(output):
+                continue
+            yield Finding(
+                check="name-unread",
+                message=f"nothing reads what checkpoint_name(..., {name!r}) gives back, so that "
+                "there is nothing of this name to keep",
+                remedy=f"go on with its result: x = checkpoint_name(x, {name!r})",
+                source=line_of(equation),
+            )
+
+
+def values_passed_by(found: Survey) -> Iterator[Finding]:
+    """A value is kept by name, and is computed again all the same for who reads it without."""
+    for block in found.blocks:
+        if block.checkpoint is None:
+            continue
+        for equation in block.equations:
+            name = internals.name_of(equation)
+            if (
+                name is None
+                or not block.checkpoint.saves(name)
+                or not block.readers(equation.outvars[0])
+            ):
+                continue
+            others = [
+                one
+                for one in block.readers(equation.invars[0])
+                if one is not equation and one.primitive.name not in _NEEDS_NOTHING
+            ]
+            if others:
+                yield Finding(
+                    check="name-passed-by",
+                    message=f"{name!r} is kept, but {others[0].primitive.name} at "
+                    f"{line_of(others[0]) or 'an unknown line'} reads the value without the name: "
+                    "for it the value is computed again",
+                    remedy="let all that follows read the result of checkpoint_name",
+                    source=line_of(equation),
+                )
+
+
+def _inside(found: Survey, checkpoint: Checkpoint) -> Iterator[Block]:
+    """All that runs under a checkpoint; its policy enters loops, calls and other checkpoints."""
+    for block in found.blocks:
+        around = block.checkpoint
+        while around is not None and around is not checkpoint:
+            around = around.outer
+        if around is checkpoint:
+            yield block
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,72 @@
+"""What to call a value: in words that whoever wrote the program knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+def short_type(dtype: str, shape: tuple[int, ...]) -> str:
+    """A type as jaxprs write it.
+
+    >>> short_type("bfloat16", (8, 128))
+    'bf16[8,128]'
+    """
+    name = re.sub(r"^(bfloat|float|uint|int|complex)", lambda m: _SHORT[m[0]], dtype)
+    return f"{name}[{','.join(map(str, shape))}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueName:
+    """What to call one value of a program.
+
+    Attributes:
+      what: what it is, such as ``relu of Block_3/BatchNorm_0``.
+      module: path of the module it is computed in, such as ``Net/Block_3``; "" where there is none.
+      source: the user's own line, as ``file.py:line (function)``; "" if unknown.
+      shape: its extents.
+      dtype: type of its elements.
+      primitive: of the equation that makes it.
+    """
+
+    what: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    primitive: str
+
+    @property
+    def title(self) -> str:
+        """What it is, with its extents, in one line.
+
+        >>> name = ValueName(
+        ...     what="relu of Block_3/BatchNorm_0",
+        ...     module="Net/Block_3",
+        ...     source="net.py:12 (Block.__call__)",
+        ...     shape=(64, 112, 112, 96),
+        ...     dtype="float32",
+        ...     primitive="max",
+        ... )
+        >>> name.title
+        'relu of Block_3/BatchNorm_0, 64x112x112x96 float32'
+        >>> name.label
+        'max f32[64,112,112,96]'
+        """
+        return f"{self.what}, {extents(self.shape, self.dtype)}"
+
+    @property
+    def label(self) -> str:
+        """Primitive, dtype and shape, as a jaxpr has them."""
+        return f"{self.primitive} {short_type(self.dtype, self.shape)}"
+
+
+def extents(shape: tuple[int, ...], dtype: str) -> str:
+    """A type in words.
+
+    >>> extents((64, 128), "float32"), extents((), "int32")
+    ('64x128 float32', 'scalar int32')
+    """
+    return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"

@@ -1,0 +1,245 @@
+"""What sets one plan apart from another: fates, regions, loops and bytes; from plain data.
+
+Both are given as ``Plan.to_dict`` gives them. Of plans for the same program, values are compared
+one by one; of others, as after a change to the function, those that are told by the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from remat_opt.units import format_bytes, format_share
+from remat_opt.view.plan_words import value_title
+from remat_opt.view.report import Table
+
+#: As many rows of values as a text shows.
+_MOST_ROWS = 20
+
+Data = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Values that one plan treats in another way than the other.
+
+    Attributes:
+      label: what the value is, with its extents.
+      module: where they are made.
+      source: line of the user's code.
+      before: their fate in the first plan; "" where it does not have them.
+      after: their fate in the second plan, likewise.
+      count: how many there are.
+      bytes: of all of them.
+    """
+
+    label: str
+    module: str
+    source: str
+    before: str
+    after: str
+    count: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanDifference:
+    """Two plans side by side; as text, a table.
+
+    Attributes:
+      same_program: whether both are for the same program.
+      changes: values whose fates differ, the largest first.
+      regions: how many regions each has.
+      checkpoints: how many of them are under a checkpoint.
+      loops: by the equation of each loop that they treat differently, the text of its parts in
+        each; "" where it is not opened.
+      figures: by name, the predicted and, where both were compiled, the measured amounts of each.
+    """
+
+    same_program: bool
+    changes: tuple[Change, ...]
+    regions: tuple[int, int]
+    checkpoints: tuple[int, int]
+    loops: Mapping[int, tuple[str, str]]
+    figures: Mapping[str, tuple[float, float]]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether both plans decide the same."""
+        return not self.changes and not self.loops and self._same_regions
+
+    @property
+    def _same_regions(self) -> bool:
+        return self.regions[0] == self.regions[1] and self.checkpoints[0] == self.checkpoints[1]
+
+    def __repr__(self) -> str:
+        lines = []
+        if not self.same_program:
+            lines.append("The plans are for different programs; values are matched by their words.")
+        figures = Table(
+            title="",
+            headings=("", "first", "second"),
+            rows=tuple(
+                [
+                    (name, _written(name, a), _written(name, b))
+                    for name, (a, b) in self.figures.items()
+                ]
+                + [
+                    ("regions", *map(str, self.regions)),
+                    ("under a checkpoint", *map(str, self.checkpoints)),
+                ]
+            ),
+            align="lrr",
+        )
+        lines.append(figures.text())
+        for root, (before, after) in self.loops.items():
+            lines.append(
+                f"Loop at equation {root}: {before or 'as it is'} -> {after or 'as it is'}"
+            )
+        if self.changes:
+            shown, left = self.changes[:_MOST_ROWS], self.changes[_MOST_ROWS:]
+            table = Table(
+                title="Values whose fates differ",
+                headings=("value", "", "bytes", "first", "second", "module", "source"),
+                rows=tuple(
+                    (
+                        one.label,
+                        f"{one.count} x" if one.count > 1 else "",
+                        format_bytes(one.bytes),
+                        one.before or "not there",
+                        one.after or "not there",
+                        one.module,
+                        one.source,
+                    )
+                    for one in shown
+                ),
+                align="lrrllll",
+                footer=f"and {len(left)} more, {format_bytes(sum(one.bytes for one in left))}"
+                if left
+                else "",
+            )
+            lines.append(table.text())
+        else:
+            lines.append("No value has another fate.")
+        return "\n".join(lines)
+
+
+def difference(first: Data, second: Data) -> PlanDifference:
+    """How the second plan differs from the first; both as ``Plan.to_dict`` gives them."""
+    same = first["fingerprint"] == second["fingerprint"]
+    changes = _by_value(first, second) if same else _by_words(first, second)
+    return PlanDifference(
+        same_program=same,
+        changes=tuple(sorted(changes, key=lambda one: (-one.bytes, one.label, one.module))),
+        regions=(len(first["stages"]), len(second["stages"])),
+        checkpoints=(_checkpoints(first["stages"]), _checkpoints(second["stages"])),
+        loops=_loops(first, second),
+        figures=_figures(first, second),
+    )
+
+
+def _words(decision: Data) -> tuple[str, str, str]:
+    name = decision["name"]
+    return value_title(name), name["module"], name["source"]
+
+
+def _fate(decision: Data | None) -> str:
+    if decision is None:
+        return ""
+    times = decision["times"]
+    return f"{decision['fate']} {times} times" if times > 1 else str(decision["fate"])
+
+
+def _by_value(first: Data, second: Data) -> list[Change]:
+    """Changes between plans for one program, of equal words and fates together."""
+    others = {one["root"]: one for one in second["decisions"]}
+    mine = {one["root"]: one for one in first["decisions"]}
+    counts: Counter[tuple[str, ...]] = Counter()
+    sizes: defaultdict[tuple[str, ...], int] = defaultdict(int)
+    for root in sorted(mine.keys() | others.keys()):
+        before, after = mine.get(root), others.get(root)
+        fates = _fate(before), _fate(after)
+        if fates[0] != fates[1]:
+            one = before or after
+            assert one is not None
+            key = (*_words(one), *fates)
+            counts[key] += 1
+            sizes[key] += one["bytes"]
+    return [_change(key, count, sizes[key]) for key, count in counts.items()]
+
+
+def _by_words(first: Data, second: Data) -> list[Change]:
+    """Changes between plans for different programs: what one has more of than the other."""
+    found = []
+    for plan, other, is_first in ((first, second, True), (second, first, False)):
+        left = Counter((*_words(one), _fate(one)) for one in plan["decisions"])
+        left -= Counter((*_words(one), _fate(one)) for one in other["decisions"])
+        size = {(*_words(one), _fate(one)): one["bytes"] for one in plan["decisions"]}
+        for key, count in left.items():
+            fates = (key[3], "") if is_first else ("", key[3])
+            found.append(_change((*key[:3], *fates), count, count * size[key]))
+    return found
+
+
+def _change(key: Sequence[str], count: int, size: int) -> Change:
+    label, module, source, before, after = key
+    return Change(
+        label=label,
+        module=module,
+        source=source,
+        before=before,
+        after=after,
+        count=count,
+        bytes=size,
+    )
+
+
+def _checkpoints(stages: Sequence[Data]) -> int:
+    return sum(one["checkpointed"] + _checkpoints(one["inside"]) for one in stages)
+
+
+def _loops(first: Data, second: Data) -> dict[int, tuple[str, str]]:
+    mine = {one["root"]: _parts(one) for one in first["loops"]}
+    others = {one["root"]: _parts(one) for one in second["loops"]}
+    return {
+        root: (mine.get(root, ""), others.get(root, ""))
+        for root in sorted(mine.keys() | others.keys())
+        if mine.get(root) != others.get(root)
+    }
+
+
+def _parts(loop: Data) -> str:
+    return ", then ".join(map(_part, loop["parts"]))
+
+
+def _part(part: Data) -> str:
+    if not part["inside"]:
+        return f"{part['length']} that keep {format_bytes(part['kept_bytes'])}"
+    size = sum(one["length"] for one in part["inside"])
+    inside = ", then ".join(map(_part, part["inside"]))
+    return f"{part['length']} in chunks of {size} ({inside})"
+
+
+def _figures(first: Data, second: Data) -> dict[str, tuple[float, float]]:
+    def pair(name: str, key: str, of: str) -> tuple[str, tuple[float, float]]:
+        return name, (first[of][key], second[of][key])
+
+    found = [
+        pair("temporaries, predicted", "temporary_bytes", "predicted"),
+        pair("kept, predicted", "kept_bytes", "predicted"),
+    ]
+    if first["measured"] and second["measured"]:
+        found.append(pair("temporaries, compiled", "temporary_bytes", "measured"))
+    shares = tuple(
+        one["predicted"]["overhead_seconds"] / one["predicted"]["forward_seconds"]
+        if one["predicted"]["forward_seconds"]
+        else 0.0
+        for one in (first, second)
+    )
+    return dict([*found, ("recomputation, of a forward pass", (shares[0], shares[1]))])
+
+
+def _written(name: str, amount: float) -> str:
+    return format_share(amount) if name.startswith("recomputation") else format_bytes(int(amount))

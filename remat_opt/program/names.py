@@ -1,0 +1,201 @@
+"""What to call the values of a program.
+
+A person knows the modules of the network, the functions that they called and their own lines, not
+the primitives that these come to. So a value is told by the call that it is the result of
+(``clip``, ``relu``), by the module whose output it works on or is, and by the argument that it is
+multiplied with. Where none of these is known the primitive is said in words.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from remat_opt import _jax_internals as internals
+from remat_opt.naming import ValueName
+from remat_opt.program.record import Equation, Program
+
+_WORDS: Mapping[str, str] = {
+    "add": "sum",
+    "add_any": "sum",
+    "broadcast_in_dim": "broadcast",
+    "concatenate": "concatenation",
+    "conv_general_dilated": "convolution",
+    "convert_element_type": "conversion",
+    "cumsum": "running sum",
+    "custom_jvp_call": "function with a derivative of its own",
+    "custom_vjp_call": "function with a derivative of its own",
+    "div": "quotient",
+    "dot_general": "matrix product",
+    "dynamic_slice": "slice",
+    "dynamic_update_slice": "update of a slice",
+    "exp": "exponential",
+    "gather": "lookup",
+    "integer_pow": "power",
+    "log": "logarithm",
+    "logistic": "sigmoid",
+    "max": "maximum",
+    "min": "minimum",
+    "mul": "product",
+    "pow": "power",
+    "reduce_max": "maximum",
+    "reduce_min": "minimum",
+    "reduce_sum": "sum",
+    "reduce_window_max": "max pooling",
+    "reduce_window_sum": "sum pooling",
+    "rsqrt": "inverse square root",
+    "scatter-add": "sum of scattered values",
+    "select_n": "choice",
+    "sqrt": "square root",
+    "sub": "difference",
+    "transpose": "transposition",
+}
+#: What is told by the module that it is in, or the argument it reads, rather than as an output.
+_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+#: What hands its operand on in another form: who made the operand is to be found behind it.
+_FORMS = frozenset(
+    "broadcast_in_dim convert_element_type copy name reshape squeeze transpose".split()
+)
+#: How many of those to look behind.
+_MOST_FORMS = 4
+#: How many components of a module's path say which it is.
+_PATH = 2
+
+
+class Names:
+    """The names of a program's values."""
+
+    def __init__(self, program: Program) -> None:
+        """Prepares for any number of values.
+
+        Args:
+          program: a traced function.
+        """
+        self._program = program
+        self._makers = program.makers()
+        self._readers: dict[int, list[int]] = defaultdict(list)
+        for index, equation in enumerate(program.equations):
+            for value in equation.value_inputs:
+                self._readers[value].append(index)
+        self._outputs = frozenset(program.output_values)
+        self._arguments = _argument_names(program)
+
+    def of(self, index: int) -> ValueName:
+        """The name of the first value that the equation at a position makes."""
+        equation = self._program.equations[index]
+        source = internals.source_line(equation.jax_equation, equation.calls)
+        kind = self._program.types[equation.outputs[0]] if equation.outputs else None
+        return ValueName(
+            what=self._what(equation, source),
+            module=equation.module,
+            source=source,
+            shape=kind.shape if kind is not None else (),
+            dtype=kind.dtype if kind is not None else "",
+            primitive=equation.operation.primitive,
+        )
+
+    def _what(self, equation: Equation, source: str) -> str:
+        said = _operation(equation, self._program.name)
+        is_product = equation.operation.primitive in _PRODUCTS
+        if equation.module:
+            inner = self._operand_module(equation)
+            if inner is not None:
+                return f"{said} of {_short(inner)}"
+            if not is_product and "/" in equation.module and self._leaves(equation):
+                return f"output of {_short(equation.module)}"
+            return f"{said} in {_short(equation.module)}"
+        if is_product:
+            read = (self._arguments.get(self._behind(value)) for value in equation.value_inputs)
+            named = next(filter(None, reversed(list(read))), None)
+            if named is not None:
+                return f"{said} with {named}"
+        function = source.partition(" (")[2].removesuffix(")").rpartition(".")[2]
+        if function and function != "<lambda>" and " in " not in said:
+            return f"{said} in {function}"
+        return said
+
+    def _behind(self, value: int) -> int:
+        """The value that this one is another form of."""
+        for _ in range(_MOST_FORMS):
+            maker = self._makers.get(value)
+            if maker is None:
+                break
+            equation = self._program.equations[maker]
+            if equation.operation.primitive not in _FORMS or len(equation.value_inputs) != 1:
+                break
+            (value,) = equation.value_inputs
+        return value
+
+    def _operand_module(self, equation: Equation) -> str | None:
+        """The module inside the equation's own whose output it works on."""
+        within = equation.module + "/"
+        for value in equation.value_inputs:
+            maker = self._makers.get(self._behind(value))
+            if maker is not None:
+                module = self._program.equations[maker].module
+                if module.startswith(within):
+                    return module
+        return None
+
+    def _leaves(self, equation: Equation) -> bool:
+        """Whether a value of the equation is read outside its module, or is a result."""
+        own = equation.module
+        return any(
+            value in self._outputs
+            or any(
+                module != own and not module.startswith(own + "/")
+                for module in self._readers_modules(value)
+            )
+            for value in equation.outputs
+        )
+
+    def _readers_modules(self, value: int) -> Iterator[str]:
+        return (self._program.equations[index].module for index in self._readers[value])
+
+
+def _operation(equation: Equation, function: str) -> str:
+    """The outermost call that the equation's value is the result of, or what it does, in words."""
+    primitive = equation.operation.primitive
+    said = internals.custom_name(equation.jax_equation) or _WORDS.get(
+        primitive, primitive.replace("_", " ")
+    )
+    variables = list(equation.jax_equation.outvars)
+    for call in equation.calls:
+        name = str(call.params.get("name", "")).lstrip("_")
+        if not name or name in ("<lambda>", function):
+            return said
+        results = internals.results_of_call(call, variables)
+        if not results:
+            return f"{said} in {name}"
+        said, variables = name, results
+    return said
+
+
+def _short(module: str) -> str:
+    return "/".join(module.split("/")[-_PATH:])
+
+
+def _argument_names(program: Program) -> dict[int, str]:
+    """What the user's code calls the arguments: parameter and path."""
+    if program.input_tree is None:
+        return {}
+    given = len(program.arguments) - len(program.closed_over)
+    tree = jax.tree.unflatten(program.input_tree, list(program.arguments[:given]))
+    found = {
+        value: f"closed over[{place}]" for place, value in enumerate(program.arguments[given:])
+    }
+    for path, number in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not isinstance(number, int) or len(path) < 2:
+            continue
+        group, key, *rest = path
+        if group.idx == 1:
+            name = str(key.key)
+        elif key.idx < len(program.argument_labels):
+            label = program.argument_labels[key.idx]
+            name = label if isinstance(label, str) else f"args[{label}]"
+        else:
+            name = f"args[{key.idx}]"
+        found[number] = name + jax.tree_util.keystr(tuple(rest))
+    return found

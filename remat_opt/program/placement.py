@@ -1,0 +1,43 @@
+"""Where the arguments of a function lie on a mesh: read off arrays, shapes and tracers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from remat_opt import _jax_meshes
+from remat_opt.program.record import Placement, Spec
+
+
+def placement_of(
+    values: Sequence[Any], kinds: Sequence[Any], equations: Iterable[Any]
+) -> Placement | None:
+    """Where values lie.
+
+    Args:
+      values: arrays, tracers or shapes.
+      kinds: JAX's types of them.
+      equations: of the jaxpr that reads them: where no value tells of a mesh, its constraints may.
+
+    Returns:
+      None where there is no mesh of several devices.
+    """
+    meshes = [mesh for value in values if (mesh := _jax_meshes.mesh_of(value)) is not None]
+    # One of devices says more than an abstract one.
+    mesh = next((one for one in meshes if isinstance(one, jax.sharding.Mesh)), None)
+    mesh = mesh or next(iter(meshes), None) or next(_jax_meshes.meshes_in(equations), None)
+    if mesh is None or mesh.size == 1 or mesh.abstract_mesh.manual_axes:
+        return None
+    sizes = dict(mesh.shape)
+
+    def spec(value: Any) -> Spec | None:
+        names = _jax_meshes.split_of(value)
+        if names is None or not sizes.keys() >= {name for axis in names for name in axis}:
+            return None
+        return tuple(tuple((name, sizes[name]) for name in axis) for axis in names)
+
+    return Placement(
+        mesh=mesh, axes=tuple(sizes.items()), kinds=tuple(kinds), specs=tuple(map(spec, values))
+    )

@@ -1,0 +1,310 @@
+"""What a function refers to beside its arguments, to tell whether a trace of it still holds.
+
+A trace bakes in what the function reads from elsewhere: what it closes over, global variables,
+attributes of its instance. ``jax.jit`` goes by the function's identity and does not see these
+change. A decorated function is to give what the function itself gives, so its traces are kept
+beside what was found here, and used only as long as that is the same.
+
+The walk goes through functions, classes, instances and containers as far as code that is not
+installed can reach: installed packages are taken to stay as they are. Arrays of JAX, which nobody
+can change, are told by identity, so are functions' codes; numbers and texts by value. What cannot
+be seen to stay the same has no references: a tracer, an array that can be written to, an iterator,
+an object of C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import enum
+import functools
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+#: So many things are looked at; a function that refers to more is traced at every call.
+_MOST = 20_000
+#: Larger arrays of NumPy are not compared.
+_MOST_BYTES = 65_536
+#: Of a heap type: a class that Python code makes.
+_HEAP_TYPE = 1 << 9
+
+_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD = os.path.normpath(sysconfig.get_paths()["stdlib"]) + os.sep
+
+_VALUES: tuple[Any, ...] = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    range,
+    slice,
+)
+_CONSTANT_KINDS = (
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.GenericAlias,
+    enum.Enum,
+    inspect.Signature,
+    re.Pattern,
+    np.dtype,
+    np.ufunc,
+)
+#: Of a class, what is about it and not of it.
+_ABOUT_CLASSES = frozenset(
+    "__dict__ __weakref__ __doc__ __module__ __annotations__ __dataclass_fields__ "
+    "__dataclass_params__ __match_args__ __slots__ __abstractmethods__ _abc_impl __orig_bases__ "
+    "__parameters__ __qualname__ __firstlineno__ __static_attributes__ __annotate__ "
+    "__annotations_cache__ __annotate_func__ __signature__ __type_params__ __subclasshook__".split()
+)
+
+
+class _UnseenError(Exception):
+    """Something is reached that may change unseen."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """A thing that is equal to itself alone."""
+
+    thing: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """What a function was found to refer to; equal as long as all of it is the same.
+
+    Attributes:
+      found: in the order of the walk.
+      arrays: those that were found.
+    """
+
+    found: tuple[Any, ...]
+    arrays: tuple[Any, ...] = dataclasses.field(compare=False)
+
+    def cover(self, arrays: Iterable[Any]) -> bool:
+        """Whether these arrays are all among those that were found."""
+        return {id(array) for array in arrays} <= {id(array) for array in self.arrays}
+
+
+def references(fn: object) -> References | None:
+    """What a function refers to, or None where that could change unseen.
+
+    Example:
+      >>> scale = [2.0]
+      >>> def double(x):
+      ...     return scale[0] * x
+      >>> before = references(double)
+      >>> before == references(double)
+      True
+      >>> scale[0] = 3.0
+      >>> before == references(double)
+      False
+      >>> references(iter([1]).__next__) is None
+      True
+    """
+    walk = _Walk()
+    try:
+        walk.see(fn)
+    except (_UnseenError, RecursionError):
+        return None
+    things = (thing for _, thing in walk.seen.values())
+    arrays = tuple(thing for thing in things if isinstance(thing, jax.Array | np.ndarray))
+    return References(found=tuple(walk.found), arrays=arrays)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        # By identity, in order; the things themselves, so that it goes to no other meanwhile.
+        self.seen: dict[int, tuple[int, Any]] = {}
+
+    def see(self, thing: Any) -> None:
+        kind = type(thing)
+        if kind in _VALUES:
+            self.found.append((kind, thing))
+            return
+        if id(thing) in self.seen:
+            self.found.append(("again", self.seen[id(thing)][0]))
+            return
+        self.seen[id(thing)] = len(self.seen), thing
+        if len(self.seen) > _MOST:
+            raise _UnseenError
+        if isinstance(thing, jax.core.Tracer | jax.Ref):
+            raise _UnseenError
+        if isinstance(thing, np.ndarray | np.generic):
+            self._see_numpy(thing)
+            return
+        if kind in (tuple, list, dict, set, frozenset) or isinstance(thing, tuple):
+            self._see_container(thing)
+            return
+        if isinstance(thing, (jax.Array, types.CodeType, types.ModuleType, *_CONSTANT_KINDS)):
+            # What code reads of a module is looked at where the code is.
+            self.found.append(_Same(thing))
+            return
+        self.found.append(kind)
+        self._see_parts(thing)
+
+    def _see_numpy(self, thing: Any) -> None:
+        if thing.nbytes > _MOST_BYTES or thing.dtype.hasobject:
+            raise _UnseenError
+        self.found.append((type(thing), str(thing.dtype), thing.shape, thing.tobytes()))
+
+    def _see_container(self, thing: Any) -> None:
+        self.found.append((type(thing), len(thing)))
+        if isinstance(thing, set | frozenset):
+            if not all(type(one) in _VALUES for one in thing):
+                raise _UnseenError
+            self.found.append(frozenset(thing))
+            return
+        parts = thing.items() if isinstance(thing, dict) else thing
+        for part in parts:
+            if isinstance(thing, dict):
+                self.see(part[0])
+                part = part[1]
+            self.see(part)
+
+    def _see_parts(self, thing: Any) -> None:
+        if isinstance(thing, types.FunctionType):
+            self._see_function(thing)
+        elif isinstance(thing, types.MethodType):
+            self.see(thing.__self__)
+            self.see(thing.__func__)
+        elif isinstance(thing, functools.partial):
+            self.see((thing.func, thing.args, thing.keywords))
+        elif isinstance(thing, staticmethod | classmethod):
+            self.see(thing.__func__)
+        elif isinstance(thing, property):
+            self.see((thing.fget, thing.fset, thing.fdel))
+        elif isinstance(thing, type):
+            self._see_class(thing)
+        elif _is_installed(_file_of(type(thing))) and hasattr(thing, "__wrapped__"):
+            # Under jax.jit and the like, or decorated by this package.
+            rules = (getattr(thing, rule, None) for rule in ("jvp", "fwd", "bwd"))
+            self.see((thing.__wrapped__, *rules))
+        else:
+            self._see_instance(thing)
+
+    def _see_function(self, fn: types.FunctionType) -> None:
+        self.see((fn.__code__, fn.__defaults__, fn.__kwdefaults__))
+        for cell in fn.__closure__ or ():
+            try:
+                contents = cell.cell_contents
+            except ValueError:
+                self.found.append("empty")
+            else:
+                self.see(contents)
+        for name, value in sorted(vars(fn).items()):
+            self.found.append(name)
+            self.see(value)
+        if not _is_installed(fn.__code__.co_filename):
+            self._see_globals(fn)
+
+    def _see_globals(self, fn: types.FunctionType) -> None:
+        names, attributes = _names(fn.__code__)
+        for name in names:
+            if name not in fn.__globals__:
+                continue  # built in, or missing
+            value = fn.__globals__[name]
+            self.found.append(name)
+            self.see(value)
+            if isinstance(value, types.ModuleType) and not _is_installed(
+                getattr(value, "__file__", None)
+            ):
+                for attribute in attributes:
+                    if attribute in vars(value):
+                        self.found.append(attribute)
+                        self.see(vars(value)[attribute])
+
+    def _see_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if _is_installed(_file_of(base)):
+                self.found.append(_Same(base))
+                continue
+            for name, value in vars(base).items():
+                if name not in _ABOUT_CLASSES:
+                    self.found.append(name)
+                    self.see(value)
+
+    def _see_instance(self, thing: Any) -> None:
+        kind = type(thing)
+        by_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+        if not by_python or not hasattr(thing, "__dict__"):
+            raise _UnseenError
+        self.see(kind)
+        self._see_attributes(thing)
+        for base in kind.__mro__:
+            for slot in _slots(base):
+                if slot != "__dict__" and hasattr(thing, slot):
+                    self.found.append(slot)
+                    self.see(getattr(thing, slot))
+
+    def _see_attributes(self, thing: Any) -> None:
+        for name, value in vars(thing).items():
+            self.found.append(name)
+            self.see(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The global names that code reads, and its attributes, those of inner functions too."""
+    names, attributes = set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(instruction.argval)
+        elif isinstance(instruction.argval, str):
+            attributes.add(instruction.argval)
+        elif isinstance(instruction.argval, types.CodeType):
+            inner = _names(instruction.argval)
+            names.update(inner[0])
+            attributes.update(inner[1])
+    return tuple(sorted(names)), tuple(sorted(attributes))
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    own = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in own if name != "__weakref__")
+
+
+def _file_of(cls: type) -> str | None:
+    module = sys.modules.get(cls.__module__)
+    if module is None or cls.__module__ == "__main__":
+        return "<main>"
+    return getattr(module, "__file__", None)
+
+
+@functools.cache
+def _is_installed(file: str | None) -> bool:
+    """Whether a file is of an installed package, of Python, or of this package."""
+    if file is None:  # built in
+        return True
+    path = os.path.normpath(file)
+    inside = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+    return (
+        any(part in path for part in inside)
+        or path.startswith((_OWN_FOLDER, _STANDARD))
+        or file.startswith("<frozen")
+    )

@@ -1,0 +1,205 @@
+"""What a training step's memory is spent on, for the eye: one screen, or a page. Plain data in."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from remat_opt.units import format_bytes, format_share
+from remat_opt.view import report
+from remat_opt.view.memory_chart import Band, Level, MemoryChart, color
+from remat_opt.view.plan_text import printable
+
+#: Rows of the table of arrays in a terminal, and on a page.
+_MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
+#: Characters of the picture in a terminal, of a label, of a module, and of the compiler's words.
+_COLUMNS, _MOST_LABEL, _MOST_MODULE, _MOST_WORDS = 60, 20, 26, 300
+#: Characters of a line, and of its margin: what the words before facts take.
+_MOST_WIDTH, _MARGIN = 110, 10
+#: How many moments are drawn; and up to how many times the peak the device's memory is.
+_MOST_MOMENTS, _FARTHEST = 240, 2.0
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def text(explanation: Mapping[str, Any]) -> str:
+    """An explanation as text.
+
+    Args:
+      explanation: what ``Explanation.to_dict`` gives.
+    """
+    facts = [(word, _wrapped(said)) for word, said in _facts(explanation)]
+    parts = ["\n".join([_title(explanation), report.facts_text(facts)])]
+    parts.append(_shares_table(explanation).text())
+    parts.append(_curves(explanation))
+    parts.append(_arrays_table(explanation, _MOST_ROWS, shorten=True).text())
+    return "\n\n".join(part for part in parts if part)
+
+
+def html(explanation: Mapping[str, Any]) -> str:
+    """An explanation as a part of an HTML page.
+
+    Args:
+      explanation: what ``Explanation.to_dict`` gives.
+    """
+    return report.section(
+        _title(explanation),
+        report.facts_html(_facts(explanation)),
+        _shares_table(explanation).html(),
+        _picture(explanation),
+        _arrays_table(explanation, _MOST_ROWS_ON_A_PAGE, shorten=False).html(),
+    )
+
+
+def _picture(explanation: Mapping[str, Any]) -> str:
+    """Memory over time by share, with a legend; "" where nothing is known of it."""
+    total = _total(explanation)
+    if not total:
+        return ""
+    fullest = _fullest(total)
+    bands = [
+        Band(
+            label="arguments and results",
+            kind="parameters",
+            amounts=(explanation["resident_bytes"],) * len(fullest),
+        ),
+        *(
+            Band(label=share, kind=share, amounts=tuple(amounts[step] for step in fullest))
+            for share, amounts in explanation["timelines"].items()
+        ),
+    ]
+    legend = "".join(
+        '<span style="display:inline-block;margin-right:16px"><span style="display:inline-block;'
+        f"width:11px;height:11px;border-radius:3px;margin-right:6px;background:{color(band.kind)}"
+        f'"></span>{report.escape(band.label)}</span>'
+        for band in bands
+        if any(band.amounts)
+    )
+    chart = MemoryChart(
+        title="Memory over time, as compiled",
+        bands=tuple(bands),
+        levels=(Level(label="the device's memory", amount=explanation["memory_bytes"]),)
+        if explanation["memory_bytes"] <= _FARTHEST * max(total)
+        else (),
+    )
+    return f"{legend}<br>{chart.svg()}"
+
+
+def _fullest(total: Sequence[int]) -> list[int]:
+    """Of each of so many stretches the step at which most is alive."""
+    count = min(_MOST_MOMENTS, len(total))
+    edges = [len(total) * n // count for n in range(count + 1)]
+    return [max(range(a, b), key=total.__getitem__) for a, b in itertools.pairwise(edges)]
+
+
+def _wrapped(said: str) -> str:
+    """A long text in lines that go on below one another, behind the word that they explain."""
+    return f"\n{' ' * _MARGIN}".join(textwrap.wrap(said, _MOST_WIDTH - _MARGIN)) or said
+
+
+def _title(explanation: Mapping[str, Any]) -> str:
+    return f"Memory of {printable(explanation['function'])} on {explanation['device_title']}"
+
+
+def _facts(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    needed, available = explanation["needed_bytes"], explanation["memory_bytes"]
+    if needed > available:
+        verdict = f"{format_bytes(needed - available)} too much: it does not fit"
+    elif explanation["refusal"]:
+        verdict = "refused by the compiler all the same"
+    else:
+        verdict = f"it fits, {format_bytes(available - needed)} are left"
+    facts = [("needs", f"{format_bytes(needed)} of {format_bytes(available)}; {verdict}")]
+    if explanation["refusal"]:
+        words = " ".join(printable(explanation["refusal"].replace("\n", " ")).split())
+        if len(words) > _MOST_WORDS:
+            words = words[: _MOST_WORDS - 3] + "..."
+        facts.append(("compiler", words))
+    facts += [("note", printable(note)) for note in explanation["notes"]]
+    return facts
+
+
+def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
+    total = max(explanation["needed_bytes"], 1)
+    return report.Table(
+        title="At the peak",
+        headings=("", "bytes", "share", "what can be done"),
+        rows=tuple(
+            (
+                row["share"],
+                format_bytes(row["bytes"]),
+                format_share(row["bytes"] / total),
+                printable(row["remedy"]),
+            )
+            for row in explanation["shares"]
+            if row["bytes"]
+        ),
+        align="lrrl",
+    )
+
+
+def _total(explanation: Mapping[str, Any]) -> list[int]:
+    curves = list(explanation["timelines"].values())
+    resident = explanation["resident_bytes"]
+    return [resident + sum(amounts) for amounts in zip(*curves, strict=True)]
+
+
+def _curves(explanation: Mapping[str, Any]) -> str:
+    """Memory over time, a line of characters for all and for each share of temporaries."""
+    total = _total(explanation)
+    if not total:
+        return ""
+    highest = max(total)
+    kinds = [("all", total), *explanation["timelines"].items()]
+    width = max(len(name) for name, _ in kinds)
+    lines = [
+        f"{name.ljust(width)}  {_curve(amounts, highest)}  most {format_bytes(max(amounts))}"
+        for name, amounts in kinds
+        if any(amounts)
+    ]
+    where = total.index(highest) + 1
+    return "\n".join([f"Memory over time: highest at step {where:,} of {len(total):,}", *lines])
+
+
+def _curve(amounts: Sequence[int], highest: int) -> str:
+    count = min(_COLUMNS, len(amounts))
+    most = [
+        max(amounts[len(amounts) * n // count : len(amounts) * (n + 1) // count])
+        for n in range(count)
+    ]
+    # Rounded up: what is there, however little, shows.
+    return "".join(_BLOCKS[-(-8 * amount // highest)] for amount in most)
+
+
+def _arrays_table(explanation: Mapping[str, Any], most: int, *, shorten: bool) -> report.Table:
+    rows = explanation["rows"]
+    left = rows[most:]
+
+    def cut(words: str, length: int) -> str:
+        words = printable(words)
+        return words if not shorten or len(words) <= length else words[: length - 3] + "..."
+
+    return report.Table(
+        title="Largest arrays at the peak",
+        headings=("bytes", "", "share", "made by", "type", "module", "source"),
+        rows=tuple(
+            (
+                format_bytes(row["bytes"]),
+                f"{row['count']} x" if row["count"] > 1 else "",
+                row["share"],
+                cut(row["label"], _MOST_LABEL),
+                row["type"],
+                cut(row["module"], _MOST_MODULE),
+                printable(row["source"]),
+            )
+            for row in rows[:most]
+        ),
+        align="rrlllll",
+        footer=(
+            f"and {sum(row['count'] for row in left):,} more, "
+            f"{format_bytes(sum(row['bytes'] for row in left))}"
+            if left
+            else ""
+        ),
+    )

@@ -1,0 +1,298 @@
+"""What there is to say of a plan, in words and as charts: for the page and the terminal alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from remat_opt.naming import extents
+from remat_opt.recomputation import Recomputation
+from remat_opt.units import format_bytes, format_flops, format_seconds, format_share
+from remat_opt.view.memory_chart import Band, Level, Line, MemoryChart
+
+#: What the kinds of a timeline are called.
+KINDS = {
+    "kept": "kept",
+    "boundaries": "boundaries",
+    "passing": "in passing",
+    "recomputed": "recomputed",
+    "gradients": "gradients",
+    "workspace": "workspace",
+}
+#: What each of them is.
+MEANINGS = {
+    "kept": "waits for the backward pass of its own region",
+    "boundaries": "waits for the backward pass of a later region",
+    "passing": "waits for a later step of the forward pass",
+    "recomputed": "computed again, for the backward pass of its region",
+    "gradients": "gradients of values, and of parameters where these are temporaries",
+    "workspace": "what a step takes while it runs",
+}
+#: What the roles of arrays at the peak are.
+ROLES = {
+    "kept": "kept for the backward pass",
+    "forward": "waits for a later step of the forward pass",
+    "recomputed": "recomputed",
+    "cotangent": "gradient of the value",
+    "internal": "inside the equation",
+    "workspace": "needed while its gradient is taken",
+}
+#: Compiled figures this far from predicted ones are worth a warning, as a share.
+_FAR = 0.15
+
+
+def title(plan: Mapping[str, Any]) -> str:
+    """What the whole is called."""
+    return f"Plan of {plan['function']} for {plan['device']}"
+
+
+def value_title(name: Mapping[str, Any]) -> str:
+    """What a value is, with its extents."""
+    return f"{name['what']}, {extents(tuple(name['shape']), name['dtype'])}"
+
+
+def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of a word and what is said of it."""
+    predicted = plan["predicted"]
+    kept = [one for one in plan["decisions"] if one["fate"] == "kept"]
+    found = [
+        ("asked for", asked(plan)),
+        ("predicted", _peak(predicted)),
+        ("recomputed", _overhead(predicted)),
+        (
+            "kept",
+            f"{format_bytes(predicted['kept_bytes'])} in {counted(len(kept), 'value')} "
+            "wait for the backward pass",
+        ),
+        ("regions", _regions(plan["stages"])),
+    ]
+    sources = {one["root"]: one["name"]["source"] for one in plan["decisions"]}
+    for loop in plan["loops"]:
+        source = sources.get(loop["root"])
+        found.append(("loop", loop_words(loop) + (f"; {source}" if source else "")))
+    if plan["measured"] is not None:
+        found += _measured(plan["measured"], predicted)
+    found.append(
+        (
+            "made by",
+            f"remat_opt {plan['remat_opt_version']}, JAX {plan['jax_version']}, "
+            f"solver {plan['solver']}, program {plan['fingerprint'][:12]}",
+        )
+    )
+    return found
+
+
+def notes(plan: Mapping[str, Any]) -> list[str]:
+    """What a reader has to know, of the plan and of what was compiled."""
+    measured = plan["measured"]
+    return [*(measured["notes"] if measured is not None else ()), *plan["notes"]]
+
+
+def warnings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of what is amiss and what to do about it."""
+    found = []
+    measured, predicted, budget = plan["measured"], plan["predicted"], plan["budget_bytes"]
+    if measured is None:
+        return []
+    compiled, expected = measured["temporary_bytes"], predicted["temporary_bytes"]
+    if budget is not None and compiled > budget:
+        found.append(
+            (
+                f"The budget is not met: compiled, the plan needs {format_bytes(compiled)}, and "
+                f"{format_bytes(budget)} were asked for.",
+                'verify="compile" chooses by what the compiler says.',
+            )
+        )
+    elif expected and abs(compiled - expected) > _FAR * expected:
+        found.append(
+            (
+                f"The compiler needs {compiled / expected:.0%} of what was "
+                f"predicted: {format_bytes(compiled)}, not {format_bytes(expected)}.",
+                'verify="compile" learns from what was compiled and solves again.',
+            )
+        )
+    if measured["recomputation"] is not None:
+        survival = Recomputation.from_plain(measured["recomputation"])
+        if survival.undone:
+            found.append(
+                (
+                    "The compiler has undone some of the recomputation.",
+                    "The notes say what; compile with the options that they name.",
+                )
+            )
+    return found
+
+
+def asked(plan: Mapping[str, Any]) -> str:
+    """What was wanted of the plan."""
+    objective = plan["objective"]
+    measure = "FLOPs" if objective["overhead"] == "flops" else "seconds"
+    if objective["max_overhead"] is not None:
+        share = format_share(objective["max_overhead"])
+        return f"least memory with at most {share} of a forward pass recomputed (in {measure})"
+    if plan["budget_bytes"] is not None:
+        share = objective["budget_share"]
+        said = f", {format_share(share)} of the unchanged function's" if share is not None else ""
+        if objective["fit"]:
+            said = (
+                ", the device's memory less arguments, outputs and a reserve of "
+                f"{format_bytes(objective['reserve_bytes'])}"
+            )
+        return (
+            f"least overhead (in {measure}) with temporaries within "
+            f"{format_bytes(plan['budget_bytes'])}{said}"
+        )
+    return "least memory"
+
+
+def loop_words(loop: Mapping[str, Any]) -> str:
+    """What the iterations of an opened loop keep."""
+    return f"scan of {_length(loop['parts'])}: " + ", then ".join(map(_part, loop["parts"]))
+
+
+def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]]]:
+    """Memory over time as planned and of the unchanged function, on one scale.
+
+    Returns:
+      Each with its timeline: what is alive when.
+    """
+    predicted = plan["predicted"]
+    if not predicted["timeline"]["at"]:
+        return []
+    levels: tuple[Level, ...] = ()
+    if plan["budget_bytes"] is not None:
+        levels = (Level(label="budget", amount=plan["budget_bytes"]),)
+    planned = _chart("planned", predicted["timeline"], levels, tuple(plan["as_compiled"]))
+    unchanged = _chart("unchanged function", predicted["plain_timeline"], levels, ())
+    top = max(planned.highest, unchanged.highest)
+    return [
+        (_with_top(planned, top), predicted["timeline"]),
+        (_with_top(unchanged, top), predicted["plain_timeline"]),
+    ]
+
+
+def _chart(
+    title: str,
+    timeline: Mapping[str, Any],
+    levels: tuple[Level, ...],
+    as_compiled: tuple[int, ...],
+) -> MemoryChart:
+    phases = timeline["phases"]
+    return MemoryChart(
+        title=f"Memory over time, {title}",
+        bands=tuple(
+            Band(label=label, kind=kind, amounts=tuple(timeline[kind]))
+            for kind, label in KINDS.items()
+        ),
+        lines=(Line(label="as compiled", amounts=as_compiled),) if as_compiled else (),
+        levels=levels,
+        turn=next((n for n, phase in enumerate(phases) if phase != "forward"), None),
+    )
+
+
+def _with_top(chart: MemoryChart, top: int) -> MemoryChart:
+    return MemoryChart(
+        title=chart.title,
+        bands=chart.bands,
+        lines=chart.lines,
+        levels=chart.levels,
+        turn=chart.turn,
+        top=top,
+    )
+
+
+def counted(number: int, what: str) -> str:
+    """So many of something.
+
+    >>> counted(1, "value"), counted(3, "value")
+    ('1 value', '3 values')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def difference(plan: Mapping[str, Any]) -> str:
+    """How far the compiled figure is from the predicted one; "" where that cannot be said."""
+    expected = plan["predicted"]["temporary_bytes"]
+    if plan["measured"] is None or not expected:
+        return ""
+    return f"{(plan['measured']['temporary_bytes'] - expected) / expected:+.1%} from predicted"
+
+
+def _regions(stages: Sequence[Mapping[str, Any]]) -> str:
+    checkpointed = sum(stage["checkpointed"] for stage in stages)
+    said = f"{len(stages)}, {checkpointed} of them under jax.checkpoint"
+    nested = sum(inside(stage) for stage in stages)
+    return f"{said}, {nested} more inside them" if nested else said
+
+
+def inside(stage: Mapping[str, Any]) -> int:
+    """How many regions a region holds."""
+    return sum(1 + inside(one) for one in stage["inside"])
+
+
+def _length(parts: Sequence[Mapping[str, Any]]) -> int:
+    return sum(part["length"] for part in parts)
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    said = f"{part['length']}"
+    if part["inside"]:
+        size = _length(part["inside"])
+        return f"{said} in chunks of {size} ({', then '.join(map(_part, part['inside']))})"
+    kept = counted(len(part["kept"]), "value")
+    said += (
+        f" that keep {format_bytes(part['kept_bytes'])} in {kept} each"
+        if part["kept"]
+        else " that keep nothing but what they are handed"
+    )
+    nested = [loop_words(one) for one in part["loops"]]
+    return said + (f" (inside: {'; '.join(nested)})" if nested else "")
+
+
+def _peak(predicted: Mapping[str, Any]) -> str:
+    peak, unchanged = predicted["temporary_bytes"], predicted["plain_temporary_bytes"]
+    share = f", {format_share(peak / unchanged)} of it" if unchanged else ""
+    model = predicted["model_bytes"]
+    before = f", and {format_bytes(model)} before anything was learnt" if model != peak else ""
+    return (
+        f"{format_bytes(peak)} of temporaries at the peak{before} "
+        f"(unchanged function: {format_bytes(unchanged)}{share})"
+    )
+
+
+def overhead_shares(predicted: Mapping[str, Any]) -> tuple[float, float]:
+    """Recomputation as shares of one forward pass: of its time, and of its FLOPs."""
+    seconds, flops = predicted["forward_seconds"], predicted["forward_flops"]
+    return (
+        predicted["overhead_seconds"] / seconds if seconds else 0.0,
+        predicted["recomputed_flops"] / flops if flops else 0.0,
+    )
+
+
+def _overhead(predicted: Mapping[str, Any]) -> str:
+    of_time, of_flops = overhead_shares(predicted)
+    return (
+        f"{format_share(of_time)} of a forward pass in time "
+        f"({format_seconds(predicted['overhead_seconds'])}), "
+        f"{format_share(of_flops)} in FLOPs ({format_flops(predicted['recomputed_flops'])})"
+    )
+
+
+def _measured(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[tuple[str, str]]:
+    far = difference({"predicted": predicted, "measured": measured})
+    found = [
+        (
+            "compiled",
+            f"{format_bytes(measured['temporary_bytes'])} of temporaries{far and f', {far}'}; "
+            f"arguments {format_bytes(measured['argument_bytes'])}, outputs "
+            f"{format_bytes(measured['output_bytes'])}; "
+            f"in {format_seconds(measured['compile_seconds'])}",
+        )
+    ]
+    if measured["recomputation"] is not None:
+        survival = Recomputation.from_plain(measured["recomputation"])
+        if not survival.undone:  # Else a warning and a note say so.
+            found.append(("survived", survival.text()))
+    if measured["host_bytes"]:
+        found.append(("host memory", format_bytes(measured["host_bytes"])))
+    return found

@@ -1,0 +1,185 @@
+"""The same pictures on matplotlib's axes, for papers and notebooks.
+
+matplotlib is imported only where a picture is asked for: nothing else here needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from remat_opt.errors import MissingPackageError
+from remat_opt.view.memory_chart import COLORS, MemoryChart
+from remat_opt.view.scatter import Point, Scatter
+
+_COLORS = ("#59636f", "#d9731a", "#2f81d8", "#2a9d6f", "#b05cc6", "#c9475b")
+#: Points nearer than one part in so many, of all that is drawn, lie on one another.
+_APART = 60
+_MARKERS = "osD^v*"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def scatter(picture: Scatter, ax: Any = None) -> Any:
+    """Draws memory against overhead; what is to choose from as a line, other points with names.
+
+    Args:
+      picture: shares along the horizontal axis, bytes along the vertical one.
+      ax: axes; the current ones if None.
+
+    Returns:
+      The axes.
+
+    Raises:
+      MissingPackageError: matplotlib is not installed.
+    """
+    ax = _axes(ax)
+    unit, name = _unit(picture.top)
+    most = max((point.x for one in picture.series for point in one.points), default=0.0)
+    for number, series in enumerate(picture.series):
+        points = sorted(series.points, key=lambda point: (point.x, point.y))
+        if not points:
+            continue
+        ax.plot(
+            [100 * point.x for point in points],
+            [point.y / unit for point in points],
+            marker=_MARKERS[number % len(_MARKERS)],
+            color=_COLORS[number % len(_COLORS)],
+            markersize=4 if series.staircase else 6,
+            linestyle="-" if series.staircase else "none",
+            drawstyle="steps-post",
+            label=series.label,
+        )
+        if not series.staircase:
+            for label, point in _named(picture, points):
+                # Towards the middle, so that no name is cut off.
+                right = point.x > 0.6 * most
+                ax.annotate(
+                    label,
+                    (100 * point.x, point.y / unit),
+                    xytext=(-6 if right else 6, 5),
+                    textcoords="offset points",
+                    horizontalalignment="right" if right else "left",
+                    fontsize="x-small",
+                )
+    for said, level in picture.levels:
+        if level <= picture.top:
+            ax.axhline(level / unit, color="0.35", linestyle="--", linewidth=1)
+            ax.annotate(
+                f"{said} {picture.y.write(level)}",
+                (1, level / unit),
+                xycoords=("axes fraction", "data"),
+                xytext=(-4, 3),
+                textcoords="offset points",
+                horizontalalignment="right",
+                fontsize="x-small",
+            )
+    ax.set(
+        title=picture.title,
+        xlabel=f"{picture.x.title}, %",
+        ylabel=f"{picture.y.title}, {name}",
+    )
+    ax.set_ylim(bottom=0)
+    if len(picture.series) > 1:
+        ax.legend(frameon=False)
+    return ax
+
+
+def _named(picture: Scatter, points: Sequence[Point]) -> list[tuple[str, Point]]:
+    """The points with their names, those that lie on one another with all of theirs."""
+    found: dict[tuple[int, int], list[Point]] = {}
+    for point in points:
+        place = round(_APART * point.x), round(_APART * point.y / (picture.top or 1.0))
+        found.setdefault(place, []).append(point)
+    return [("\n".join(point.label for point in group), group[0]) for group in found.values()]
+
+
+def memory(
+    charts: Sequence[tuple[MemoryChart, Mapping[str, Any]]], title: str, ax: Any = None
+) -> Any:
+    """Draws memory over time: the first chart by kind, the others as lines.
+
+    Args:
+      charts: with their timelines.
+      title: of the picture.
+      ax: axes; the current ones if None.
+
+    Returns:
+      The axes.
+
+    Raises:
+      MissingPackageError: matplotlib is not installed.
+    """
+    ax = _axes(ax)
+    ax.set(title=title)
+    if not charts:
+        return ax
+    (chart, timeline), *others = charts
+    unit, name = _unit(chart.top or chart.highest)
+
+    def steps(amounts: Sequence[int]) -> list[float]:
+        """A step lasts until the next one: the last amount stands at both of its ends."""
+        return [amount / unit for amount in (*amounts, amounts[-1])]
+
+    edges = [*timeline["at"], timeline["steps"]]
+    bands = [band for band in chart.bands if any(band.amounts)]
+    below = [0.0] * len(edges)
+    for band in bands:
+        above = [low + more for low, more in zip(below, steps(band.amounts), strict=True)]
+        ax.fill_between(
+            edges, below, above, step="post", color=COLORS[band.kind], label=band.label, linewidth=0
+        )
+        below = above
+    for line in chart.lines:
+        count = len(line.amounts)
+        where = [timeline["steps"] * place / count for place in range(count + 1)]
+        ax.step(
+            where, steps(line.amounts), where="post", color="black", linewidth=1, label=line.label
+        )
+    for other, told in others:
+        # Its steps are stretched: fewer are run than with recomputation.
+        scale = timeline["steps"] / max(told["steps"], 1)
+        where = [scale * step for step in (*told["at"], told["steps"])]
+        label = other.title.rpartition(", ")[2]
+        ax.step(
+            where,
+            steps(other.totals),
+            where="post",
+            color="0.45",
+            linewidth=1,
+            linestyle=":",
+            label=label,
+        )
+    for level in chart.levels:
+        ax.axhline(level.amount / unit, color="0.35", linestyle="--", linewidth=1)
+        ax.annotate(
+            level.label,
+            (0, level.amount / unit),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize="x-small",
+        )
+    peak = timeline["at"][chart.peak]
+    ax.plot(peak, chart.totals[chart.peak] / unit, marker="v", color="black", linestyle="none")
+    ax.set(xlabel="step: forward, then backward", ylabel=f"temporaries, {name}")
+    ax.set_ylim(bottom=0)
+    ax.margins(x=0)
+    ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def _axes(ax: Any) -> Any:
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot
+    except ImportError:
+        raise MissingPackageError("A plot", package="matplotlib", extra="plots") from None
+    return matplotlib.pyplot.gca()
+
+
+def _unit(most: float) -> tuple[float, str]:
+    """The unit that the largest amount is written in."""
+    powers = itertools.takewhile(lambda power: most >= 1024**power, range(1, len(_UNITS)))
+    power = max(powers, default=0)
+    return float(1024**power), _UNITS[power]

@@ -1,0 +1,209 @@
+"""Points over two axes, memory against overhead: as SVG, and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from remat_opt.view.drawing import Axis, Frame, pixels, svg_element, words
+from remat_opt.view.report import Table, escape
+
+#: One colour and one shape per series, so that neither is needed to tell them apart.
+_COLORS = ("#2f81d8", "#d9731a", "#2a9d6f", "#b05cc6", "#c9475b", "#8a8a2b")
+#: A level is drawn up to so many times the highest point.
+_FARTHEST = 2.0
+#: Room above the highest, for names.
+_HEADROOM = 1.08
+_SHAPES = ("circle", "square", "diamond", "triangle", "circle", "square")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One point of a scatter.
+
+    Attributes:
+      x: along the horizontal axis.
+      y: along the vertical axis.
+      label: its name.
+    """
+
+    x: float
+    y: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Points that belong together.
+
+    Attributes:
+      label: their common name.
+      points: in any order.
+      staircase: whether they are alternatives to choose from: a line leads from each to the
+        next one to the right, and their names are left out of the picture.
+    """
+
+    label: str
+    points: tuple[Point, ...]
+    staircase: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scatter:
+    """Points over two axes, both from zero.
+
+    Attributes:
+      title: what the picture shows.
+      x: horizontal axis.
+      y: vertical axis.
+      series: at most six.
+      levels: amounts along the vertical axis to compare with, as (name, amount), such as the
+        memory of a device.
+    """
+
+    title: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    levels: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def top(self) -> float:
+        """The largest amount that is drawn: a level that dwarfs the points is told, not drawn."""
+        highest = max((point.y for one in self.series for point in one.points), default=0.0)
+        near = [level for _, level in self.levels if level <= _FARTHEST * highest]
+        return max([highest, *near])
+
+    def text(self) -> str:
+        """The picture in words: its title and a line for each point."""
+        rows = tuple(
+            (series.label, point.label, self.x.write(point.x), self.y.write(point.y))
+            for series in self.series
+            for point in series.points
+        )
+        rows += tuple(("level", name, "", self.y.write(level)) for name, level in self.levels)
+        return Table(
+            title=self.title,
+            headings=("", "", self.x.title, self.y.title),
+            rows=rows,
+            align="llrr",
+        ).text()
+
+    def svg(self) -> str:
+        """The picture as an SVG element."""
+        points = [point for series in self.series for point in series.points]
+        frame = Frame(
+            x=self.x,
+            y=self.y,
+            width=640,
+            height=360,
+            low=min([0.0, *(point.x for point in points)]),
+            right=max((point.x for point in points), default=0.0),
+            top=_HEADROOM * self.top,
+        )
+        taken: list[tuple[float, float, float]] = []
+        parts = [frame.svg()]
+        parts += [_level(frame, *level, self.top, taken) for level in self.levels]
+        marks: list[str] = []
+        for number, series in enumerate(self.series):
+            color = _COLORS[number % len(_COLORS)]
+            shape = _SHAPES[number % len(_SHAPES)]
+            if series.staircase:
+                parts.append(_staircase(frame, series, color))
+            for point in sorted(series.points, key=lambda p: (p.x, p.y, p.label)):
+                x, y = frame.across(point.x), frame.down(point.y)
+                said = f"{point.label}: {self.y.write(point.y)}, {self.x.write(point.x)}"
+                marks.append(_mark(shape, x, y, color, said))
+                taken.append((x - 6, y, 12.0))
+        names = [
+            _name(frame, taken, frame.across(point.x), frame.down(point.y), point.label)
+            for series in self.series
+            if not series.staircase
+            for point in sorted(series.points, key=lambda p: (p.y, p.x, p.label))
+        ]
+        keys = _legend([series.label for series in self.series], frame.left)
+        return svg_element(
+            self.text(), self.title, 640, 360, "".join([*parts, *marks, *names, keys])
+        )
+
+
+def _level(
+    frame: Frame, name: str, level: float, top: float, taken: list[tuple[float, float, float]]
+) -> str:
+    """A dashed line with its name; where it is far above all else its name at the upper edge."""
+    said = f"{name} {frame.y.write(level)}"
+    drawn = level <= top
+    y = frame.down(level) if drawn else frame.ceiling
+    wide = 6.4 * len(said)
+    taken.append((frame.end - wide, y - 9 if drawn else y, wide))
+    if not drawn:
+        return words(frame.end, y + 4, f"{said}, far above", "end")
+    return (
+        f'<line x1="{pixels(frame.left)}" x2="{pixels(frame.end)}" y1="{pixels(y)}" '
+        f'y2="{pixels(y)}" stroke="currentColor" stroke-dasharray="6 4"/>'
+        + words(frame.end, y - 5, said, "end")
+    )
+
+
+def _staircase(frame: Frame, series: Series, color: str) -> str:
+    ordered = sorted(series.points, key=lambda point: (point.x, point.y))
+    if len(ordered) < 2:
+        return ""
+    first, *rest = ordered
+    path = f"M{pixels(frame.across(first.x))},{pixels(frame.down(first.y))}" + "".join(
+        f"H{pixels(frame.across(point.x))}V{pixels(frame.down(point.y))}" for point in rest
+    )
+    return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+
+
+def _mark(shape: str, x: float, y: float, color: str, said: str) -> str:
+    if shape == "circle":
+        drawn = f'<circle cx="{pixels(x)}" cy="{pixels(y)}" r="4.5" fill="{color}">'
+        close = "</circle>"
+    else:
+        corners = {
+            "square": ((-4, -4), (4, -4), (4, 4), (-4, 4)),
+            "diamond": ((0, -5.5), (5.5, 0), (0, 5.5), (-5.5, 0)),
+            "triangle": ((0, -5), (5, 4), (-5, 4)),
+        }[shape]
+        points = " ".join(f"{pixels(x + across)},{pixels(y + down)}" for across, down in corners)
+        drawn, close = f'<polygon points="{points}" fill="{color}">', "</polygon>"
+    return f"{drawn}<title>{escape(said)}</title>{close}"
+
+
+def _name(
+    frame: Frame, taken: list[tuple[float, float, float]], x: float, y: float, label: str
+) -> str:
+    """A point's name beside it, where it lies on none of the (left, middle, width) taken."""
+    width = 6.4 * len(label)
+    for lines in (0, -1, 1, -2, 2, -3, 3, -4, 4, 5, 6):
+        at = y + 14 * lines
+        if not frame.ceiling - 4 <= at <= frame.floor - 4:
+            continue
+        for left, anchor in ((x + 9, "start"), (x - 9 - width, "end")):
+            if left + width > frame.width or left < frame.left:
+                continue
+            if all(
+                abs(at - middle) >= 12 or left + width < other or other + wide < left
+                for other, middle, wide in taken
+            ):
+                taken.append((left, at, width))
+                side = 1 if anchor == "start" else -1
+                lead = (
+                    f'<line x1="{pixels(x)}" y1="{pixels(y)}" x2="{pixels(x + 7 * side)}" '
+                    f'y2="{pixels(at)}" '
+                    'stroke="currentColor" stroke-opacity="0.4"/>'
+                    if lines
+                    else ""
+                )
+                return lead + words(x + 9 * side, at + 4, label, anchor)
+    return ""  # No room: the mark's own title says it.
+
+
+def _legend(labels: Sequence[str], left: float) -> str:
+    parts, x = [], left
+    for number, label in enumerate(labels):
+        color, shape = _COLORS[number % len(_COLORS)], _SHAPES[number % len(_SHAPES)]
+        parts.append(_mark(shape, x + 6, 14, color, label) + words(x + 16, 18, label, "start"))
+        x += 34 + 7 * len(label)
+    return "".join(parts)

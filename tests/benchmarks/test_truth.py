@@ -1,0 +1,50 @@
+"""What is predicted stands beside what the same thing compiles to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+from benchmarks import networks, truth
+from benchmarks.networks import Network
+
+#: Steps of a recurrent network: as it is, a part of its weight's gradient waits for each of them.
+STEPS = 24
+
+
+def recurrent(weight: jax.Array, x: jax.Array) -> jax.Array:
+    for _ in range(STEPS):
+        x = jnp.tanh(x @ weight)
+    return x.sum()
+
+
+def arguments(seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    return jnp.full((128, 128), 1.0 + seed), jnp.ones((4, 128))
+
+
+@pytest.fixture
+def subject(monkeypatch: pytest.MonkeyPatch) -> truth.Subject:
+    network = Network(
+        name="recurrent",
+        loss_fn=recurrent,
+        has_aux=False,
+        arguments=arguments(),
+        make_arguments=arguments,
+    )
+    monkeypatch.setattr(networks, "build", lambda name, batch: network)
+    monkeypatch.setattr(networks, "default_batch", lambda name: 4)
+    return truth.Subject("recurrent", "cpu", "gradient")
+
+
+def test_a_function_as_it_is_is_compiled_without_what_transform_writes_differently(
+    subject: truth.Subject,
+) -> None:
+    row: dict[str, Any] = subject.row(None, loop=False)
+    plain = remat_opt.measure(jax.value_and_grad(recurrent), *arguments(), device="cpu")
+    assert row["compiled_bytes"] == pytest.approx(plain.temporary_bytes, rel=0.01)
+    plan, _ = subject.as_it_is()
+    assert subject.compiled(plan).temporary_bytes < 0.5 * row["compiled_bytes"]

@@ -1,0 +1,285 @@
+"""Exported code needs no remat_opt, gives the same gradients, and compiles to the same bytes."""
+
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_opt
+from remat_opt.errors import PlanFileError, RematError
+from remat_opt.measurement.compilation import attached_device, compiler_options
+from tests.programs import EXAMPLES
+
+RANDOM = np.random.default_rng(0)
+
+
+def array(*shape, scale=0.3):
+    return RANDOM.normal(size=shape, scale=scale).astype(np.float32)
+
+
+def mlp(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w) + jax.nn.relu(x)
+    return jnp.mean(x**2)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(4, (3, 3))(x)))
+        return nn.relu(x + nn.Conv(4, (3, 3))(y))
+
+
+class ConvolutionalNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = Block()(x)
+        return nn.max_pool(x, (2, 2), strides=(2, 2))
+
+
+def convolutional(variables, images):
+    outputs, updates = ConvolutionalNet().apply(variables, images, mutable="batch_stats")
+    return jnp.mean(outputs**2), updates["batch_stats"]
+
+
+def layer_norm(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+def transformer(layers, x, mask):
+    for layer in layers:
+        q, k, v = jnp.split(layer_norm(x) @ layer["qkv"], 3, axis=-1)
+        scores = jnp.where(mask, q @ k.swapaxes(-1, -2), -1e9)
+        x = x + jax.nn.softmax(scores) @ v
+        x = x + jax.nn.gelu(layer_norm(x) @ layer["up"]) @ layer["down"]
+    return jnp.mean(x**2)
+
+
+def recurrent(params, sequence):
+    """A scan backward, with stacked outputs; a plan for 40 % of its memory has parts or chunks."""
+
+    def cell(state, x):
+        hidden, memory = state
+        gates = x @ params["input"] + hidden @ params["state"] + params["bias"]
+        enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
+        memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
+        hidden = jax.nn.sigmoid(leave) * jnp.tanh(memory)
+        return (hidden, memory), hidden
+
+    zeros = jnp.zeros((sequence.shape[1], params["state"].shape[0]))
+    return jnp.mean(jax.lax.scan(cell, (zeros, zeros), sequence, reverse=True)[1] ** 2)
+
+
+def chunked(weights, x):
+    return jnp.mean(jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, weights)[0] ** 2)
+
+
+def layers(count, width):
+    return [
+        {
+            "qkv": array(width, 3 * width),
+            "up": array(width, 4 * width),
+            "down": array(4 * width, width),
+        }
+        for _ in range(count)
+    ]
+
+
+CASES = {
+    "mlp": (mlp, ([array(32, 32)] * 8, array(128, 32)), {"budget": 0.4}),
+    "convolutional": (
+        convolutional,
+        (ConvolutionalNet().init(jax.random.key(0), np.ones((1, 8, 8, 4))), array(8, 8, 8, 4)),
+        {"budget": 0.5, "has_aux": True},
+    ),
+    "transformer": (
+        transformer,
+        (layers(3, 16), array(4, 32, 16), np.tril(np.ones((32, 32), bool))),
+        {"budget": 0.5},
+    ),
+    "recurrent": (
+        recurrent,
+        ({"input": array(8, 64), "state": array(16, 64), "bias": array(64)}, array(48, 8, 8)),
+        {"budget": 0.4},
+    ),
+    "chunked": (chunked, (array(64, 16, 16), array(64, 16)), {"budget": 0.35}),
+}
+
+# What runs in a process in which importing remat_opt fails.
+ELSEWHERE = """
+import importlib.util, json, pickle, sys
+sys.modules["remat_opt"] = None
+import jax, numpy as np
+found = {}
+for name, path, args, has_aux, options in pickle.load(open(sys.argv[1], "rb")):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    gradient = jax.jit(jax.grad(getattr(module, name), has_aux=has_aux), compiler_options=options)
+    compiled = gradient.lower(*args).compile()
+    leaves = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(compiled(*args))]
+    found[name] = compiled.memory_analysis().temp_size_in_bytes, leaves
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return {
+        name: (remat_opt.optimal_remat(fn, device="cpu", **options), args, options)
+        for name, (fn, args, options) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def sources(planned):
+    # Made when asked for: what is not slow asks for two.
+    return functools.cache(lambda name: planned[name][0].to_source(*planned[name][1]))
+
+
+@pytest.fixture(scope="module")
+def elsewhere(planned, sources, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    tasks = []
+    for name, (_, args, options) in planned.items():
+        sources(name).save(folder / f"{name}.py")
+        arguments = jax.tree.map(np.asarray, args)
+        has_aux = options.get("has_aux", False)
+        compiled_with = compiler_options(attached_device())
+        tasks.append((name, str(folder / f"{name}.py"), arguments, has_aux, compiled_with))
+    with open(folder / "tasks", "wb") as file:
+        pickle.dump(tasks, file)
+    run = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(folder / "tasks")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("name", CASES)
+def test_without_remat_opt_it_compiles_to_the_same_bytes(name, planned, elsewhere):
+    fn, args, options = planned[name]
+    gradient = jax.grad(fn, has_aux=options.get("has_aux", False))
+    jitted = jax.jit(gradient, compiler_options=compiler_options(attached_device()))
+    compiled = jitted.lower(*args).compile()
+    temporary_bytes, leaves = elsewhere[name]
+    assert temporary_bytes == compiled.memory_analysis().temp_size_in_bytes
+    plain = jax.jit(jax.grad(fn.__wrapped__, has_aux=options.get("has_aux", False)))
+    assert temporary_bytes < plain.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    for here, there in zip(jax.tree.leaves(compiled(*args)), leaves, strict=True):
+        np.testing.assert_allclose(there, here, rtol=1e-6, atol=1e-7)
+
+
+def test_code_read_back_gives_the_same_gradient():
+    fn, args, options = CASES["mlp"]
+    decorated = remat_opt.optimal_remat(fn, device="cpu", **options)
+    here, there = (
+        jax.jit(jax.grad(of))(*args) for of in (decorated, decorated.to_source(*args).load())
+    )
+    for one, other in zip(here, there, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_cases_hold_every_form_of_loop(sources):
+    # Of a loop in one part without chunks it is not said what derivatives reach.
+    assert "reach=(" in sources("recurrent").text
+    assert "jax.checkpoint(" in sources("chunked").text
+
+
+def test_reads_as_the_plan(sources):
+    text = sources("mlp").text
+    assert text.startswith('"""mlp, with what is kept for its gradient and what is computed again')
+    assert "params_0,  # float32[32, 32]" in text
+    assert "@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only" in text
+    assert "# test_source.py:" in text
+
+
+def test_asks_for_nothing_but_jax_and_numpy(sources):
+    for name in ("mlp", "recurrent"):
+        text = sources(name).text
+        lines = [line for line in text.splitlines() if line.startswith(("import", "from"))]
+        roots = {line.split()[1].partition(".")[0] for line in lines}
+        assert roots <= {"__future__", "collections", "functools", "jax", "numpy", "typing"}
+
+
+REFUSED = {
+    "callback_without_effect": "pure_callback cannot be written as code",
+    "custom_vjp": "custom_vjp_call cannot be written as code",
+    "custom_vjp_symbolic_zeros": "custom_vjp_call cannot be written as code",
+    "flax_nnx": "modules of flax.nnx, which code cannot hold",
+    "linear_algebra": "custom_linear_solve cannot be written as code",
+}
+#: Those whose arguments an exported function takes in another way.
+OTHER_ARGUMENTS = {"static_arguments", "loop_differentiated_forward"}
+
+
+# Whether code has the equations and results of a program is checked wherever it is written.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(EXAMPLES) - set(REFUSED) - OTHER_ARGUMENTS))
+def test_gives_the_same_gradients(name):
+    example = EXAMPLES[name]()
+    fn = remat_opt.optimal_remat(example.fn, device="cpu", **example.options)
+    exported = fn.to_source(*example.args, **example.kwargs).load()
+
+    def result(of):
+        gradient = jax.value_and_grad(of, example.argnums, example.has_aux, allow_int=True)
+        return gradient(*example.args, **example.kwargs)
+
+    here, there = result(fn), result(exported)
+    assert jax.tree.structure(here) == jax.tree.structure(there)
+    for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+        if not jax.dtypes.issubdtype(jnp.asarray(one).dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_names_what_it_cannot_write(name):
+    example = EXAMPLES[name]()
+    fn = remat_opt.optimal_remat(example.fn, device="cpu", **example.options)
+    with pytest.raises(RematError, match=REFUSED[name]):
+        fn.to_source(*example.args, **example.kwargs)
+
+
+def test_a_plan_from_elsewhere_is_written_for_its_own_program_alone():
+    fn, args, _ = CASES["mlp"]
+    plan = remat_opt.make_plan(fn, *args, budget=0.4, device="cpu")
+    assert remat_opt.to_source(plan, fn, *args).text.count("jax.checkpoint,") > 1
+    with pytest.raises(PlanFileError, match="made for another program"):
+        remat_opt.to_source(plan, fn, [args[0][0]] * 2, args[1])
+
+
+def test_constants_are_handed_in():
+    scales = jnp.asarray(array(100))
+
+    @remat_opt.optimal_remat(device="cpu")
+    def loss(w):
+        return jnp.sum(jnp.sin(w * scales))
+
+    source = loss.to_source(scales)
+    assert "def loss(w, *, constants):" in source.text
+    assert "0. float32[100]" in source.text
+    np.testing.assert_array_equal(
+        jax.grad(source.load())(scales), jax.grad(loss.__wrapped__)(scales)
+    )
+
+
+def test_another_number_of_arrays_is_refused():
+    source = remat_opt.optimal_remat(mlp, device="cpu").to_source([array(4, 4)], array(4, 4))
+    with pytest.raises(ValueError, match="2 arrays are wanted, not 3"):
+        source.load()([array(4, 4)] * 2, array(4, 4))

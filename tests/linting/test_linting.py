@@ -1,0 +1,345 @@
+"""Each check, with a program that it finds fault with and one that it does not.
+
+What a finding says of memory is held against the compiler: the checkpoint that it is about changes
+nothing, and what is advised does.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import remat_opt
+from remat_opt import _jax_internals as internals
+from remat_opt.errors import RematError
+
+S = jax.ShapeDtypeStruct
+W, X = S((8, 64, 64), "float32"), S((2048, 64), "float32")
+KEEP = jax.checkpoint_policies.save_only_these_names
+
+
+def block(x, w):
+    return jnp.tanh(jnp.sin(x @ w) @ w) + x
+
+
+def plain(w, x):
+    for n in range(8):
+        x = block(x, w[n])
+    return jnp.sum(x)
+
+
+def each_but_the_last(w, x):
+    for n in range(8):
+        x = (jax.checkpoint(block) if n < 7 else block)(x, w[n])
+    return jnp.sum(x)
+
+
+def each(w, x):
+    for n in range(8):
+        x = jax.checkpoint(block)(x, w[n])
+    return jnp.sum(x)
+
+
+def scanned(w, x):
+    return jnp.sum(jax.lax.scan(lambda h, one: (block(h, one), None), x, w)[0])
+
+
+def scanned_inside(w, x):
+    return jnp.sum(jax.lax.scan(lambda h, one: (jax.checkpoint(block)(h, one), None), x, w)[0])
+
+
+def with_policy(policy, named=lambda y: checkpoint_name(y, "hidden")):
+    """Blocks of two products under a policy; ``named`` is done to the first."""
+
+    def one(x, w):
+        y = named(x @ w)
+        return jnp.tanh(jnp.sin(y) @ w) + x
+
+    def loss(w, x):
+        for n in range(7):
+            x = jax.checkpoint(one, policy=policy)(x, w[n])
+        return jnp.sum(one(x, w[7]))
+
+    return loss
+
+
+def checks(fn, *args):
+    return [row["check"] for row in remat_opt.lint(fn, *(args or (W, X))).rows]
+
+
+def temporary_bytes(fn):
+    return remat_opt.measure(jax.grad(fn), W, X, device="cpu").temporary_bytes
+
+
+@pytest.fixture(scope="module")
+def plain_bytes():
+    return temporary_bytes(plain)
+
+
+@pytest.fixture(scope="module")
+def least_bytes():
+    return temporary_bytes(each_but_the_last)
+
+
+def test_round_the_whole_loss(plain_bytes, least_bytes):
+    whole = jax.checkpoint(plain)
+    found = remat_opt.lint(whole, W, X)
+    assert [row["check"] for row in found.rows] == ["round-everything"]
+    assert "put one round each block but the last" in found.rows[0]["remedy"]
+    assert found.rows[0]["source"].startswith("test_linting.py:")
+    assert checks(each_but_the_last) == []
+    assert temporary_bytes(whole) > 0.9 * plain_bytes > 1.5 * least_bytes
+
+
+def test_round_a_part_only():
+    def half(w, x):
+        for n in range(4):
+            x = block(x, w[n])
+        return jax.checkpoint(lambda x: plain(w, x))(x)
+
+    assert checks(half) == []
+
+
+def test_round_everything_with_a_policy_that_keeps_something():
+    def one(x, w):
+        return jnp.sin(checkpoint_name(x @ w, "hidden"))
+
+    def loss(w, x):
+        for n in range(8):
+            x = one(x, w[n])
+        return jnp.sum(x)
+
+    assert checks(jax.checkpoint(loss, policy=KEEP("hidden"))) == []
+    assert checks(jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)) == []
+    policy = jax.checkpoint_policies.nothing_saveable
+    assert checks(jax.checkpoint(loss, policy=policy)) == ["round-everything"]
+
+
+def test_round_a_scan(plain_bytes):
+    whole = jax.checkpoint(scanned)
+    found = remat_opt.lint(whole, W, X)
+    assert [row["check"] for row in found.rows] == ["round-everything"]
+    assert found.rows[0]["remedy"] == "put the checkpoint round the body of the scan"
+    assert checks(scanned_inside) == []
+    without, inside = temporary_bytes(scanned), temporary_bytes(scanned_inside)
+    assert temporary_bytes(whole) > 0.9 * without > 1.5 * inside
+
+
+def test_round_the_last_block(least_bytes):
+    found = remat_opt.lint(each, W, X)
+    assert [row["check"] for row in found.rows] == ["round-the-last"]
+    assert "leave the checkpoint off the last block" in repr(found)
+    assert temporary_bytes(each) >= 0.98 * least_bytes
+    assert checks(each_but_the_last) == []
+
+
+def test_a_block_before_a_head_is_not_the_last():
+    def loss(w, x):
+        for n in range(7):
+            x = jax.checkpoint(block)(x, w[n])
+        return jnp.sum(jnp.exp(x @ w[7]))
+
+    assert checks(loss) == []
+
+
+def test_a_name_that_no_value_has():
+    misspelt = with_policy(KEEP("hiden"))
+    found = remat_opt.lint(misspelt, W, X)
+    assert {row["check"] for row in found.rows} == {"name-without-value"}
+    assert "'hiden'" in found.rows[0]["message"]
+    assert "the names there are 'hidden'" in found.rows[0]["message"]
+    right = with_policy(KEEP("hidden"))
+    assert checks(right) == []
+    nothing = with_policy(jax.checkpoint_policies.nothing_saveable)
+    assert temporary_bytes(misspelt) == temporary_bytes(nothing) < temporary_bytes(right)
+
+
+def test_a_name_in_a_scan_is_found():
+    def named(h, w):
+        return jnp.sin(checkpoint_name(h @ w, "hidden")), None
+
+    def loss(w, x):
+        x, _ = jax.lax.scan(named, x, w[:4])
+        return x
+
+    def two(w, x):
+        x = jax.checkpoint(loss, policy=KEEP("hidden"))(w, x)
+        return jnp.sum(loss(w[4:], x))
+
+    assert checks(two) == []
+
+
+def test_a_name_that_nothing_reads():
+    def name_and_forget(y):
+        checkpoint_name(y, "hidden")
+        return y
+
+    forgotten = with_policy(KEEP("hidden"), name_and_forget)
+    found = remat_opt.lint(forgotten, W, X)
+    assert {row["check"] for row in found.rows} == {"name-unread"}
+    assert found.rows[0]["remedy"] == "go on with its result: x = checkpoint_name(x, 'hidden')"
+    nothing = with_policy(jax.checkpoint_policies.nothing_saveable)
+    assert temporary_bytes(forgotten) == temporary_bytes(nothing)
+
+
+def test_a_name_that_is_passed_by():
+    def one(x, w):
+        y = x @ w
+        return jnp.tanh(checkpoint_name(y, "hidden") @ w) * jnp.cos(y)
+
+    def linear(x, w):
+        y = x @ w
+        return jnp.tanh(checkpoint_name(y, "hidden") @ w) + y
+
+    def loss_of(one):
+        def loss(w, x):
+            x = jax.checkpoint(one, policy=KEEP("hidden"))(x, w[0])
+            return jnp.sum(block(x, w[1]))
+
+        return loss
+
+    found = remat_opt.lint(loss_of(one), W, X)
+    assert [row["check"] for row in found.rows] == ["name-passed-by"]
+    assert "'hidden' is kept, but cos at test_linting.py:" in found.rows[0]["message"]
+    # An addition does not need what it has added.
+    assert checks(loss_of(linear)) == []
+
+    def products(fn):
+        return str(jax.make_jaxpr(jax.grad(fn))(W, X)).count("dot_general[")
+
+    assert products(loss_of(one)) == products(loss_of(linear)) + 1
+
+
+def test_a_policy_that_keeps_everything(plain_bytes):
+    broken = with_policy(jax.checkpoint_policies.save_anything_except_these_names("hidden"))
+    found = remat_opt.lint(broken, W, X)
+    assert {row["check"] for row in found.rows} == {"keeps-everything"}
+    everything = with_policy(jax.checkpoint_policies.everything_saveable)
+    assert checks(everything) == []
+    assert temporary_bytes(broken) == temporary_bytes(everything)
+
+
+@pytest.fixture
+def new_checkpoint():
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
+
+
+def own(prim, *_, **__):
+    return prim.name == "dot_general"
+
+
+def test_a_policy_of_ones_own_without_the_flag():
+    assert checks(with_policy(own)) == []
+
+
+def test_a_policy_of_ones_own_with_the_flag(new_checkpoint):
+    ignored = internals.ignores_plain_policies()
+    expected = {"own-policy"} if ignored else set()
+    assert set(checks(with_policy(own))) == expected
+    assert checks(with_policy(KEEP("hidden"))) == []
+    assert checks(with_policy(jax.checkpoint_policies.dots_saveable)) == []
+    assert internals.uses_new_checkpoint(), "the flag is as it was"
+
+
+def test_an_ignored_policy_is_told(new_checkpoint, monkeypatch):
+    """In versions of JAX that follow such policies, too, the check itself is tested."""
+    monkeypatch.setattr(internals, "ignores_plain_policies", lambda: True)
+    found = remat_opt.lint(with_policy(own), W, X)
+    assert {row["check"] for row in found.rows} == {"own-policy"}
+    assert "jax_remat3 is on" in found.rows[0]["message"]
+
+
+def custom(named):
+    @jax.custom_vjp
+    def product(x, w):
+        return jnp.tanh(x @ w)
+
+    def forward(x, w):
+        y = named(jnp.tanh(x @ w))
+        return y, (y, x, w)
+
+    def backward(kept, g):
+        y, x, w = kept
+        d = g * (1 - y * y)
+        return d @ w.T, x.T @ d
+
+    product.defvjp(forward, backward)
+
+    def one(x, w):
+        return checkpoint_name(product(x, w), "out") + x
+
+    def loss(w, x):
+        for n in range(3):
+            x = jax.checkpoint(one, policy=KEEP("out", "inside"))(x, w[n])
+        return jnp.sum(jnp.sin(x @ w[3]))
+
+    return loss
+
+
+def test_residuals_of_a_rule_without_names():
+    found = remat_opt.lint(custom(lambda y: y), W, X)
+    rows = [row for row in found.rows if row["check"] == "residuals-without-names"]
+    assert len(rows) == 1, "one line, told once"
+    assert "product keeps 512 KiB for its backward rule" in rows[0]["message"]
+    named = custom(lambda y: checkpoint_name(y, "inside"))
+    assert "residuals-without-names" not in checks(named)
+
+    def products(fn):
+        return str(jax.make_jaxpr(jax.grad(fn))(W, X)).count("dot_general[")
+
+    assert products(custom(lambda y: y)) == products(named) + 3
+
+
+def test_a_rule_that_keeps_its_inputs_only():
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+    def loss(w, x):
+        def one(x, w):
+            return clipped(checkpoint_name(x @ w, "hidden"))
+
+        x = jax.checkpoint(one, policy=KEEP("hidden"))(x, w[0])
+        return jnp.sum(block(x, w[1]))
+
+    assert checks(loss) == []
+
+
+def test_what_is_found_as_text_page_and_data():
+    found = remat_opt.lint(each, W, X)
+    assert len(found) == 1
+    first, second, third = repr(found).splitlines()
+    assert first == "Checkpoints of each that do nothing: 1 found, in 8 checkpoints"
+    assert second.startswith("test_linting.py:")
+    assert ": round-the-last: " in second
+    assert third == "    Do: leave the checkpoint off the last block."
+    assert "round-the-last" in found._repr_html_()
+    assert json.loads(found.to_json())["rows"] == list(found.rows)
+    nothing = remat_opt.lint(plain, W, X)
+    assert not nothing
+    assert repr(nothing) == "Checkpoints of plain that do nothing: none found, in 0 checkpoints"
+    assert "<table" not in nothing._repr_html_()
+
+
+def test_a_gradient_is_refused():
+    with pytest.raises(RematError, match="Give the loss that it differentiates"):
+        remat_opt.lint(jax.grad(each), W, X)
+
+
+def test_static_arguments_and_decorated_losses():
+    def loss(w, x, count):
+        for n in range(count):
+            x = jax.checkpoint(block)(x, w[n])
+        return jnp.sum(x)
+
+    assert [row["check"] for row in remat_opt.lint(loss, W, X, 8, static_argnums=2).rows]
+    assert remat_opt.lint(loss, W, X, count=8, static_argnames="count")
+    assert remat_opt.lint(remat_opt.optimal_remat(each, device="cpu"), W, X)

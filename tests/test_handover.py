@@ -1,0 +1,62 @@
+"""The policy by hand that comes nearest to a plan, and what it loses."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+from remat_opt.errors import PlanFileError
+
+SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
+ROWS = jax.ShapeDtypeStruct((256, 64), "float32")
+
+
+def deep(weights, x):
+    for number, (w, v) in enumerate(weights):
+        with jax.named_scope(f"Block_{number}"):
+            with jax.named_scope("Dense_0"):
+                x = x + jnp.tanh(x @ w)
+            with jax.named_scope("Dense_1"):
+                x = x + jnp.tanh(x @ v)
+    return jnp.sum(x)
+
+
+def scanned(weights, x):
+    return jnp.sum(jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w) @ w, None), x, weights)[0])
+
+
+WEIGHTS = [(SHAPE, SHAPE)] * 6
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_is_within_the_memory_of_the_plan_where_it_can_be(share):
+    plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=share)
+    found = remat_opt.nearest_policy(plan, deep, WEIGHTS, ROWS)
+    assert found.plan_temporary_bytes == plan.predicted.temporary_bytes
+    within = found.temporary_bytes <= plan.predicted.temporary_bytes
+    # The plan is at least as good in one of the two.
+    assert found.overhead_share >= plan.predicted.overhead_share - 1e-9 or not within
+
+
+def test_says_what_to_put_round_which_modules():
+    plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=0.5)
+    text = repr(remat_opt.nearest_policy(plan, deep, WEIGHTS, ROWS))
+    assert text.startswith(("nn.remat on every Block (6) with ", "jax.checkpoint round the whole"))
+    assert "temporaries, predicted: " in text
+    assert "of the time of a forward pass" in text
+
+
+def test_names_what_a_scan_keeps():
+    weights = jax.ShapeDtypeStruct((16, 64, 64), "float32")
+    plan = remat_opt.make_plan(scanned, weights, ROWS, device="cpu", budget=0.7)
+    found = remat_opt.nearest_policy(plan, scanned, weights, ROWS)
+    assert found.where.startswith("jax.checkpoint round")
+    for one in found.names:
+        assert f'"{one.name}"' in found.policy
+        assert "test_handover.py:" in one.source
+
+
+def test_a_plan_for_another_program_is_refused():
+    plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=0.5)
+    with pytest.raises(PlanFileError, match="made for another program"):
+        remat_opt.nearest_policy(plan, deep, WEIGHTS[:3], ROWS)

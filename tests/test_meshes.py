@@ -1,0 +1,326 @@
+"""Plans on a mesh: per device as compiled, the same values, and the same plan on every mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import remat_opt
+from remat_opt import PlanningWarning, optimal_remat
+from remat_opt.device import get_device
+from tests.devices import needs_libtpu
+
+P = PartitionSpec
+
+
+@pytest.fixture(scope="module")
+def auto() -> Mesh:
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture(scope="module")
+def explicit() -> Mesh:
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+
+
+def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = x + jnp.where(x > 0, jnp.tanh(x @ weight), 0.0)
+    return jnp.mean(x**2)
+
+
+def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+    x, _ = jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights)
+    return jnp.mean(x**2)
+
+
+WEIGHTS = [jax.random.normal(jax.random.key(n), (32, 32)) / 6 for n in range(4)]
+X = jax.random.normal(jax.random.key(9), (2048, 32))
+
+
+def on(mesh: Any, tree: Any, *spec: Any) -> Any:
+    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+
+def shapes(mesh: Any, tree: Any, *spec: Any) -> Any:
+    return jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(
+            one.shape, one.dtype, sharding=NamedSharding(mesh, P(*spec))
+        ),
+        tree,
+    )
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fn", [loss, scanned])
+def test_predictions_are_what_a_device_takes(fn: Callable[..., Any], auto: Mesh) -> None:
+    weights = WEIGHTS if fn is loss else jnp.stack(WEIGHTS)
+    args = on(auto, weights), on(auto, X, "data")
+    plan = remat_opt.make_plan(fn, *args, budget=0.9, verify=True)
+    assert plan.measured is not None
+    predicted, compiled = plan.predicted.temporary_bytes, plan.measured.temporary_bytes
+    assert predicted == pytest.approx(compiled, rel=0.3)
+    # Parameters are on every device, rows are shared out; Adam has two moments of each.
+    arguments = 3 * 4 * 4 * 32**2 + 4 * 2048 * 32 / 8
+    assert plan.measured.argument_bytes == pytest.approx(arguments, abs=64)
+    plain = remat_opt.measure(jax.grad(fn), *args)
+    assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.3)
+    assert "All figures are those of one of the 8 devices of the mesh (data 8)." in plan.notes
+
+
+def test_the_budget_of_a_device_is_met(auto: Mesh) -> None:
+    args = on(auto, WEIGHTS), on(auto, X, "data")
+    whole = remat_opt.measure(jax.grad(loss), WEIGHTS, X).temporary_bytes
+    plan = remat_opt.make_plan(loss, *args, budget=whole // 8, verify="compile")
+    assert plan.measured is not None
+    assert plan.measured.temporary_bytes <= whole // 8
+
+
+def test_a_device_that_is_too_small_for_the_whole(auto: Mesh) -> None:
+    # Parameters that no device could hold unless they are sharded.
+    small = dataclasses.replace(get_device("h200"), name="small", memory_bytes=400_000)
+    weights, x = shapes(auto, WEIGHTS, "data"), shapes(auto, X, "data")
+    plan = remat_opt.make_plan(loss, weights, x, budget="fit", device=small)
+    arguments = 4 * (4 * 32**2 + 2048 * 32) // 8
+    assert plan.budget_bytes == 400_000 - arguments - 4
+    with pytest.raises(remat_opt.BudgetError):
+        remat_opt.make_plan(loss, WEIGHTS, X, budget="fit", device=small)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_values_and_gradients(kind: str, jitted: bool, request: pytest.FixtureRequest) -> None:
+    mesh = request.getfixturevalue(kind)
+    expected = jax.value_and_grad(loss)(WEIGHTS, X)
+    with jax.set_mesh(mesh):
+        args = on(mesh, WEIGHTS), on(mesh, X, "data")
+        decorated = optimal_remat(loss, budget=0.6)
+        ahead = decorated.plan(*args)
+        derivative = jax.value_and_grad(decorated)
+        assert_equal((jax.jit(derivative) if jitted else derivative)(*args), expected)
+        # What the gradient uses is the plan that was made ahead, under jit as well.
+        assert decorated.plan(*args) is ahead
+    assert ahead.predicted.plain_temporary_bytes < 4 * 2048 * 32 * 3
+
+
+def test_under_jit_it_is_said_that_shardings_are_not_seen(auto: Mesh) -> None:
+    args = on(auto, WEIGHTS), on(auto, X, "data")
+    decorated = optimal_remat(loss)
+    message = (
+        r"'loss' runs on a mesh of 8 devices, and nothing tells how its arguments are split over "
+        r"it, .* Call loss.plan\(\.\.\.\) with the sharded arguments first"
+    )
+    with pytest.warns(PlanningWarning, match=message):
+        jax.jit(jax.grad(decorated)).lower(*args)
+
+    def constrained(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(auto, P("data")))
+        return loss(weights, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(jax.grad(optimal_remat(constrained))).lower(*args)
+
+
+def test_one_plan_for_every_mesh(auto: Mesh) -> None:
+    expected = jax.grad(loss)(WEIGHTS, X)
+    small = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
+    places = {
+        "one device": (WEIGHTS, X),
+        "eight": (on(auto, WEIGHTS), on(auto, X, "data")),
+        "four": (on(small, WEIGHTS, None, "columns"), on(small, X, "rows")),
+    }
+    plans = {name: remat_opt.make_plan(loss, *args, budget=0.5) for name, args in places.items()}
+    assert len({plan.fingerprint for plan in plans.values()}) == 1
+    for name, other in (("one device", "eight"), ("eight", "four"), ("four", "one device")):
+        planned = jax.jit(jax.grad(remat_opt.apply_plan(plans[name], loss)))
+        assert_equal(planned(*places[other]), expected)
+
+
+def test_inside_a_shard_map_with_the_gradient_in_or_outside(auto: Mesh) -> None:
+    def local(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(loss(weights, x), "data")
+
+    args, specs = (on(auto, WEIGHTS), on(auto, X, "data")), (P(), P("data"))
+    decorated = optimal_remat(local, budget=0.6)
+    outside = jax.shard_map(decorated, mesh=auto, in_specs=specs, out_specs=P())
+    expected = jax.value_and_grad(loss)(WEIGHTS, X)
+    assert_equal(jax.jit(jax.value_and_grad(outside))(*args), expected)
+
+    def derivative(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(
+            jax.shard_map(jax.value_and_grad(fn), mesh=auto, in_specs=specs, out_specs=(P(), P()))
+        )
+
+    assert_equal(derivative(decorated)(*args), derivative(local)(*args))
+    plans = [plan.predicted.plain_temporary_bytes for plan in decorated._plans._known.values()]
+    # Of one device's rows, in both.
+    assert max(plans) < 4 * 2048 * 32 * 3
+    gradient = derivative(decorated).lower(*args).compile().memory_analysis()
+    plain = derivative(local).lower(*args).compile().memory_analysis()
+    if jax.__version_info__ >= (0, 11):  # before, JAX on CPU undoes rematerialisation
+        assert gradient.temp_size_in_bytes < 0.8 * plain.temp_size_in_bytes
+
+
+def test_a_step_tells_where_the_arguments_of_its_loss_lie(auto: Mesh) -> None:
+    @optimal_remat
+    def of_tokens(table: jax.Array, weights: list[jax.Array], tokens: jax.Array) -> jax.Array:
+        return loss(weights, table[tokens])
+
+    def step(table: jax.Array, weights: list[jax.Array], tokens: jax.Array) -> Any:
+        gradients = jax.grad(of_tokens, argnums=(0, 1))(table, weights, tokens)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, (table, weights), gradients)
+
+    table, tokens = jnp.ones((64, 32)), jnp.zeros(2048, jnp.int32)
+    plain = remat_opt.make_plan(step, table, WEIGHTS, tokens, donate_argnums=(0, 1))
+    args = shapes(auto, table), shapes(auto, WEIGHTS), shapes(auto, tokens, "data")
+    plan = remat_opt.make_plan(step, *args, donate_argnums=(0, 1), verify=True)
+    assert plan.measured is not None
+    share = plan.predicted.plain_temporary_bytes / plain.predicted.plain_temporary_bytes
+    assert share == pytest.approx(1 / 8, rel=0.1)
+    assert plan.measured.argument_bytes == pytest.approx(4 * (64 * 32 + 4 * 32**2 + 256), abs=64)
+
+
+def test_meshes_of_what_is_attached_are_jax_s_own() -> None:
+    with pytest.raises(remat_opt.DeviceError, match=r"jax\.make_mesh makes a mesh of it"):
+        remat_opt.make_mesh("cpu", (8,), ("data",))
+
+
+def test_a_mesh_needs_as_many_devices() -> None:
+    shape = jax.ShapeDtypeStruct(
+        (64, 8),
+        jnp.float32,
+        sharding=NamedSharding(
+            jax.sharding.AbstractMesh((64,), ("data",), axis_types=(AxisType.Auto,)), P("data")
+        ),
+    )
+    message = r"A mesh of 64 devices needs as many, and of CPU .* there are 8"
+    with pytest.raises(remat_opt.DeviceError, match=message):
+        remat_opt.measure(jnp.sum, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_libtpu
+def test_fully_sharded_parameters_on_a_pod_that_is_not_there() -> None:
+    mesh = remat_opt.make_mesh("v5e:4x4", (16,), ("data",))
+
+    def sharded(*shape: int, spec: PartitionSpec) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    weights = sharded(8, 2048, 2048, spec=P(None, "data"))
+    rows = sharded(16 * 8192, 2048, spec=P("data"))
+    plan = remat_opt.make_plan(scanned, weights, rows, budget=0.75, verify=True)
+    assert plan.device == "v5e"
+    assert plan.measured is not None
+    assert plan.budget_bytes is not None
+    assert plan.measured.temporary_bytes <= plan.budget_bytes
+    # Parameters and both moments, a sixteenth of each; rows likewise.
+    arguments = 4 * (3 * 8 * 2048**2 / 16 + 8192 * 2048)
+    assert plan.measured.argument_bytes == pytest.approx(arguments, rel=0.01)
+    plain = remat_opt.measure(jax.grad(scanned), weights, rows)
+    assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.4)
+    assert plan.measured.temporary_bytes < plain.temporary_bytes / 2
+
+
+def code_in_docs() -> list[str]:
+    text = (Path(__file__).parent.parent / "docs" / "meshes.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_code_in_the_docs_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(code_in_docs()[0], names)
+    assert names["plan"].predicted.temporary_bytes <= names["plan"].budget_bytes == 2**20
+    assert names["plan"] is names["loss_fn"].plan(names["params"], names["x"])
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_libtpu
+def test_the_code_in_the_docs_about_pods_runs() -> None:
+    names: dict[str, Any] = {}
+    for block in code_in_docs():
+        exec(block, names)
+    assert names["plan"].measured.argument_bytes == pytest.approx(
+        4 * (3 * 8 * 2048**2 + 65536 * 2048) / 16, rel=0.01
+    )
+
+
+PROCESS = """
+    import sys
+
+    import jax
+    import jax.numpy as jnp
+
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from remat_opt import optimal_remat
+
+    @optimal_remat(budget=0.6)
+    def loss(weights, x):
+        for weight in weights:
+            x = x + jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    weights = [jax.device_put(jnp.ones((16, 16)) / 16, NamedSharding(mesh, PartitionSpec()))] * 4
+    x = jax.make_array_from_callback(
+        (1024, 16),
+        NamedSharding(mesh, PartitionSpec("data")),
+        lambda index: jnp.ones((1024, 16))[index],
+    )
+    plan = loss.plan(weights, x)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(weights, x)
+    print(plan.to_json())
+    print(float(value), [float(jnp.sum(one)) for one in gradients])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+def test_equal_plans_in_every_process() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROCESS), address, str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONHASHSEED": seed},
+        )
+        for number, seed in enumerate("12")
+    ]
+    written = [process.communicate(timeout=300)[0] for process in processes]
+    # The library that connects them says so on the same stream.
+    first, second = (
+        [line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in written
+    )
+    assert [process.returncode for process in processes] == [0, 0]
+    assert any("All figures are those of one of the 8 devices" in line for line in first)
+    assert first == second

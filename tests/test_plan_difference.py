@@ -1,0 +1,77 @@
+"""The difference of two plans, by the names of values."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+
+SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
+ROWS = jax.ShapeDtypeStruct((256, 64), "float32")
+
+
+def loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def plan(**options):
+    return remat_opt.make_plan(loss, [SHAPE] * 8, ROWS, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return plan(max_overhead=0.0), plan(budget=0.5)
+
+
+def test_a_plan_does_not_differ_from_itself(plans):
+    found = plans[0].diff(plans[0])
+    assert found.is_empty
+    assert "No value has another fate." in repr(found)
+
+
+def test_tells_whose_fates_differ(plans):
+    found = plans[0].diff(plans[1])
+    assert found.same_program
+    assert not found.is_empty
+    fates = {root.root: root.fate for root in plans[0].decisions}
+    changed = sum(one.fate != fates[one.root] for one in plans[1].decisions)
+    assert sum(one.count for one in found.changes) == changed > 0
+    assert {(one.before, one.after) for one in found.changes} >= {("kept", "recomputed")}
+    before, after = found.figures["temporaries, predicted"]
+    assert before == plans[0].predicted.temporary_bytes > after
+    text = repr(found)
+    assert "256x64 float32" in text
+    assert "test_plan_difference.py:" in text
+    assert "under a checkpoint" in text
+
+
+def test_is_the_other_way_round_from_the_other_side(plans):
+    there, back = plans[0].diff(plans[1]), plans[1].diff(plans[0])
+    assert [(one.before, one.after) for one in there.changes] == [
+        (one.after, one.before) for one in back.changes
+    ]
+
+
+def test_plans_for_different_programs_are_matched_by_words(plans):
+    deeper = remat_opt.make_plan(loss, [SHAPE] * 10, ROWS, device="cpu", max_overhead=0.0)
+    found = plans[0].diff(deeper)
+    assert not found.same_program
+    assert sum(one.count for one in found.changes if not one.before) >= 2
+    assert "different programs" in repr(found)
+
+
+def test_tells_how_loops_differ():
+    def scanned(weights, x):
+        return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) @ w, None), x, weights)[0])
+
+    weights = jax.ShapeDtypeStruct((32, 64, 64), "float32")
+    plain, small = (
+        remat_opt.make_plan(scanned, weights, ROWS, device="cpu", **options)
+        for options in ({"max_overhead": 0.0}, {"budget": 0.5})
+    )
+    ((before, after),) = plain.diff(small).loops.values()
+    assert before == "32 that keep 64.0 KiB"
+    assert after != before
+    assert f"{before} -> {after}" in repr(plain.diff(small))

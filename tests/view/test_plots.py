@@ -1,0 +1,72 @@
+"""Pictures on matplotlib's axes; what is drawn, not how it looks."""
+
+import sys
+
+import pytest
+
+from remat_opt.errors import MissingPackageError
+from remat_opt.view import data_frame, drawing, plan_words, plots
+from remat_opt.view.scatter import Point, Scatter, Series
+from tests.view.plans import MIB, decision, plan
+
+
+@pytest.fixture
+def ax():
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib draws them")
+    matplotlib.use("agg")
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    return figure.subplots()
+
+
+PICTURE = Scatter(
+    title="Memory",
+    x=drawing.share_axis("recomputed"),
+    y=drawing.bytes_axis("temporaries", 4 * MIB),
+    series=(
+        Series(label="defaults", points=(Point(x=0.5, y=4 * MIB, label="dots"),)),
+        Series(
+            label="ours",
+            points=(Point(x=0.25, y=2 * MIB, label="a"), Point(x=0, y=3 * MIB, label="b")),
+            staircase=True,
+        ),
+    ),
+    levels=(("room", 5.0 * MIB),),
+)
+
+
+def test_memory_against_overhead(ax):
+    assert plots.scatter(PICTURE, ax) is ax
+    defaults, ours, level = ax.lines
+    assert (list(defaults.get_xdata()), list(defaults.get_ydata())) == ([50], [4])
+    assert defaults.get_linestyle() == "None"
+    assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([0, 25], [3, 2])
+    assert ours.get_linestyle() == "-"
+    assert list(level.get_ydata()) == [5, 5]
+    assert [text.get_text() for text in ax.texts] == ["dots", "room 5.00 MiB"]
+    assert ax.get_ylabel() == "temporaries, MiB"
+
+
+def test_memory_over_time(ax):
+    given = plan(decisions=[decision()], budget_bytes=5 * MIB, as_compiled=[MIB, 2 * MIB])
+    assert plots.memory(plan_words.charts(given), "Plan", ax) is ax
+    assert [area.get_label() for area in ax.collections] == ["kept", "gradients"]
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["kept", "gradients", "as compiled", "unchanged function"]
+    assert ax.get_title() == "Plan"
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    for name in ("matplotlib", "matplotlib.pyplot", "pandas"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingPackageError) as caught:
+        plots.scatter(PICTURE)
+    assert str(caught.value) == (
+        "A plot needs the package matplotlib, which is not installed. Install it with: "
+        "pip install 'remat_opt[plots]'"
+    )
+    with pytest.raises(MissingPackageError) as caught:
+        data_frame.of([])
+    assert str(caught.value) == (
+        "A DataFrame needs the package pandas, which is not installed. Install it with: "
+        "pip install pandas"
+    )
