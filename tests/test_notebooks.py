@@ -50,7 +50,9 @@ def test_is_stored_with_small_outputs_and_no_paths(path):
     assert len(text.encode()) < MOST_STORED_BYTES
     notebook = nbformat.reads(text, as_version=4)
     check_ran(notebook)
-    assert any(cell.outputs for cell in code_cells(notebook)), "run notebooks/run.py"
+    # First steps may be without: its pages show themselves to whoever runs it.
+    stored = any(cell.outputs for cell in code_cells(notebook))
+    assert stored or path.stem == "first_steps", "run notebooks/run.py"
     assert str(Path.home()) not in text
     assert str(run.FOLDER) not in text
 
