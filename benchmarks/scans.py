@@ -202,7 +202,7 @@ def layers(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[dic
             rows.append(case.planned(f"within {policy}", rows[-1]["temporary_bytes"]))
             yield rows[-1]
         for number, budget in enumerate(case.budgets(options.budgets)):
-            rows.append(case.planned(f"budget {number}", budget))
+            rows.append(case.planned(f"budget {number + 1} of {options.budgets}", budget))
             yield rows[-1]
         made[name] = rows
     yield {**heading, "program": "both", "kind": "summary", **summary(made["scan"], made["twin"])}

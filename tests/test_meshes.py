@@ -244,7 +244,7 @@ def test_fully_sharded_parameters_on_a_pod_that_is_not_there() -> None:
 
 
 def code_in_docs() -> list[str]:
-    text = (Path(__file__).parent.parent / "docs" / "how_to" / "mesh.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "meshes.md").read_text()
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 

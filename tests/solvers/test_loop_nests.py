@@ -22,10 +22,14 @@ def chain(length: int, *, results: int = 0) -> Chain:
     return Chain(length=length, state_bytes=2, result_bytes=results, seconds=1.0, ways=WAYS)
 
 
+@functools.cache
+def judged(of: Chain) -> tuple[loop_nests.Figures, ...]:
+    return tuple(loop_nests.judge(of, pieces) for pieces in loop_nests.nests(of))
+
+
 def best(of: Chain, budget: float) -> float:
     """The least seconds within a budget of all that is found."""
-    found = (loop_nests.judge(of, pieces) for pieces in loop_nests.nests(of))
-    return min((one.seconds for one in found if one.peak_bytes <= budget), default=math.inf)
+    return min((one.seconds for one in judged(of) if one.peak_bytes <= budget), default=math.inf)
 
 
 def least(of: Chain, budget: int) -> float:
@@ -100,6 +104,6 @@ def test_beside_revolve(share: float, most: float) -> None:
 
 def test_without_room_nothing_is_found() -> None:
     of = chain(64)
-    least_peak = min(loop_nests.judge(of, one).peak_bytes for one in loop_nests.nests(of))
+    least_peak = min(one.peak_bytes for one in judged(of))
     assert 2 + 4 < least_peak < 40
     assert best(of, least_peak - 1) == math.inf

@@ -1,0 +1,112 @@
+"""Loops as people write them: each is opened, gains, and gives what it gives by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import remat_opt
+
+LENGTH, WIDTH, ROWS = 11, 8, 64
+W = 0.3 * jax.random.normal(jax.random.key(0), (LENGTH, WIDTH, 2 * WIDTH))
+V = 0.3 * jax.random.normal(jax.random.key(1), (LENGTH, 2 * WIDTH, WIDTH))
+X = jax.random.normal(jax.random.key(2), (ROWS, WIDTH))
+Loss = Callable[..., jax.Array]
+
+
+def layer(h: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    return h + jnp.tanh(jnp.sin(h @ w) * jnp.exp(-h @ w)) @ v
+
+
+def unrolled(w: Any, x: jax.Array) -> jax.Array:
+    """Several iterations written out in a row, from the last entry to the first."""
+    return jnp.mean(
+        lax.scan(lambda h, w: (layer(h, *w), None), x, w, reverse=True, unroll=3)[0] ** 2
+    )
+
+
+def counted(w: Any, x: jax.Array) -> jax.Array:
+    """``fori_loop``, which carries an integer and reads nothing that is stacked."""
+    return jnp.mean(lax.fori_loop(0, LENGTH, lambda n, h: layer(h, w[0][n], w[1][n]), x) ** 2)
+
+
+def with_keys(w: Any, x: jax.Array) -> jax.Array:
+    """A key is carried, and each iteration writes something."""
+
+    def step(carry: Any, w: Any) -> Any:
+        h, key = carry
+        key, own = jax.random.split(key)
+        h = layer(h, *w) * jax.random.bernoulli(own, 0.9, h.shape)
+        return (h, key), jnp.sum(h, axis=0)
+
+    (h, _), sums = lax.scan(step, (x, jax.random.key(3)), w)
+    return jnp.mean(h**2) + jnp.mean(sums**2)
+
+
+def mapped(w: Any, x: jax.Array) -> jax.Array:
+    """``lax.map``, which carries nothing."""
+    return jnp.mean(lax.map(lambda w: layer(x, *w), w) ** 2)
+
+
+def in_batches(w: Any, x: jax.Array) -> jax.Array:
+    """``lax.map`` over batches, of which one is smaller than the others."""
+    rows = lax.map(lambda row: layer(row, w[0][0], w[1][0]), x, batch_size=6)
+    return jnp.mean(rows**2)
+
+
+def nested(w: Any, x: jax.Array) -> jax.Array:
+    """A loop in a loop, no length a multiple of another."""
+
+    def outer(h: jax.Array, w: Any) -> Any:
+        return lax.scan(lambda h, _: (layer(h, *w), None), h, None, length=5)[0], None
+
+    return jnp.mean(lax.scan(outer, x, w)[0] ** 2)
+
+
+def agree(loss: Loss, plan: Any) -> None:
+    found = jax.jit(jax.value_and_grad(remat_opt.apply_plan(plan, loss)))((W, V), X)
+    expected = jax.jit(jax.value_and_grad(loss))((W, V), X)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert jnp.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [unrolled, counted, with_keys, mapped, in_batches, nested])
+def test_it_is_opened_and_gains(loss: Loss) -> None:
+    plan = remat_opt.make_plan(loss, (W, V), X, device="h200", overhead="flops", max_overhead=1.5)
+    predicted = plan.predicted
+    assert plan.loops
+    assert predicted.temporary_bytes < 0.6 * predicted.plain_temporary_bytes
+    agree(loss, plan)
+
+
+def test_prefix_sums_are_no_loop() -> None:
+    """``associative_scan`` is written out in a row, and planned as any other program."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        sums = lax.associative_scan(lambda a, b: a * jnp.tanh(b), jnp.sin(x @ w[0][0]))
+        return jnp.mean(sums**2)
+
+    plan = remat_opt.make_plan(loss, (W, V), X, device="h200", max_overhead=1.0)
+    assert not plan.loops
+    assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes
+    agree(loss, plan)
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
+def test_what_a_policy_on_the_body_does_is_predicted_to_be_matched(policy: str) -> None:
+    """The same loop is among ours, so that no more runs again in no more memory."""
+    plain = remat_opt.make_plan(unrolled, (W, V), X, device="h200", overhead="flops", budget=1.0)
+    unit = ROWS * WIDTH * 4
+    kept = {"nothing_saveable": 1, "dots_saveable": 1 + 2 + 2 + 1}[policy]
+    budget = LENGTH * kept * unit + 24 * unit
+    assert budget < plain.predicted.plain_temporary_bytes
+    plan = remat_opt.make_plan(unrolled, (W, V), X, device="h200", overhead="flops", budget=budget)
+    assert (
+        plan.predicted.recomputed_share <= {"nothing_saveable": 1.01, "dots_saveable": 0.1}[policy]
+    )
