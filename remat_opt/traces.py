@@ -66,8 +66,7 @@ def place_of(call: Call, fn: Callable[..., Any]) -> Place | None:
     varying = tuple(map(internals.is_differentiated, leaves))
     # Methods of several instances that take turns are not to drive one another out.
     instance = id(getattr(fn, "__self__", None))
-    splits = tuple(map(_jax_meshes.split_of, leaves))
-    key = tree, kinds, splits, varying, call.static, internals.settings(), instance
+    key = tree, kinds, varying, call.static, internals.settings(), instance
     try:
         hash(key)
     except TypeError:
