@@ -46,7 +46,10 @@ packed = {Path(name).parts[0] for name in zipfile.ZipFile(wheel).namelist()}
 assert packed == {"remat_opt", f"remat_opt-{remat_opt.__version__}.dist-info"}, packed
 with tarfile.open(sdist) as archive:
     names = {"/".join(Path(name).parts[1:]) for name in archive.getnames()}
-modules = {f"remat_opt/{path.relative_to(home).as_posix()}" for path in home.rglob("*.py")}
+# Installed from the wheel; Python's own caches apart, all of it.
+files = [path for path in home.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+modules = {f"remat_opt/{path.relative_to(home).as_posix()}" for path in files}
+assert any(name.endswith(".css") for name in modules), "the page's assets are missing"
 wanted = modules | {
     "CHANGELOG.md",
     "LICENSE",

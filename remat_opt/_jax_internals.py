@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,9 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import config, source_info_util
-from jax._src.ad_checkpoint import name_p as _name_p
-from jax._src.ad_checkpoint import nothing_saveable
-from jax._src.interpreters.partial_eval import Recompute as _Recompute
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jax_core
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -458,7 +453,7 @@ def instantiated(tangent: Any, value: Any) -> Any:
     return jnp.zeros(kind.shape, kind.dtype)
 
 
-def source_line(equation: Any, calls: Sequence[Any] = ()) -> str:
+def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = False) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 
     That is the innermost line outside JAX and outside installed packages (a Flax layer is
@@ -469,6 +464,7 @@ def source_line(equation: Any, calls: Sequence[Any] = ()) -> str:
       calls: those whose bodies it was inlined from, the innermost first. A function of JAX's such
         as ``jnp.clip`` is traced once for all its callers: its equations have no line of a user's,
         so that of the call is theirs.
+      only_users: "" where all lines are in packages.
     """
     frames = [
         frame
@@ -476,7 +472,7 @@ def source_line(equation: Any, calls: Sequence[Any] = ()) -> str:
         for frame in source_info_util.user_frames(one.source_info.traceback)
     ]
     own = (frame for frame in frames if not _is_installed(str(frame.file_name)))
-    frame = next(own, frames[0] if frames else None)
+    frame = next(own, frames[0] if frames and not only_users else None)
     if frame is None:
         return ""
     file_name = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
@@ -543,101 +539,6 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, 
     ``jax.ShapeDtypeStruct``: how it is sharded, and over which axes of ``shard_map`` it varies.
     """
     return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-
-
-def name_of(equation: Any) -> str | None:
-    """The name that an equation of ``checkpoint_name`` gives; None for another equation."""
-    return equation.params["name"] if equation.primitive.name == "name" else None
-
-
-def saves_name(policy: Any, name: str) -> bool:
-    """Whether a policy of ``jax.checkpoint`` keeps, or offloads, values of a name."""
-    kind = jax.core.ShapedArray((), jnp.float32)
-    answer = policy(_name_p, kind, name=name) if policy is not None else False
-    return bool(answer) if isinstance(answer, bool) else answer is not _Recompute
-
-
-def listed_names(policy: Any) -> frozenset[str] | None:
-    """The names that one of JAX's policies was made to keep or offload; None for other policies."""
-    if dataclasses.is_dataclass(policy):
-        found = getattr(policy, "saveable_names", None)
-        return None if found is None else frozenset(found)
-    made_by = getattr(policy, "__qualname__", "").partition(".")[0]
-    if made_by not in ("save_only_these_names", "save_and_offload_only_these_names"):
-        return None
-    cells = inspect.getclosurevars(policy).nonlocals
-    return frozenset().union(
-        *(names for key, names in cells.items() if key.startswith("names_which"))
-    )
-
-
-def is_save_anything_except(policy: Any) -> bool:
-    """Whether a policy is ``save_anything_except_these_names``, which keeps everything."""
-    return getattr(policy, "__qualname__", "").startswith("save_anything_except_these_names.")
-
-
-def saves_nothing(policy: Any) -> bool:
-    """Whether a policy is none, or JAX's for recomputing everything."""
-    return policy is None or policy is nothing_saveable
-
-
-def is_plain_policy(policy: Any) -> bool:
-    """Whether a policy is a function of a user's own, not one of JAX's."""
-    return inspect.isfunction(policy) and policy.__module__ != nothing_saveable.__module__
-
-
-@functools.cache
-def ignores_plain_policies() -> bool:
-    """Whether ``jax_remat3``, where it is on, takes a user's own policy for none."""
-
-    def save_all(*_: Any, **__: Any) -> bool:
-        return True
-
-    def recomputed(policy: Any) -> int:
-        def fn(x: Any) -> Any:
-            return jnp.sin(jnp.sin(x))
-
-        jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(fn, policy=policy)))(1.0)
-        return str(jaxpr).count(" sin ")
-
-    return bool(with_old_checkpoint(lambda: recomputed(save_all)) != recomputed(save_all))
-
-
-def with_old_checkpoint(run: Callable[[], Any]) -> Any:
-    """What a function gives with ``jax_remat3`` off: then jaxprs show checkpoints and names."""
-    before = uses_new_checkpoint()
-    jax.config.update("jax_remat3", False)
-    try:
-        return run()
-    finally:
-        jax.config.update("jax_remat3", before)
-
-
-def uses_new_checkpoint() -> bool:
-    """Whether ``jax_remat3`` is on."""
-    return bool(jax.config.values["jax_remat3"])
-
-
-def residuals_of(equation: Any) -> tuple[Any, list[Any]]:
-    """What the derivative of an equation keeps: a jaxpr from its inputs, and its results.
-
-    Each result is a residual; one that is an input of the jaxpr is kept anyway.
-    """
-    literals = {n: one.val for n, one in enumerate(equation.invars) if isinstance(one, Literal)}
-    others = [one.aval for one in equation.invars if not isinstance(one, Literal)]
-
-    def kept(*given: Any) -> Any:
-        def run(*values: Any) -> Any:
-            left = iter(values)
-            inputs = [
-                literals[n] if n in literals else next(left) for n in range(len(equation.invars))
-            ]
-            return bind(equation, equation.source_info.name_stack, inputs)
-
-        return jax.tree.leaves(jax.vjp(run, *given)[1])
-
-    closed, _ = make_jaxpr(kept, *(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in others))
-    return closed, parts(closed)[4]
 
 
 def is_differentiated(value: Any) -> bool:

@@ -20,7 +20,7 @@ from remat_opt.device import Device
 from remat_opt.errors import CompileError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import step_of
-from remat_opt.measurement import compilation, step
+from remat_opt.measurement import compilation, meshes, step
 from remat_opt.measurement.buffers import CompiledMemory
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.shares import RESIDENT, SHARES, Share, shares
@@ -146,7 +146,7 @@ def explain(
       >>> found.rows[0]["share"], found.fits
       ('activations', True)
     """
-    target = compilation.resolve_device(device)
+    target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     in_step = _step(
         fn, args, kwargs, signature_of(None, False, static_argnums, static_argnames), donate_argnums
     )

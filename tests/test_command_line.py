@@ -241,3 +241,78 @@ def test_a_comparison_in_a_step(run):
     )
     assert (status, err) == (0, "")
     assert out.startswith("step with loss for cpu")
+
+
+# --- explain, lint, check -----------------------------------------------------------------
+
+MORE = """
+import jax, jax.numpy as jnp
+
+S = jax.ShapeDtypeStruct
+
+def loss(w, x):
+    for _ in range(6):
+        x = jnp.sin(x @ w)
+    return jnp.sum(x)
+
+def step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x)
+
+whole = jax.checkpoint(loss)
+
+def changed(w, x):
+    return 2 * loss(w, x)
+
+def pair():
+    return S((32, 32), "float32"), S((512, 32), "float32")
+"""
+MORE_ARGS = ("--args", "more:pair")
+
+
+@pytest.fixture
+def run_more(run, tmp_path, monkeypatch):
+    (tmp_path / "more.py").write_text(MORE)
+    monkeypatch.delitem(sys.modules, "more", raising=False)
+    yield run
+    sys.modules.pop("more", None)
+
+
+def test_explain_prints_and_writes_a_page(run_more, tmp_path):
+    options = (*MORE_ARGS, "--device", "cpu", "--donate-argnums", "0")
+    status, out, err = run_more("explain", "more:step", *options, "--html", "page.html")
+    assert (status, err) == (0, "")
+    assert out.startswith("Memory of step on CPU")
+    assert "more.py:8 (loss)" in out
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "<svg" in page
+    _, out, _ = run_more("explain", "more:step", *options, "--json")
+    assert json.loads(out)["function"] == "step"
+
+
+def test_lint_exits_with_1_where_it_finds_something(run_more):
+    status, out, err = run_more("lint", "more:whole", *MORE_ARGS)
+    assert (status, err) == (1, "")
+    assert "round-everything" in out
+    status, out, _ = run_more("lint", "more:loss", *MORE_ARGS, "--json")
+    assert status == 0
+    assert json.loads(out) == {"function": "loss", "checkpoints": 0, "rows": []}
+    status, _, err = run_more("lint", "more:step_that_is_not_there", *MORE_ARGS)
+    assert status == 2
+    assert "has no 'step_that_is_not_there'" in err
+
+
+def test_check_exits_with_1_where_the_promise_is_broken(run_more):
+    options = (*MORE_ARGS, "--device", "cpu", "--verify", "--save", "plan.json")
+    assert run_more("plan", "more:loss", *options)[0] == 0
+    status, out, err = run_more("check", "plan.json", "more:loss", *MORE_ARGS)
+    assert (status, err) == (0, "")
+    assert out.startswith("The plan of loss holds on cpu: ")
+    status, out, err = run_more("check", "plan.json", "more:changed", *MORE_ARGS)
+    assert (status, out) == (1, "")
+    assert "'changed' is no longer the program" in err
+    status, out, _ = run_more("check", "plan.json", "more:changed", *MORE_ARGS, "--json")
+    assert status == 1
+    assert json.loads(out)["now_bytes"] is None
+    status, _, err = run_more("check", "missing.json", "more:loss", *MORE_ARGS)
+    assert status == 2

@@ -2,7 +2,8 @@
 
 The Python blocks of a page run in order, as one program, in a folder of their own. A block that
 begins with ``# name.py`` is written to that file as well, for commands that name it. A block that
-must not run has the comment ``<!-- not run: REASON -->`` on the line above it.
+must not run has the comment ``<!-- not run: REASON -->`` on the line above it, one that needs an
+extra ``<!-- needs: MODULE -->``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from remat_opt import command_line
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: Their blocks compile, or plan more than a small network: some seconds each.
-SLOW = frozenset({"how_to/check_with_the_compiler.md"})
+#: Their blocks compile several programs: some seconds each. What they show is JAX's to break.
+SLOW = frozenset(
+    {"README.md", "docs/tutorial.md", "docs/how_to/budget.md", "docs/how_to/flax.md"}
+    | {"docs/how_to/mesh.md"}
+)
 
 _BLOCK = re.compile(
     r"(?m)(?:^<!-- (?P<comment>.+?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.S
@@ -39,6 +43,11 @@ class Block:
     @property
     def runs(self) -> bool:
         return not self.comment.startswith("not run: ")
+
+    @property
+    def needs(self) -> str:
+        """A module without which the block cannot run."""
+        return self.comment.removeprefix("needs: ") if self.comment.startswith("needs: ") else "jax"
 
 
 def blocks(page: Path) -> list[Block]:
@@ -66,7 +75,11 @@ def name(page: Path) -> str:
 
 
 WITH_BLOCKS = [
-    pytest.param(page, id=name(page), marks=[pytest.mark.slow] if name(page) in SLOW else [])
+    pytest.param(
+        page,
+        id=name(page),
+        marks=[pytest.mark.slow, pytest.mark.versions] if name(page) in SLOW else [],
+    )
     for page in PAGES
     if any(block.kind == "python" for block in blocks(page))
 ]
@@ -76,12 +89,13 @@ WITH_BLOCKS = [
 def test_runs_as_it_is_printed(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in re.findall(r"(?m)^import (\w+)|^from (\w+)", page.read_text(encoding="utf-8")):
-        if importlib.util.find_spec(next(filter(None, module))) is None:
-            pytest.skip(f"{next(filter(None, module))} is not installed")
+    code = "".join(block.text for block in blocks(page) if block.kind == "python")
+    for module in set(re.findall(r"(?m)^(?:import|from) (\w+)", code)):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
     space = {"__name__": "__main__"}
     for block in blocks(page):
-        if not block.runs:
+        if not block.runs or importlib.util.find_spec(block.needs) is None:
             continue
         if block.kind == "python":
             # The line numbers of errors, and of the plan's sources, are those of the page.
@@ -99,6 +113,7 @@ def test_every_block_that_does_not_run_says_why():
     assert all(len(comment.removeprefix("not run: ").split()) >= 3 for comment in idle), idle
 
 
+@pytest.mark.slow
 def test_pictures_show_what_the_solvers_answer():
     pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")

@@ -24,8 +24,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jax_core
 
+from remat_opt import _jax_checkpoints, _jax_meshes
 from remat_opt import _jax_internals as internals
-from remat_opt import _jax_meshes
 from remat_opt.measurement import compilation
 from remat_opt.program import tracing
 
@@ -339,6 +339,62 @@ def test_effects_are_said_by_the_equation() -> None:
     assert sorted(internals.has_effects(e) for e in equations_of(fn, 1.0)) == [False, True]
 
 
+def test_calls_back_to_python_are_found_in_inner_programs_too() -> None:
+    def called(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), x.dtype), x)
+
+    def scanned(x):
+        return lax.scan(lambda c, _: (called(c), None), x, None, length=2)[0]
+
+    for fn, expected in ((called, True), (scanned, True), (jnp.sin, False)):
+        found = [internals.calls_back(e) for e in equations_of(fn, jnp.float32(1))]
+        assert any(found) is expected
+    # JAX takes it for pure.
+    assert not any(internals.has_effects(e) for e in equations_of(called, jnp.float32(1)))
+
+
+def test_a_checkpoint_says_what_is_under_it_and_by_which_policy() -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+    (equation,) = equations_of(jax.checkpoint(jnp.sin, policy=policy), 1.0)
+    found = internals.checkpoint_of(equation)
+    assert found is not None
+    assert found.policy is policy
+    assert [e.primitive.name for e in internals.parts(found.body)[3]] == ["sin"]
+    (equation,) = equations_of(jnp.sin, 1.0)
+    assert internals.checkpoint_of(equation) is None
+
+
+def test_a_cond_has_branches_of_all_its_inputs_but_the_first() -> None:
+    def fn(x):
+        return lax.cond(x > 0, jnp.sin, lambda a: a * x, x)
+
+    equation = next(e for e in equations_of(fn, 1.0) if e.primitive.name == "cond")
+    branches = internals.branches_of(equation)
+    assert len(branches) == 2
+    assert all(len(internals.parts(b)[2]) == len(equation.invars) - 1 for b in branches)
+
+
+def test_checkpoints_are_dissolved_in_inner_programs() -> None:
+    body = jax.checkpoint(lambda a: jnp.sin(a) * 2)
+
+    def fn(x):
+        def step(c, _):
+            return lax.cond(c > 0, lambda a: body(body(a)), jnp.cos, c), body(c)
+
+        return lax.scan(step, x, None, length=2)
+
+    (equation,) = [e for e in equations_of(fn, 1.0) if e.primitive.name == "scan"]
+    dissolved = internals.without_checkpoints(equation)
+    assert "sin" in str(dissolved)
+    assert "checkpoint" not in str(dissolved)
+    closed, _ = internals.make_jaxpr(
+        lambda x: internals.bind(dissolved, equation.source_info.name_stack, [x]), 1.0
+    )
+    internals.check(closed)
+    again = internals.without_checkpoints(dissolved)
+    assert again is dissolved
+
+
 def test_name_stack_and_source_line() -> None:
     @jax.jit
     def inner(x):
@@ -642,3 +698,96 @@ def test_settings_tell_what_traces_depend_on() -> None:
     jax.vmap(lambda x: inside.append(internals.settings()) or x, axis_name="i")(jnp.ones(2))
     assert len({before, *inside}) == 7
     assert internals.settings() == before
+
+
+# --- _jax_checkpoints ---------------------------------------------------------------------
+
+
+def named_and_checkpointed(policy):
+    def fn(x):
+        return jnp.sin(checkpoint_name(jnp.cos(x), "y"))
+
+    (equation,) = equations_of(jax.checkpoint(fn, policy=policy), jnp.ones(3))
+    return equation
+
+
+def test_a_checkpoint_says_what_runs_under_it():
+    policy = jax.checkpoint_policies.save_only_these_names("y")
+    found = internals.checkpoint_of(named_and_checkpointed(policy))
+    assert found is not None
+    assert not found.differentiated
+    assert found.policy == policy
+    inside = internals.parts(found.body)[3]
+    assert [one.primitive.name for one in inside] == ["cos", "name", "sin"]
+    assert [_jax_checkpoints.name_of(one) for one in inside] == [None, "y", None]
+    assert internals.checkpoint_of(inside[0]) is None
+
+
+def test_of_a_checkpoint_in_a_gradient_the_rest_is_marked():
+    def fn(x):
+        return jnp.sum(jnp.sin(jnp.cos(x)))
+
+    equations = equations_of(jax.grad(jax.checkpoint(fn)), jnp.ones(3))
+    found = [one for e in equations if (one := internals.checkpoint_of(e)) is not None]
+    assert [one.differentiated for one in found] == [True]
+
+
+def test_policies_tell_what_names_they_keep():
+    policies = jax.checkpoint_policies
+    only = policies.save_only_these_names("a", "b")
+    offloaded = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["a"],
+        names_which_can_be_offloaded=["b"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    others = policies.save_any_names_but_these("b")
+    for policy in (only, offloaded):
+        assert _jax_checkpoints.listed_names(policy) == {"a", "b"}
+        assert _jax_checkpoints.saves_name(policy, "a")
+        assert _jax_checkpoints.saves_name(policy, "b")
+        assert not _jax_checkpoints.saves_name(policy, "c")
+    assert _jax_checkpoints.listed_names(others) is None
+    assert _jax_checkpoints.saves_name(others, "a")
+    assert not _jax_checkpoints.saves_name(others, "b")
+    for policy in (None, policies.nothing_saveable, policies.dots_saveable):
+        assert _jax_checkpoints.listed_names(policy) is None
+        assert not _jax_checkpoints.saves_name(policy, "a")
+    assert _jax_checkpoints.saves_nothing(policies.nothing_saveable)
+    assert not _jax_checkpoints.saves_nothing(policies.dots_saveable)
+
+
+def test_policies_are_told_apart():
+    policies = jax.checkpoint_policies
+    broken = policies.save_anything_except_these_names("a")
+    assert _jax_checkpoints.is_save_anything_except(broken)
+    assert broken(), "where it keeps to its names at last, the check can go"
+    assert not _jax_checkpoints.is_save_anything_except(policies.save_any_names_but_these("a"))
+    assert _jax_checkpoints.is_plain_policy(lambda *_, **__: True)
+    own = (policies.dots_saveable, policies.save_only_these_names("a"), broken)
+    assert not any(map(_jax_checkpoints.is_plain_policy, own))
+
+
+def test_the_new_checkpoint_is_a_flag():
+    assert not _jax_checkpoints.uses_new_checkpoint()
+    jax.config.update("jax_remat3", True)
+    try:
+        assert _jax_checkpoints.uses_new_checkpoint()
+        assert not _jax_checkpoints.with_old_checkpoint(_jax_checkpoints.uses_new_checkpoint)
+        assert _jax_checkpoints.uses_new_checkpoint()
+    finally:
+        jax.config.update("jax_remat3", False)
+
+
+def test_what_a_custom_rule_keeps():
+    @jax.custom_vjp
+    def squared(x):
+        return x * x
+
+    squared.defvjp(lambda x: (x * x, (x, jnp.sin(x))), lambda kept, g: (g * kept[1],))
+    (equation,) = equations_of(squared, jnp.ones(3))
+    assert _jax_checkpoints.function_name(equation) == "squared"
+    closed, residuals = _jax_checkpoints.residuals_of(equation)
+    made = {out: one.primitive.name for one in internals.parts(closed)[3] for out in one.outvars}
+    assert "sin" in [made.get(one) for one in residuals]
+    assert "mul" not in [made.get(one) for one in residuals]

@@ -11,7 +11,7 @@ from notebooks import run
 
 NOTEBOOKS = sorted(run.FOLDER.glob("*.ipynb"))
 PNG_START = b"\x89PNG\r\n\x1a\n"
-MOST_STORED_BYTES = 150_000
+MOST_STORED_BYTES = 200_000
 
 
 def code_cells(notebook):

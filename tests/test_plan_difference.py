@@ -72,6 +72,6 @@ def test_tells_how_loops_differ():
         for options in ({"max_overhead": 0.0}, {"budget": 0.5})
     )
     ((before, after),) = plain.diff(small).loops.values()
-    assert before == "32 that keep 64.0 KiB"
+    assert "that keep 64.0 KiB" in before
     assert after != before
     assert f"{before} -> {after}" in repr(plain.diff(small))

@@ -209,3 +209,16 @@ def test_values_without_a_derivative(constant: Callable[[Any], Any]) -> None:
 
     same(loss, jax.grad, W, X)
     same(loss, lambda f: jax.grad(f, argnums=1), W, X)
+
+
+def test_parts_of_a_scan_are_read_by_index() -> None:
+    """JAX 0.10 took the places for integers of two types."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return lax.scan(lambda c, one: (jnp.tanh(c @ one) + c, None), x, jnp.stack(w))[0].sum()
+
+    whole = remat_opt.make_plan(loss, W * 2, X, device="cpu")
+    budget = (whole.predicted.temporary_bytes + whole.predicted.plain_temporary_bytes) // 2
+    plan = remat_opt.make_plan(loss, W * 2, X, device="cpu", budget=budget)
+    assert [len(one.parts) > 1 for one in plan.loops] == [True]
+    same(loss, jax.grad, W * 2, X, budget=budget)

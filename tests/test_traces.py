@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import remat_opt
 from remat_opt import planning
@@ -222,3 +223,22 @@ def test_threads_plan_once(counts: Counts) -> None:
     for gradient in found:
         same(gradient, jax.grad(layers)(WEIGHTS, X))
     assert len(found) == 6
+
+
+def test_modules_of_nnx(counts: Counts) -> None:
+    class Network(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.dropout(self.norm(x))
+
+    def loss(model: Network, x: jax.Array) -> jax.Array:
+        return jnp.mean(model(x) ** 2)
+
+    def run(fn: Callable[..., Any]) -> tuple[list[Any], jax.Array]:
+        model = Network(nnx.Rngs(0))
+        return [nnx.value_and_grad(fn)(model, X)[0] for _ in range(2)], model.norm.mean[...]
+
+    same(run(decorated(loss)), run(loss))
+    assert counts.traced == 1

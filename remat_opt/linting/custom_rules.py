@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
 from remat_opt.linting.survey import Checkpoint, Finding, Survey, line_of
 from remat_opt.units import format_bytes
@@ -22,7 +23,7 @@ def residuals_without_names(found: Survey) -> Iterator[Finding]:
                 continue
             lost_bytes = _without_name(equation, checkpoint)
             if lost_bytes:
-                name = equation.params.get("name") or "a function with a custom_vjp"
+                name = _jax_checkpoints.function_name(equation) or "a function"
                 yield Finding(
                     check="residuals-without-names",
                     message=f"{name} keeps {format_bytes(lost_bytes)} for its backward rule that "
@@ -36,14 +37,14 @@ def residuals_without_names(found: Survey) -> Iterator[Finding]:
 
 def _without_name(equation: Any, checkpoint: Checkpoint) -> int:
     """Bytes of the residuals that are computed and have no name that the policy keeps."""
-    closed, residuals = internals.residuals_of(equation)
+    closed, residuals = _jax_checkpoints.residuals_of(equation)
     makers = {output: one for one in internals.parts(closed)[3] for output in one.outvars}
     lost = 0
     for residual in residuals:
         maker = None if isinstance(residual, internals.Literal) else makers.get(residual)
         if maker is None:
             continue
-        name = internals.name_of(maker)
+        name = _jax_checkpoints.name_of(maker)
         if name is None or not checkpoint.saves(name):
             lost += math.prod(residual.aval.shape) * residual.aval.dtype.itemsize
     return lost

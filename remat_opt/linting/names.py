@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from remat_opt import _jax_internals as internals
+from remat_opt import _jax_checkpoints
 from remat_opt.linting.survey import Block, Checkpoint, Finding, Survey, line_of
 
 #: What reads none of its inputs going backward: where only these read a value, it is not needed.
@@ -21,7 +21,7 @@ def names_without_values(found: Survey) -> Iterator[Finding]:
             name
             for block in _inside(found, checkpoint)
             for equation in block.equations
-            if (name := internals.name_of(equation)) is not None
+            if (name := _jax_checkpoints.name_of(equation)) is not None
         }
         missing = sorted((checkpoint.listed or frozenset()) - there)
         if missing:
@@ -40,7 +40,7 @@ def values_without_readers(found: Survey) -> Iterator[Finding]:
     """What ``checkpoint_name`` gives back is thrown away, and the value itself is used."""
     for block in found.blocks:
         for equation in block.equations:
-            name = internals.name_of(equation)
+            name = _jax_checkpoints.name_of(equation)
             (output,) = equation.outvars if name is not None else (None,)
             if name is None or block.readers(output) or block.is_result(output):
                 continue
@@ -59,7 +59,7 @@ def values_passed_by(found: Survey) -> Iterator[Finding]:
         if block.checkpoint is None:
             continue
         for equation in block.equations:
-            name = internals.name_of(equation)
+            name = _jax_checkpoints.name_of(equation)
             if (
                 name is None
                 or not block.checkpoint.saves(name)

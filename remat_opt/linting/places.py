@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
 from remat_opt.linting.survey import Checkpoint, Finding, Survey, flops
 
@@ -73,9 +74,9 @@ def _loop_of(checkpoint: Checkpoint) -> bool:
 def _keeps_something(found: Survey, checkpoint: Checkpoint) -> bool:
     """Whether a policy keeps any value: of those of names, one that is there."""
     if checkpoint.listed is None:
-        return not internals.saves_nothing(checkpoint.policy)
+        return not _jax_checkpoints.saves_nothing(checkpoint.policy)
     return any(
-        internals.name_of(one) in checkpoint.listed
+        _jax_checkpoints.name_of(one) in checkpoint.listed
         for block in found.blocks
         if block.checkpoint is checkpoint
         for one in block.equations

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from remat_opt import _jax_internals as internals
+from remat_opt import _jax_checkpoints
 from remat_opt.linting.survey import Finding, Survey
 
 
 def policies_that_keep_everything(found: Survey) -> Iterator[Finding]:
     """``save_anything_except_these_names`` takes no notice of its names."""
     for checkpoint in found.checkpoints:
-        if internals.is_save_anything_except(checkpoint.policy):
+        if _jax_checkpoints.is_save_anything_except(checkpoint.policy):
             yield Finding(
                 check="keeps-everything",
                 message="save_anything_except_these_names takes no notice of its names: "
@@ -23,10 +23,10 @@ def policies_that_keep_everything(found: Survey) -> Iterator[Finding]:
 
 def policies_of_their_own(found: Survey) -> Iterator[Finding]:
     """A user's own function as a policy, under the flag ``jax_remat3`` of some versions of JAX."""
-    if not (internals.uses_new_checkpoint() and internals.ignores_plain_policies()):
+    if not (_jax_checkpoints.uses_new_checkpoint() and _jax_checkpoints.ignores_plain_policies()):
         return
     for checkpoint in found.checkpoints:
-        if internals.is_plain_policy(checkpoint.policy):
+        if _jax_checkpoints.is_plain_policy(checkpoint.policy):
             yield Finding(
                 check="own-policy",
                 message="the flag jax_remat3 is on, under which this version of JAX takes a "

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError
 from remat_opt.linting import custom_rules, names, places, policies
@@ -123,7 +124,7 @@ def lint(
     def flat(positional: Any, keywords: Any) -> Any:
         return jax.tree.leaves(call.fn(*positional, **keywords))
 
-    closed, _ = internals.with_old_checkpoint(
+    closed, _ = _jax_checkpoints.with_old_checkpoint(
         lambda: internals.make_jaxpr(flat, call.args, call.kwargs)
     )
     found = survey(closed, call.name)

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from remat_opt import _jax_checkpoints, costs
 from remat_opt import _jax_internals as internals
-from remat_opt import costs
 from remat_opt.program import tracing
 
 
@@ -55,7 +55,7 @@ class Checkpoint:
 
     def saves(self, name: str) -> bool:
         """Whether its policy keeps values of a name."""
-        return internals.saves_name(self.policy, name)
+        return _jax_checkpoints.saves_name(self.policy, name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,7 +127,7 @@ def survey(closed: Any, name: str) -> Survey:
                 inside = Checkpoint(
                     equation=equation,
                     policy=found.policy,
-                    listed=internals.listed_names(found.policy),
+                    listed=_jax_checkpoints.listed_names(found.policy),
                     body=found.body,
                     flops=sum(map(flops, internals.parts(found.body)[3])),
                     outer=around,
@@ -154,7 +154,7 @@ def flops(equation: Any) -> int:
 
 def line_of(equation: Any) -> str:
     """The user's line of an equation, or else of the first one inside that has one."""
-    line = internals.source_line(equation)
+    line = internals.source_line(equation, only_users=True)
     for _, body in internals.inner_jaxprs(equation.params):
         for inside in internals.parts(body)[3]:
             line = line or line_of(inside)

@@ -1,5 +1,6 @@
 """Exported code needs no remat_opt, gives the same gradients, and compiles to the same bytes."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 import remat_opt
 from remat_opt.errors import PlanFileError, RematError
 from remat_opt.measurement.compilation import attached_device, compiler_options
+from remat_opt.schedule import Loop, Part
 from tests.programs import EXAMPLES
 
 RANDOM = np.random.default_rng(0)
@@ -194,6 +196,36 @@ def test_code_read_back_gives_the_same_gradient():
     )
     for one, other in zip(here, there, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_parts_and_chunks_compile_to_the_same_bytes():
+    def loss(weights, x):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w), jnp.sum(h)
+
+        h, sums = jax.lax.scan(layer, x, weights)
+        return jnp.mean(h**2) + jnp.sum(sums)
+
+    args = (array(12, 16, 16), array(64, 16))
+    plan = remat_opt.make_plan(loss, *args, device="cpu", max_overhead=1.0)
+    (loop,) = plan.loops
+    leaf = loop.parts[0]
+    while leaf.inside:
+        leaf = leaf.inside[0]
+    three, one, four = (dataclasses.replace(leaf, length=length) for length in (3, 1, 4))
+    parts = (Part(length=8, inside=(three, one)), four)
+    plan = dataclasses.replace(plan, loops=(Loop(root=loop.root, parts=parts),))
+    found = []
+    for fn in (
+        remat_opt.apply_plan(plan, loss),
+        remat_opt.to_source(plan, loss, *args).load(),
+    ):
+        options = compiler_options(attached_device())
+        compiled = jax.jit(jax.grad(fn), compiler_options=options).lower(*args).compile()
+        found.append((compiled.memory_analysis().temp_size_in_bytes, compiled(*args)))
+    (here, gradient), (there, exported) = found
+    assert here == there
+    np.testing.assert_array_equal(gradient, exported)
 
 
 def test_the_cases_hold_every_form_of_loop(sources):
