@@ -73,10 +73,19 @@ def agree(loss: Loss, plan: Any) -> None:
     expected = jax.jit(jax.value_and_grad(loss))((W, V), X)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
-        assert jnp.allclose(one, other, rtol=1e-4, atol=1e-6)
+        assert jnp.allclose(one, other, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(other))))
 
 
-@pytest.mark.parametrize("loss", [unrolled, counted, with_keys, mapped, in_batches, nested])
+SLOW = pytest.mark.slow, pytest.mark.versions
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(counted, mapped),
+        *(pytest.param(one, marks=SLOW) for one in (unrolled, with_keys, in_batches, nested)),
+    ],
+)
 def test_it_is_opened_and_gains(loss: Loss) -> None:
     plan = remat_opt.make_plan(loss, (W, V), X, device="h200", overhead="flops", max_overhead=1.5)
     predicted = plan.predicted
@@ -107,6 +116,5 @@ def test_what_a_policy_on_the_body_does_is_predicted_to_be_matched(policy: str) 
     budget = LENGTH * kept * unit + 24 * unit
     assert budget < plain.predicted.plain_temporary_bytes
     plan = remat_opt.make_plan(unrolled, (W, V), X, device="h200", overhead="flops", budget=budget)
-    assert (
-        plan.predicted.recomputed_share <= {"nothing_saveable": 1.01, "dots_saveable": 0.1}[policy]
-    )
+    most = {"nothing_saveable": 1.01, "dots_saveable": 0.1}[policy]
+    assert plan.predicted.recomputed_share <= most
