@@ -53,8 +53,6 @@ _VALUES: tuple[Any, ...] = (
     slice,
 )
 _CONSTANT_KINDS = (
-    types.BuiltinFunctionType,
-    types.MethodWrapperType,
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
     types.GetSetDescriptorType,
@@ -122,7 +120,7 @@ def references(fn: object) -> References | None:
       >>> scale[0] = 3.0
       >>> before == references(double)
       False
-      >>> references(iter([1]).__next__) is None
+      >>> references(iter([1]).__next__) is None  # an iterator changes unseen
       True
     """
     walk = _Walk()
@@ -165,7 +163,19 @@ class _Walk:
             self.found.append(_Same(thing))
             return
         self.found.append(kind)
-        self._see_parts(thing)
+        if isinstance(thing, types.BuiltinFunctionType | types.MethodWrapperType):
+            self._see_built_in(thing)
+        else:
+            self._see_parts(thing)
+
+    def _see_built_in(self, thing: Any) -> None:
+        """A function of C, which may be bound: ``random.random`` is, to a generator."""
+        self.found.append(thing.__name__)
+        owner = thing.__self__
+        if isinstance(owner, types.ModuleType | type) or owner is None:
+            self.found.append(_Same(thing))
+        else:
+            self.see(owner)
 
     def _see_numpy(self, thing: Any) -> None:
         if thing.nbytes > _MOST_BYTES or thing.dtype.hasobject:
@@ -250,8 +260,7 @@ class _Walk:
 
     def _see_instance(self, thing: Any) -> None:
         kind = type(thing)
-        by_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
-        if not by_python or not hasattr(thing, "__dict__"):
+        if not all(map(_is_by_python, kind.__mro__)) or not hasattr(thing, "__dict__"):
             raise _UnseenError
         self.see(kind)
         self._see_attributes(thing)
@@ -265,6 +274,14 @@ class _Walk:
         for name, value in vars(thing).items():
             self.found.append(name)
             self.see(value)
+
+
+def _is_by_python(cls: type) -> bool:
+    """Whether Python code makes a class, so that its instances hold nothing that is not seen."""
+    if cls is object:
+        return True
+    # Of C there are heap types, too, as in ``_random``: their modules are no files of Python's.
+    return bool(cls.__flags__ & _HEAP_TYPE) and (_file_of(cls) or "").endswith((".py", "<main>"))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -87,7 +87,7 @@ def test_a_plan_that_the_compiler_undid(monkeypatch: pytest.MonkeyPatch) -> None
         "these is not, whatever is predicted. Plan for another budget, or with "
         'verify="compile", which takes the plan that is best as compiled',
     )
-    assert undone.measured.notes[0] in repr(undone)
+    assert undone.measured.notes[0] in " ".join(repr(undone).split())
     assert "\nsurvived" not in repr(undone)
     assert Plan.from_json(undone.to_json()) == undone
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -158,3 +160,15 @@ def test_what_refers_to_itself() -> None:
     before = references(closed(loop))
     assert before is not None
     assert references(closed(loop)) == before
+
+
+def test_what_is_bound_to_something_that_changes_is_no_constant() -> None:
+    """``random.random`` is a function of C, bound to a generator."""
+    assert references(random.random) is None
+    numbers = [1, 2]
+    before = references(numbers.index)
+    assert before is not None
+    assert before == references(numbers.index)
+    numbers.append(3)
+    assert before != references(numbers.index)
+    assert references(math.sin) == references(math.sin)
