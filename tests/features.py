@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 import remat_opt
 from remat_opt.errors import RematError
@@ -512,6 +513,7 @@ row("Operations", "scatter", layers(_scatter))
 row("Operations", "FFT", layers(_fft))
 row("Operations", "`linalg.solve`", layers(_solve), tolerance=1e-3)
 row("Operations", "`linalg.cholesky`", layers(_cholesky), tolerance=1e-3)
+row("Operations", "`linalg.qr`", layers(lambda x, w: x @ jnp.linalg.qr(w)[0]), tolerance=1e-3)
 row("Operations", "`dot_product_attention`", _attention)
 
 # --- Functions with rules of their own ----------------------------------------------------
@@ -555,6 +557,11 @@ def _callback(x: jax.Array, _: jax.Array) -> jax.Array:
     return jnp.sin(x) * scale
 
 
+def _telling(x: jax.Array, _: jax.Array) -> jax.Array:
+    io_callback(lambda: None, None, ordered=True)
+    return jnp.sin(x) * x
+
+
 def _printing(x: jax.Array, _: jax.Array) -> jax.Array:
     jax.debug.callback(lambda: None)
     return jnp.sin(x) * x
@@ -563,7 +570,14 @@ def _printing(x: jax.Array, _: jax.Array) -> jax.Array:
 row("Calls", "`custom_jvp`", layers(lambda x, _: _own_jvp(x)))
 row("Calls", "`custom_vjp`", layers(lambda x, _: _own_vjp(x)))
 row("Calls", "inner `jax.checkpoint`", layers(lambda x, _: jax.checkpoint(_own_jvp)(x)))
+row(
+    "Calls",
+    "inner `jax.checkpoint`, replaced",
+    layers(lambda x, _: jax.checkpoint(_own_jvp)(x)),
+    existing="replace",
+)
 row("Calls", "`closure_convert`", _closure_converted)
 row("Calls", "`named_call`", layers(lambda x, _: jax.named_call(jnp.sin, name="sine")(x) * x))
 row("Calls", "`pure_callback`", layers(_callback))
 row("Calls", "`debug.callback`, as in `debug.print`", layers(_printing))
+row("Calls", "`io_callback(ordered=True)`", layers(_telling))
