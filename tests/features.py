@@ -420,10 +420,10 @@ def _scan_in_scan() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         def outer(h: jax.Array, ws: jax.Array) -> tuple[jax.Array, None]:
             return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) + h, None), h, ws)[0], None
 
-        halves = stacked.reshape(2, DEPTH // 2, WIDTH, WIDTH)
-        return jnp.mean(jax.lax.scan(outer, x, halves)[0] ** 2)
+        return jnp.mean(jax.lax.scan(outer, x, stacked)[0] ** 2)
 
-    return loss, (jnp.stack(weights()), rows())
+    stacked = jnp.stack(2 * weights()).reshape(4, DEPTH // 2, WIDTH, WIDTH)
+    return loss, (stacked, rows())
 
 
 def _counted() -> tuple[Callable[..., Any], tuple[Any, ...]]:
