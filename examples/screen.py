@@ -54,12 +54,13 @@ def plan_lines(plan):
             f"the budget of {format_bytes(plan.budget_bytes)}"
         )
     for loop in plan.loops:
-        parts = ", then ".join(
-            f"{part.length}{f' in chunks of {part.chunk}' if part.inside else ''} "
-            f"that keep {format_bytes(part.kept_bytes)}"
-            for part in loop.parts
+        length, count = sum(part.length for part in loop.parts), len(loop.parts)
+        first = loop.parts[0]
+        chunks = f" in chunks of {first.chunk}" if first.inside else ""
+        yield (
+            f"Loop:       scan of {length} in {count} part{'s' if count > 1 else ''}, the first of "
+            f"{first.length}{chunks} that keep {format_bytes(first.kept_bytes)} each"
         )
-        yield f"Loop:       scan of {sum(part.length for part in loop.parts)}: {parts}"
 
 
 def most(decisions):

@@ -29,8 +29,10 @@ def is_own_fault(error: Exception) -> bool:
     """Whether an error speaks of this package's insides, not of what its user asked for."""
     if isinstance(error, GraphError | RewriteError):
         return True
-    # The compiler's and the machine's own failures: the function would have had them, too.
-    return not isinstance(error, RematError | jax.errors.JaxRuntimeError | FloatingPointError)
+    # The compiler's and the machine's own failures: the function would have had them, too. Warnings
+    # are raised where users make errors of them.
+    not_ours = RematError | Warning | jax.errors.JaxRuntimeError | FloatingPointError
+    return not isinstance(error, not_ours)
 
 
 def warn(

@@ -62,7 +62,7 @@ DEFAULT_SOLVER: Solver = Portfolio()
 MOST_PASSES = 1.0
 #: Ratios of the peaks, or of the overheads, of neighbours on the frontier where a heap is laid out
 #: for each.
-_APART, _CHEAPER = 1.015, 0.9
+_APART, _CHEAPER = 1.015, 0.95
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
 #: Where something was learnt, candidates are replayed: at most so many vertices of those of each
@@ -729,8 +729,8 @@ def _side_effects(of: Problem) -> Iterator[str]:
     more = [f"and {len(found) - _MOST_EFFECTS} more"] if len(found) > _MOST_EFFECTS else []
     yield (
         "Run once, in the order of the function, and under no checkpoint, since they have side "
-        f"effects or call back to Python: {'; '.join([*told, *more])}. What their derivatives read "
-        "is kept; a loop with one inside is planned as one piece."
+        "effects, call back to Python or speak to other devices: "
+        f"{'; '.join([*told, *more])}. What their derivatives read is kept; a loop with one inside is planned as one piece."
     )
 
 

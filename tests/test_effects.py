@@ -177,7 +177,7 @@ def test_the_plan_says_so() -> None:
     place = "debug_callback at test_effects.py:"
     assert note.startswith(
         "Run once, in the order of the function, and under no checkpoint, since they have side "
-        f"effects or call back to Python: {place}"
+        f"effects, call back to Python or speak to other devices: {place}"
     )
     assert note.endswith(
         "(steps.<locals>.debug), 3 times. What their derivatives read is kept; a loop with one "

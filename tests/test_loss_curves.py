@@ -204,8 +204,12 @@ def equinox(
         updates, opt_state = tx.update(gradients, opt_state)
         return (eqx.apply_updates(model, updates), state, opt_state), loss
 
+    def numbered(whole: Any, number: int, x: jax.Array, y: jax.Array) -> Any:
+        # Python numbers are static to ``filter_jit``: each would be compiled for.
+        return step(whole, jnp.asarray(number), x, y)
+
     whole = model, state, tx.init(eqx.filter(model, eqx.is_inexact_array))
-    return run(step, whole, steps, x, y)
+    return run(numbered, whole, steps, x, y)
 
 
 def equinox_without_jit(decorate: Decorate, x: jax.Array, y: jax.Array, steps: int) -> list[float]:
@@ -319,7 +323,8 @@ SMALL: dict[str, Training] = {
 
 def same_losses(train: Callable[[Decorate], list[float]]) -> list[float]:
     expected, found = train(undecorated), train(ours)
-    np.testing.assert_allclose(found, expected, rtol=2e-3)
+    # Late losses are small, and rounding has grown by then.
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
     assert expected[-1] < expected[0]
     return expected
 
@@ -366,10 +371,13 @@ def digits(count: int) -> tuple[jax.Array, jax.Array]:
 
 
 _EIGHT_DEVICES = """
+    import warnings
     import jax
     from jax.sharding import NamedSharding, PartitionSpec as P
     from tests.test_loss_curves import digits, equinox, same_losses
 
+    # Under jax.jit JAX tells nothing of how arguments are split.
+    warnings.filterwarnings("ignore", message=".* runs on a mesh of 8 devices")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x, y = jax.device_put(digits(128), NamedSharding(mesh, P("data")))
     assert len(x.sharding.device_set) == 8
