@@ -730,7 +730,8 @@ def _side_effects(of: Problem) -> Iterator[str]:
     yield (
         "Run once, in the order of the function, and under no checkpoint, since they have side "
         "effects, call back to Python or speak to other devices: "
-        f"{'; '.join([*told, *more])}. What their derivatives read is kept; a loop with one inside is planned as one piece."
+        f"{'; '.join([*told, *more])}. What their derivatives read is kept; a loop with one inside "
+        "is planned as one piece."
     )
 
 
