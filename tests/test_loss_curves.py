@@ -344,7 +344,6 @@ def test_a_few_steps(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 @pytest.mark.parametrize(
     "train",
     [
@@ -387,7 +386,6 @@ _EIGHT_DEVICES = """
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 def test_an_equinox_mlp_on_eight_devices() -> None:
     pytest.importorskip("equinox")
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"

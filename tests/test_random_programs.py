@@ -25,7 +25,7 @@ from tests.random_programs import (
     no_tangent,
 )
 
-COUNT = 190
+COUNT = 130
 #: Of these the default run takes some that compile fast, and each JAX some.
 FAST = range(10, 18)
 VERSIONS = range(40)
