@@ -60,8 +60,8 @@ DEFAULT_SOLVER: Solver = Portfolio()
 
 #: Where the least memory is asked for, at most so many forward passes are recomputed.
 MOST_PASSES = 1.0
-#: Ratios of the peaks, or of the overheads, of neighbours on the frontier where a heap is laid out
-#: for each.
+#: Ratios of the peaks, or with opened loops of the overheads, of neighbours on the frontier where a
+#: heap is laid out for each.
 _APART, _CHEAPER = 1.015, 0.95
 #: Sweeps that are kept at a time.
 _MOST_SWEEPS = 16
@@ -355,8 +355,9 @@ def _candidates(
 def _as_compiled(expected: Model, front: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The candidates with the temporaries that the compiler is expected to need for them.
 
-    Heaps take time to lay out, and are predicted less well: of candidates that are hardly apart in
-    memory and in overhead, only the first is taken.
+    Heaps take time to lay out, and are predicted less well: of candidates that are hardly apart,
+    only the first is taken. Of those with opened loops, which come in larger steps, all that are
+    apart in overhead are.
 
     Args:
       expected: the model that the candidates are for.
@@ -372,7 +373,9 @@ def _spaced(front: Sequence[Candidate]) -> list[Candidate]:
             not spaced
             or one is front[-1]
             or one.peak_bytes > spaced[-1].peak_bytes * _APART
-            or one.overhead_seconds < spaced[-1].overhead_seconds * _CHEAPER
+            or (
+                one.schedule.loops and one.overhead_seconds < spaced[-1].overhead_seconds * _CHEAPER
+            )
         ):
             spaced.append(one)
     return spaced
