@@ -277,9 +277,13 @@ def test_gives_the_same_gradients(name):
     assert jax.tree.structure(here) == jax.tree.structure(there)
     # Called without jit one is compiled as a whole and the other equation by equation.
     rounding = 2e-3 if name == "bfloat16" else 1e-5
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(here) if jnp.size(leaf)]
+    numbers = [
+        np.abs(leaf).max()
+        for leaf in map(jnp.asarray, jax.tree.leaves(here))
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+    ]
     # What cancels, as a bias before a normalization, is off by what it is summed up from.
-    size = max(np.abs(one).max() for one in leaves if jnp.issubdtype(one.dtype, jnp.inexact))
+    size = max(numbers)
     for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
         if jnp.issubdtype(jnp.asarray(one).dtype, jnp.inexact):
             np.testing.assert_allclose(one, other, rtol=rounding, atol=rounding * size)
