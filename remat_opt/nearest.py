@@ -21,7 +21,7 @@ from remat_opt.plan import Plan
 from remat_opt.planning import Problem
 from remat_opt.program import blocks, bodies
 from remat_opt.program.record import Program
-from remat_opt.schedule import Region, Schedule, merged
+from remat_opt.schedule import Schedule
 from remat_opt.solvers.base import Candidate
 from remat_opt.units import format_bytes, format_share
 
@@ -199,7 +199,9 @@ def _by_name(problem: Problem, plan: Plan, runs: Sequence[range], where: str) ->
         yield _ByHand(
             where=where,
             policy=f"save_only_these_names({inside})",
-            schedule=_keeping(problem, block_of, vertices),
+            schedule=policies.schedule_per_block(
+                problem.model.graph, problem.model.roots, block_of, vertices
+            ),
             names=names,
         )
 
@@ -221,28 +223,6 @@ def _named(problem: Problem, kind: tuple[str, str, int], vertex: int) -> Named:
         label=problem.model.labels[vertex],
         module=equation.module,
         source=internals.source_line(equation.jax_equation),
-    )
-
-
-def _keeping(problem: Problem, block_of: dict[int, int], kept: frozenset[int]) -> Schedule:
-    """Every block under a checkpoint that keeps some values; the rest is plain."""
-    graph, roots = problem.model.graph, problem.model.roots
-    places = [
-        None if graph.pinned[vertex] else block_of.get(root) for vertex, root in enumerate(roots)
-    ]
-    parts = [
-        (place, tuple(part))
-        for place, part in itertools.groupby(range(len(graph)), places.__getitem__)
-    ]
-    return Schedule(
-        regions=tuple(
-            merged(
-                vertices
-                if place is None
-                else Region(vertices=vertices, kept=tuple(v for v in vertices if v in kept))
-                for place, vertices in parts
-            )
-        )
     )
 
 

@@ -34,7 +34,7 @@ class Request:
 
     device: str | Device
     objective: Objective = dataclasses.field(default_factory=Objective)
-    solver: Solver = dataclasses.field(default=planning.DEFAULT_SOLVER)
+    solver: Solver = planning.DEFAULT_SOLVER
     verify: bool | str = False
     learnt: str | os.PathLike[str] | None = None
     errors: str = "raise"

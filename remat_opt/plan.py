@@ -7,6 +7,7 @@ checksum: data, never code. ``plan_text`` shows it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import json
@@ -73,8 +74,31 @@ class Objective:
     gradients: Gradients = Gradients.CONSUMED
 
 
+class _Named(abc.ABC):
+    """What speaks of one value, by its name."""
+
+    __slots__ = ()
+
+    name: ValueName
+
+    @property
+    def label(self) -> str:
+        """Primitive, dtype and shape."""
+        return self.name.label
+
+    @property
+    def module(self) -> str:
+        """Path of the module, such as ``ResNet/block_3/conv``."""
+        return self.name.module
+
+    @property
+    def source(self) -> str:
+        """Line of the user's code, as ``file.py:line (function)``."""
+        return self.name.source
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(_Named):
     """The fate of one vertex.
 
     Attributes:
@@ -97,24 +121,9 @@ class Decision:
     seconds: float
     flops: int
 
-    @property
-    def label(self) -> str:
-        """Primitive, dtype and shape."""
-        return self.name.label
-
-    @property
-    def module(self) -> str:
-        """Path of the module, such as ``ResNet/block_3/conv``."""
-        return self.name.module
-
-    @property
-    def source(self) -> str:
-        """Line of the user's code, as ``file.py:line (function)``."""
-        return self.name.source
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
+class Pin(_Named):
     """One array alive at the predicted peak.
 
     Attributes:
@@ -126,21 +135,6 @@ class Pin:
     name: ValueName
     role: str
     bytes: int
-
-    @property
-    def label(self) -> str:
-        """Primitive, dtype and shape of the value."""
-        return self.name.label
-
-    @property
-    def module(self) -> str:
-        """Path of its module."""
-        return self.name.module
-
-    @property
-    def source(self) -> str:
-        """Line of the user's code."""
-        return self.name.source
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +358,8 @@ class Plan:
         Raises:
           MissingPackageError: matplotlib is not installed.
         """
-        return plots.memory(plan_words.charts(self.to_dict()), plan_words.title(self.to_dict()), ax)
+        data = self.to_dict()
+        return plots.memory(plan_words.charts(data), plan_words.title(data), ax)
 
     def diff(self, other: Plan) -> PlanDifference:
         """What another plan does differently: fates by value, regions, loops and bytes.

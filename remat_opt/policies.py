@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -83,27 +83,41 @@ def schedules_per_block(
       runs: the blocks, as ``blocks.blocks`` gives them. Without any there is no schedule.
     """
     block_of = {index: number for number, run in enumerate(runs) for index in run}
-    places = [
-        None if graph.pinned[vertex] else block_of.get(root) for vertex, root in enumerate(roots)
-    ]
-    parts = [
-        (place, tuple(part))
-        for place, part in itertools.groupby(range(len(graph)), places.__getitem__)
-    ]
-    if all(place is None for place, _ in parts):
+    if all(graph.pinned[vertex] or root not in block_of for vertex, root in enumerate(roots)):
         return
     for policy in default_policies().values():
         own = {vertex for vertex, root in enumerate(roots) if _keeps(policy, program, root)}
-        yield Schedule(
-            regions=tuple(
-                merged(
-                    vertices
-                    if place is None
-                    else Region(vertices=vertices, kept=tuple(v for v in vertices if v in own))
-                    for place, vertices in parts
-                )
+        yield schedule_per_block(graph, roots, block_of, own)
+
+
+def schedule_per_block(
+    graph: Graph, roots: Sequence[int], block_of: Mapping[int, int], kept: Set[int]
+) -> Schedule:
+    """One checkpoint round every block that keeps some values; the rest is plain.
+
+    Args:
+      graph: of the vertices.
+      roots: for each vertex its equation, ascending.
+      block_of: for equations in blocks the number of theirs.
+      kept: vertices.
+    """
+    places = [
+        None if graph.pinned[vertex] else block_of.get(root) for vertex, root in enumerate(roots)
+    ]
+    parts = (
+        (place, tuple(part))
+        for place, part in itertools.groupby(range(len(graph)), places.__getitem__)
+    )
+    return Schedule(
+        regions=tuple(
+            merged(
+                vertices
+                if place is None
+                else Region(vertices=vertices, kept=tuple(v for v in vertices if v in kept))
+                for place, vertices in parts
             )
         )
+    )
 
 
 def kept(policy: Callable[..., Any], program: Program, roots: Sequence[int]) -> frozenset[int]:

@@ -17,7 +17,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,17 +37,7 @@ Share = Literal[
     "holes",
 ]
 #: All shares, those that are there from first to last before the others.
-SHARES: tuple[Share, ...] = (
-    "parameters",
-    "optimizer state",
-    "inputs",
-    "results",
-    "activations",
-    "recomputed",
-    "gradients",
-    "workspace",
-    "holes",
-)
+SHARES: tuple[Share, ...] = get_args(Share)
 #: Those that are there from first to last.
 RESIDENT: tuple[Share, ...] = SHARES[:4]
 

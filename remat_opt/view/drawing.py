@@ -32,15 +32,6 @@ class Axis:
     unit: float = 1.0
 
 
-def steps_axis(title: str) -> Axis:
-    """An axis of counted steps."""
-
-    def write(amount: float) -> str:
-        return f"{amount:.0f}"
-
-    return Axis(title=title, write=write, tick=write)
-
-
 def share_axis(title: str) -> Axis:
     """An axis of shares, 1.0 for all of it."""
 
