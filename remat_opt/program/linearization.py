@@ -272,6 +272,10 @@ def _read_residuals(
                 kind = costs.cost(operation(maker)).fusion
                 cheap &= kind is not costs.Fusion.OPAQUE and id(maker) not in own
                 pending += maker.invars
+        if reached_outputs and equation.derivative_compares:
+            # The output is computed again with the inputs, and not read where it was kept.
+            reached_inputs |= set(value_positions)
+            reached_outputs = set()
         if cheap:
             read_inputs |= reached_inputs
             read_outputs |= reached_outputs

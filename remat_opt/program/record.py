@@ -65,6 +65,10 @@ class Placement:
         return f"{self.axes} {self.specs}"
 
 
+#: What hands on one of its inputs as it is.
+_SELECTIONS = frozenset({"max", "min", "reduce_max", "reduce_min"})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
     """One jaxpr equation.
@@ -112,9 +116,21 @@ class Equation:
         running the equation again provides what its derivative reads.
         """
         kinds = (*self.operation.inputs, *self.operation.outputs)
-        return not self.operation.bodies and all(
-            kind.dtype.startswith(("float", "bfloat")) for kind in kinds
+        return (
+            not self.operation.bodies
+            and not self.derivative_compares
+            and all(kind.dtype.startswith(("float", "bfloat")) for kind in kinds)
         )
+
+    @property
+    def derivative_compares(self) -> bool:
+        """Whether the equation's own derivative looks for its output among its inputs.
+
+        That of a maximum goes to the inputs that are equal to it. A kept maximum of inputs that
+        were computed again may be equal to none of them, since a compiler need not round twice in
+        the same way; so the output must come from the same run as the inputs.
+        """
+        return self.operation.primitive in _SELECTIONS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

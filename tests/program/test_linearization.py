@@ -42,7 +42,11 @@ def derivatives(fn: Callable[..., Any], *args: Any) -> dict[str, Derivative]:
         (lax.mul, (X, X), "mul", (0, 1), ()),
         (lax.dot, (X, SQUARE), "dot_general", (0, 1), ()),
         (lambda x: lax.dot(x, SQUARE), (X,), "dot_general", (1,), ()),
-        (lax.max, (X, X), "max", (0, 1), None),  # with its output, in some versions of JAX
+        # What looks for the output among the inputs does so with an output of its own.
+        (lax.max, (X, X), "max", (0, 1), ()),
+        (lax.min, (X, X), "min", (0, 1), ()),
+        (lambda x: jnp.max(x, 0), (X,), "reduce_max", (0,), ()),
+        (lambda x: jnp.min(x), (X,), "reduce_min", (0,), ()),
         (lambda x: lax.select(x > 0, x, -x), (X,), "select_n", (0,), ()),
         (lax.add, (X, X), "add", (), ()),
         (lax.sub, (X, X), "sub", (), ()),
