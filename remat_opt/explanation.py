@@ -247,15 +247,18 @@ def _without_memory(
     refusal: CompileError | None,
 ) -> dict[Share, int]:
     """The shares where nothing is known of what lies where: temporaries are one."""
+    resident = in_step.resident(program, device)
     found: dict[Share, int] = dict.fromkeys(SHARES, 0)
-    for value, role in zip(program.arguments, argument_roles(program), strict=True):
-        found[_SHARE_OF_ROLE[role]] += program.types[value].bytes
-    resident_bytes = in_step.resident_bytes(program, device)
-    found["results"] = max(0, resident_bytes - sum(found.values()))
+    found |= {
+        "parameters": resident.parameters,
+        "optimizer state": resident.optimizer_state,
+        "inputs": resident.inputs,
+        "results": resident.results,
+    }
     if measured is not None:
         found["workspace"] = measured.temporary_bytes
     elif refusal is not None and refusal.needed_bytes is not None:
-        found["workspace"] = max(0, refusal.needed_bytes - resident_bytes)
+        found["workspace"] = max(0, refusal.needed_bytes - resident.total)
     return found
 
 

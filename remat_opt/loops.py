@@ -397,13 +397,11 @@ def _iterations(
     body: Program, compiler: Compiler, measure: Overhead, depth: int
 ) -> tuple[list[_Iteration], _Forward]:
     """The ways to run an iteration that no other beats in all figures."""
-    linearization = linearize(body)
-    expected = inner.model(body, linearization, compiler, Gradients.CONSUMED)
-    if any(expected.graph.pinned):
+    linearization, expected = body_model(body, compiler)
+    graph = expected.graph
+    if any(graph.pinned):
         # Every iteration runs under a checkpoint.
         return [], _Forward(seconds=0.0, flops=0)
-    graph = _with_outputs(body, expected)
-    expected = dataclasses.replace(expected, graph=graph)
     inside = ways(body, linearization, expected, measure, depth - 1)
     choices: list[tuple[Opening, ...]] = [()]
     if inside:
@@ -431,6 +429,13 @@ def _iterations(
         ):
             best.append(one)
     return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
+
+
+def body_model(body: Program, compiler: Compiler) -> tuple[Linearization, Model]:
+    """What the backward steps of a loop's body read, and its model."""
+    linearization = linearize(body)
+    expected = inner.model(body, linearization, compiler, Gradients.CONSUMED)
+    return linearization, dataclasses.replace(expected, graph=_with_outputs(body, expected))
 
 
 def _with_outputs(body: Program, expected: Model) -> Graph:

@@ -108,7 +108,12 @@ def plan_in_step(
     if wanted.request.verify and plan.measured is None:
         plan = dataclasses.replace(plan, measured=compiled(plan))
     note = gradients_note(in_step, call, device)
-    return dataclasses.replace(plan, objective=wanted.request.objective, notes=(*plan.notes, note))
+    return dataclasses.replace(
+        plan,
+        objective=wanted.request.objective,
+        resident=in_step.resident(program, device),
+        notes=(*plan.notes, note),
+    )
 
 
 def _gradient_bytes(call: LossCall, device: Device) -> int:
@@ -142,7 +147,7 @@ def _in_bytes(
         budget_bytes = round(objective.budget_share * plain.temporary_bytes)
         return dataclasses.replace(objective, budget_share=None, budget_bytes=budget_bytes)
     if objective.fit:
-        resident_bytes = in_step.resident_bytes(program, device)
+        resident_bytes = in_step.resident(program, device).total
         # Where nothing is compiled, all gradients may be there beside what is predicted.
         gradient_bytes = 0 if by_compiling else _gradient_bytes(call, device)
         taken_bytes = resident_bytes + objective.reserve_bytes + gradient_bytes

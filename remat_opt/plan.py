@@ -28,7 +28,7 @@ from remat_opt.naming import ValueName
 from remat_opt.plan_difference import PlanDifference, difference
 from remat_opt.schedule import Loop, Stage
 from remat_opt.solvers.base import Overhead
-from remat_opt.timeline import Timeline
+from remat_opt.timeline import Resident, Timeline
 from remat_opt.view import (
     data_frame,
     page,
@@ -40,7 +40,7 @@ from remat_opt.view import (
 )
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 7"
+FORMAT = "remat_opt plan 8"
 #: How deep the JSON of a plan may nest: two levels for each region round another, and a few. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210
@@ -123,6 +123,35 @@ class Decision(_Named):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoopValue(_Named):
+    """The fate of one value inside an opened loop, in iterations that run alike.
+
+    Attributes:
+      loop: position, in the program, of the equation of the loop; of nested ones the outermost.
+      part: which iterations, in words.
+      name: what to call the value.
+      fate: as for ``Decision``.
+      handed_on: whether it is what one iteration hands to the next.
+      times: how often each iteration computes it again.
+      runs: how many iterations of this kind there are. Where it is kept, so many are in memory.
+      bytes: of the value, in one iteration.
+      seconds: what computing it once takes.
+      flops: what computing it once takes.
+    """
+
+    loop: int
+    part: str
+    name: ValueName
+    fate: str
+    handed_on: bool
+    times: int
+    runs: int
+    bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pin(_Named):
     """One array alive at the predicted peak.
 
@@ -193,8 +222,11 @@ class Plan:
       stages: the regions in terms of equations; what ``apply_plan`` executes.
       loops: those that are opened, and what their iterations keep.
       decisions: the fate of every vertex.
+      loop_values: likewise of the values inside loops that are opened.
       predicted: what the simulator says.
       measured: what the compiler says, or None before it was asked.
+      resident: what the training step that it was made in holds beside its temporaries; None where
+        it was made for the loss alone.
       as_compiled: live bytes of temporaries at each step of the forward and backward pass, as
         compiled: at evenly spaced ones, and the most of those in between. Empty where the compiler
         was not asked, or did not tell.
@@ -213,8 +245,10 @@ class Plan:
     stages: tuple[Stage, ...]
     loops: tuple[Loop, ...]
     decisions: tuple[Decision, ...]
+    loop_values: tuple[LoopValue, ...]
     predicted: Prediction
     measured: Measurement | None
+    resident: Resident | None
     as_compiled: tuple[int, ...]
     notes: tuple[str, ...]
     remat_opt_version: str

@@ -26,6 +26,7 @@ from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
+from remat_opt.loop_values import loop_values
 from remat_opt.operation import ArrayType
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import blocks
@@ -573,6 +574,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         stages=(),
         loops=(),
         decisions=(),
+        loop_values=(),
         predicted=Prediction(
             temporary_bytes=0,
             model_bytes=0,
@@ -587,6 +589,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
             pins=(),
         ),
         measured=None,
+        resident=None,
         as_compiled=(),
         notes=("The function hands on its arguments or constants: there is nothing to plan.",),
         remat_opt_version=__version__,
@@ -637,11 +640,12 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         stages=expected.stages(chosen.schedule),
         loops=chosen.schedule.loops,
         decisions=tuple(decisions),
+        loop_values=loop_values(of.program, expected, chosen.schedule),
         predicted=Prediction(
             temporary_bytes=chosen.peak_bytes,
             model_bytes=model_bytes,
             plain_temporary_bytes=of.unchanged.peak_bytes,
-            kept_bytes=simulation.stored_bytes,
+            kept_bytes=simulation.stored_bytes + simulation.stored_inside_bytes,
             overhead_seconds=simulation.overhead_seconds,
             forward_seconds=graph.forward_seconds,
             recomputed_flops=simulation.recomputed_flops,
@@ -651,6 +655,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
             pins=_pins(of, simulation, names),
         ),
         measured=None,
+        resident=None,
         as_compiled=(),
         notes=_notes(of, chosen.schedule),
         remat_opt_version=__version__,

@@ -116,6 +116,15 @@ class Simulation:
     overhead_seconds: float
     recomputed_flops: int
 
+    @property
+    def stored_inside_bytes(self) -> int:
+        """Bytes of residuals without a name, as of loops, that wait for the backward pass too."""
+        return sum(life.bytes for life in self.lives if self.waits_inside(life))
+
+    def waits_inside(self, life: Life) -> bool:
+        """Whether an array is such a residual."""
+        return life.role == "internal" and self.moments[life.first].phase == "forward"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:

@@ -60,13 +60,14 @@ class Timeline:
       at: numbers of the steps that are told of, ascending: of each stretch the fullest.
       phases: what is done: ``forward``, ``recompute`` or ``backward``.
       roots: position of the equation of the value that is computed or differentiated.
-      kept: values that wait for the backward pass of their own region.
+      kept: values that wait for the backward pass of their own region, and residuals without a
+        name that do, such as those of loops.
       boundaries: values that wait for the backward pass of a later region.
       passing: values that wait for the forward pass alone.
       recomputed: values that were computed again.
       gradients: gradients of values, and of parameters where these are temporaries.
-      workspace: what a step takes while it runs, residuals without a name, and by how much the
-        figures were corrected by what was learnt of the compiler.
+      workspace: what a step takes while it runs, residuals without a name that were computed
+        again, and by how much the figures were corrected by what was learnt of the compiler.
       arrays: those that are among the largest at some moment.
     """
 
@@ -81,6 +82,28 @@ class Timeline:
     gradients: tuple[int, ...]
     workspace: tuple[int, ...]
     arrays: tuple[Alive, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """What a training step has in memory from first to last, beside its temporaries; in bytes.
+
+    Attributes:
+      parameters: what is differentiated.
+      optimizer_state: what the optimizer alone reads.
+      inputs: other arguments, such as the batch, and constants.
+      results: what the step returns and no donated argument has room for.
+    """
+
+    parameters: int
+    optimizer_state: int
+    inputs: int
+    results: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return self.parameters + self.optimizer_state + self.inputs + self.results
 
 
 #: Of a function that computes nothing.
@@ -128,7 +151,8 @@ def timeline(
         first, last = np.searchsorted(chosen, (life.first, life.last + 1))
         if first == last:
             continue
-        for kind, size in _parts(life, boundaries, gradient_bytes):
+        waits = found.waits_inside(life)
+        for kind, size in _parts(life, boundaries, gradient_bytes, waits_inside=waits):
             shares[kind][first:last] += size
             arrays.append(
                 Alive(
@@ -179,9 +203,15 @@ def _boundaries(graph: Graph, schedule: Schedule, found: Simulation) -> frozense
 
 
 def _parts(
-    life: Life, boundaries: frozenset[int], gradient_bytes: Sequence[int]
+    life: Life,
+    boundaries: frozenset[int],
+    gradient_bytes: Sequence[int],
+    *,
+    waits_inside: bool,
 ) -> list[tuple[Kind, int]]:
     """The kinds of an array, and the bytes of each."""
+    if waits_inside:
+        return [("kept", life.bytes)]
     if life.role == "kept":
         return [("boundaries" if life.vertex in boundaries else "kept", life.bytes)]
     if life.role == "forward":

@@ -32,8 +32,10 @@ from remat_opt.measurement.compilation import Measurement
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.program import flop_count, propagation, tracing
 from remat_opt.program.record import Program, Spec
+from remat_opt.program.roles import Role, argument_roles
 from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
+from remat_opt.timeline import Resident
 
 #: From the loss to a function with its results, to run in its place.
 How = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -390,7 +392,7 @@ class Step:
             program = tracing.trace(self.fn, *self.args, signature=signature, **self.kwargs)
         return program, found.calls(program)
 
-    def resident_bytes(self, program: Program, device: Device) -> int:
+    def resident(self, program: Program, device: Device) -> Resident:
         """Arguments and outputs, less the outputs that may lie in donated arguments.
 
         Args:
@@ -398,17 +400,25 @@ class Step:
           device: where they lie.
         """
         program = propagation.per_device(program)
-        arguments = [program.types[value] for value in (*program.constants, *program.arguments)]
-        outputs = [program.types[value] for value in program.output_values]
-        free: Counter[ArrayType] = Counter(self._donated(program))
         buffer_bytes = Compiler(device=device).buffer_bytes
-        total = sum(map(buffer_bytes, arguments))
-        for kind in outputs:
+        found: Counter[Role | None] = Counter()
+        for value in program.constants:
+            found["input"] += buffer_bytes(program.types[value])
+        for value, role in zip(program.arguments, argument_roles(program), strict=True):
+            found[role] += buffer_bytes(program.types[value])
+        free: Counter[ArrayType] = Counter(self._donated(program))
+        for value in program.output_values:
+            kind = program.types[value]
             if free[kind]:
                 free[kind] -= 1
             else:
-                total += buffer_bytes(kind)
-        return total
+                found[None] += buffer_bytes(kind)
+        return Resident(
+            parameters=found["parameter"],
+            optimizer_state=found["state"],
+            inputs=found["input"],
+            results=found[None],
+        )
 
     def _donated(self, program: Program) -> list[ArrayType]:
         donated = {number % len(self.args) for number in self.donate_argnums}

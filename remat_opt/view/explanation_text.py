@@ -20,6 +20,8 @@ _COLUMNS, _MOST_LABEL, _MOST_MODULE, _MOST_WORDS = 60, 20, 26, 300
 _MOST_WIDTH, _MARGIN = 110, 10
 #: How many moments are drawn; and up to how many times the peak the device's memory is.
 _MOST_MOMENTS, _FARTHEST = 240, 2.0
+#: What is there from first to last has a line in a terminal if it is this part of all.
+_SHOWN = 50
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -59,10 +61,9 @@ def _picture(explanation: Mapping[str, Any]) -> str:
         return ""
     fullest = _fullest(total)
     bands = [
-        Band(
-            label="arguments and results",
-            kind="parameters",
-            amounts=(explanation["resident_bytes"],) * len(fullest),
+        *(
+            Band(label=share, kind=share, amounts=(size,) * len(fullest))
+            for share, size in _resident(explanation).items()
         ),
         *(
             Band(label=share, kind=share, amounts=tuple(amounts[step] for step in fullest))
@@ -139,6 +140,15 @@ def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
     )
 
 
+def _resident(explanation: Mapping[str, Any]) -> dict[str, int]:
+    """What is there from first to last, by its share: the shares that are not drawn over time."""
+    return {
+        row["share"]: row["bytes"]
+        for row in explanation["shares"]
+        if row["share"] not in (*explanation["timelines"], "holes")
+    }
+
+
 def _total(explanation: Mapping[str, Any]) -> list[int]:
     curves = list(explanation["timelines"].values())
     resident = explanation["resident_bytes"]
@@ -151,7 +161,12 @@ def _curves(explanation: Mapping[str, Any]) -> str:
     if not total:
         return ""
     highest = max(total)
-    kinds = [("all", total), *explanation["timelines"].items()]
+    resident = {
+        share: [size] * len(total)
+        for share, size in _resident(explanation).items()
+        if size * _SHOWN >= highest
+    }
+    kinds = [("all", total), *resident.items(), *explanation["timelines"].items()]
     width = max(len(name) for name, _ in kinds)
     lines = [
         f"{name.ljust(width)}  {_curve(amounts, highest)}  most {format_bytes(max(amounts))}"

@@ -40,8 +40,10 @@ COLORS = {
     "recomputed": "#e08a1e",
     "gradients": "#2b9a78",
     "workspace": "#a878c8",
-    "optimizer state": "#8a6a3c",
     "parameters": "#5f6b7a",
+    "optimizer state": "#8a6a3c",
+    "inputs": "#8fa08a",
+    "results": "#c2b49a",
     "activations": "#3568b2",
     "other": "#9a9a9a",
 }
@@ -78,7 +80,7 @@ class Band:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Another account of the same time.
+    """Another account of the temporaries over the same time.
 
     Attributes:
       label: what to call it.
@@ -88,10 +90,15 @@ class Line:
     label: str
     amounts: tuple[int, ...]
 
+    @property
+    def text(self) -> str:
+        """Its label with its highest amount."""
+        return f"{self.label} {format_bytes(max(self.amounts))}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """An amount to compare with.
+    """An amount to compare the temporaries with.
 
     Attributes:
       label: what to call it.
@@ -100,6 +107,11 @@ class Level:
 
     label: str
     amount: int
+
+    @property
+    def text(self) -> str:
+        """Its label with its amount."""
+        return f"{self.label} {format_bytes(self.amount)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +124,8 @@ class MemoryChart:
       lines: drawn over the bands.
       levels: drawn over both.
       turn: number of the first moment of the backward pass, or None where there is none.
+      base: bytes at the bottom of the stack that are there all the time, such as parameters. Lines
+        and levels, which are about temporaries, are drawn above them.
       top: bytes at the top of the picture, so that several can share a scale; None for what fits.
     """
 
@@ -120,6 +134,7 @@ class MemoryChart:
     lines: tuple[Line, ...] = ()
     levels: tuple[Level, ...] = ()
     turn: int | None = None
+    base: int = 0
     top: int | None = None
 
     def __post_init__(self) -> None:
@@ -143,22 +158,24 @@ class MemoryChart:
     @property
     def highest(self) -> int:
         """The largest amount of all that is drawn."""
-        amounts = [*self.totals, *(one.amount for one in self.levels)]
-        return max([*amounts, *(most for line in self.lines for most in line.amounts)], default=0)
+        beside = [one.amount for one in self.levels]
+        beside += [most for line in self.lines for most in line.amounts]
+        return max([*self.totals, *(self.base + amount for amount in beside)], default=0)
 
     def caption(self) -> str:
         """Title, peak and levels in one sentence."""
         if not self.totals:
             return f"{self.title}: nothing to show."
-        compared = "".join(f"; {one.label} {format_bytes(one.amount)}" for one in self.levels)
-        drawn = "".join(
-            f"; {line.label} {format_bytes(max(line.amounts))}"
-            for line in self.lines
-            if line.amounts
-        )
-        return (
-            f"{self.title}: highest {format_bytes(self.totals[self.peak])} at moment "
-            f"{self.peak + 1} of {len(self.totals)}{self._phase(self.peak)}{drawn}{compared}"
+        highest = self.totals[self.peak]
+        temporary = f", {format_bytes(highest - self.base)} of it temporaries" if self.base else ""
+        said = [line.text for line in self.lines if line.amounts]
+        said += [level.text for level in self.levels]
+        return "; ".join(
+            [
+                f"{self.title}: highest {format_bytes(highest)} at moment {self.peak + 1} of "
+                f"{len(self.totals)}{self._phase(self.peak)}{temporary}",
+                *said,
+            ]
         )
 
     def _phase(self, moment: int) -> str:
@@ -206,12 +223,12 @@ class MemoryChart:
             if any(band.amounts):
                 parts.append(_area(frame, band, below, above))
             below = above
-        parts += [_line(frame, line) for line in self.lines if line.amounts]
+        parts += [_line(frame, line, self.base) for line in self.lines if line.amounts]
         parts.append(self._turn(frame))
         taken: list[tuple[float, float, float]] = []
         if count:
             parts.append(self._peak_mark(frame, taken))
-        parts += [_level(frame, level, taken) for level in self.levels]
+        parts += [_level(frame, level, self.base, taken) for level in self.levels]
         drawn = svg_element(self.text(), self.caption(), width, height, "".join(parts))
         return drawn.replace(
             "<svg ",
@@ -322,11 +339,12 @@ def _steps(
     return parts
 
 
-def _line(frame: _Frame, line: Line) -> str:
+def _line(frame: _Frame, line: Line, base: int) -> str:
     count = len(line.amounts)
-    parts = [f"M{pixels(frame.left)},{pixels(frame.down(line.amounts[0]))}"]
-    for moment, amount in enumerate(line.amounts):
-        parts.append(f"V{pixels(frame.down(amount))}H{pixels(frame.across(moment + 1, count))}")
+    heights = [pixels(frame.down(base + amount)) for amount in line.amounts]
+    parts = [f"M{pixels(frame.left)},{heights[0]}"]
+    for moment, height in enumerate(heights):
+        parts.append(f"V{height}H{pixels(frame.across(moment + 1, count))}")
     said = f"{line.label}: at most {format_bytes(max(line.amounts))}"
     return (
         f'<path d="{"".join(parts)}" fill="none" stroke="currentColor" stroke-width="1.6" '
@@ -334,10 +352,10 @@ def _line(frame: _Frame, line: Line) -> str:
     )
 
 
-def _level(frame: _Frame, level: Level, taken: list[tuple[float, float, float]]) -> str:
+def _level(frame: _Frame, level: Level, base: int, taken: list[tuple[float, float, float]]) -> str:
     """A dashed line, and its name above or below where nothing else is written."""
-    y = frame.down(level.amount)
-    said = f"{level.label} {format_bytes(level.amount)}"
+    y = frame.down(base + level.amount)
+    said = level.text
     wide = 6.9 * len(said)
     places = [
         (left, y + down) for left in (frame.right - wide, frame.left + 4) for down in (-5, 14)

@@ -37,10 +37,11 @@ def html(plan: Mapping[str, Any], most: int = MOST_IN_NOTEBOOK) -> str:
     """
     charts = plan_words.charts(plan)
     margins = "".join(f"<li>{escape(one)}</li>" for one in plan_rows.margins(plan))
-    shown = _shown(plan["decisions"], most)
-    left = len(plan["decisions"]) - len(shown)
+    values = plan_words.values(plan)
+    shown = _shown(values, most)
+    left = len(values) - len(shown)
     note = (
-        f'<p class="ro-sub">The {len(shown):,} largest of {len(plan["decisions"]):,} values; '
+        f'<p class="ro-sub">The {len(shown):,} largest of {len(values):,} values; '
         "<code>plan.show()</code> and <code>plan.rows</code> have all.</p>"
         if left
         else ""
@@ -54,12 +55,12 @@ def html(plan: Mapping[str, Any], most: int = MOST_IN_NOTEBOOK) -> str:
             f'<ul class="ro-margins">{margins}</ul>'
             f'<div class="ro-values">{_static_values(plan)}</div>{note}',
         )
-        if plan["decisions"]
+        if values
         else "",
-        _program(plan),
+        _program(plan, values),
         _about(plan),
     ]
-    return part("".join(sections), _data(plan, charts, shown))
+    return part("".join(sections), _data(plan, charts, values, shown))
 
 
 def _section(heading: str, inside: str) -> str:
@@ -73,7 +74,7 @@ def _header(plan: Mapping[str, Any]) -> str:
     predicted, measured = plan["predicted"], plan["measured"]
     peak, unchanged = predicted["temporary_bytes"], predicted["plain_temporary_bytes"]
     of_time, of_flops = plan_words.overhead_shares(predicted)
-    kept = sum(one["fate"] == "kept" for one in plan["decisions"])
+    kept = sum(one["count"] for one in plan_words.values(plan) if one["fate"] == "kept")
     compiled = (
         _figure(
             "as compiled",
@@ -168,8 +169,11 @@ def _memory(
     if any(chart.lines for chart, _ in charts):
         legend += '<li><span class="ro-swatch ro-line"></span>as compiled</li>'
     titles = {one["root"]: plan_words.value_title(one["name"]) for one in plan["decisions"]}
+    notes = "".join(
+        f"<li>{escape(said[0].upper() + said[1:])}.</li>" for said in plan_words.alive(plan)
+    )
     figures = "".join(
-        f'<figure class="ro-chart"><figcaption>{escape(caption)}</figcaption>'
+        f'<figure class="ro-chart"><figcaption>{escape(caption)}{_parts(chart)}</figcaption>'
         '<div class="ro-plot">'
         f'<div class="ro-wide">{chart.svg(*_WIDE)}</div>'
         f'<div class="ro-narrow" style="display:none">{chart.svg(*_NARROW)}</div></div>'
@@ -178,7 +182,21 @@ def _memory(
             ("With this plan", "The unchanged function"), charts, strict=True
         )
     )
-    return _section("Memory over time", f'<ul class="ro-legend">{legend}</ul>{figures}')
+    return _section(
+        "Memory over time",
+        f'<ul class="ro-legend">{legend}</ul><ul class="ro-margins">{notes}</ul>{figures}',
+    )
+
+
+def _parts(chart: MemoryChart) -> str:
+    """How much of a picture is there all the time, and how much is temporaries."""
+    if not chart.base:
+        return ""
+    most = chart.totals[chart.peak] - chart.base
+    return (
+        f' <span class="ro-sub">{format_bytes(chart.base)} there all the time, up to '
+        f"{format_bytes(most)} of temporaries above</span>"
+    )
 
 
 def _swatch(kind: str) -> str:
@@ -192,7 +210,7 @@ def _alive(chart: MemoryChart, timeline: Mapping[str, Any], titles: Mapping[int,
     there.sort(key=lambda one: -one["bytes"])
     items = "".join(
         f'<li>{_swatch(one["kind"])}<span class="ro-name">'
-        f"{_two_lines(titles.get(one['root'], 'another value'))}"
+        f"{_two_lines(_title(one, titles))}"
         f'</span><span class="ro-num">{format_bytes(one["bytes"])}</span></li>'
         for one in there[:_MOST_ALIVE]
     )
@@ -210,6 +228,11 @@ def _alive(chart: MemoryChart, timeline: Mapping[str, Any], titles: Mapping[int,
     )
 
 
+def _title(one: Mapping[str, Any], titles: Mapping[int, str]) -> str:
+    """What an array is."""
+    return str(one.get("title") or titles.get(one["root"], "another value"))
+
+
 def _two_lines(title: str) -> str:
     """What a value is, and below it its extents."""
     what, _, kind = title.rpartition(", ")
@@ -219,9 +242,9 @@ def _two_lines(title: str) -> str:
 # -------------------------------------------------------------------------------------- the values
 
 
-def _shown(decisions: Sequence[Mapping[str, Any]], most: int) -> list[int]:
+def _shown(values: Sequence[Mapping[str, Any]], most: int) -> list[int]:
     """Numbers of the largest values, in order of the program."""
-    order = sorted(range(len(decisions)), key=lambda number: -decisions[number]["bytes"])
+    order = sorted(range(len(values)), key=lambda number: -values[number]["bytes"])
     return sorted(order[:most])
 
 
@@ -252,7 +275,7 @@ def _static_values(plan: Mapping[str, Any]) -> str:
 
 
 def _where(row: Mapping[str, Any]) -> str:
-    return " · ".join(filter(None, (row["module"], row["source"])))
+    return " · ".join(filter(None, (row["iterations"], row["module"], row["source"])))
 
 
 def _chip(fate: str) -> str:
@@ -262,13 +285,13 @@ def _chip(fate: str) -> str:
 # ------------------------------------------------------------------------------------- the program
 
 
-def _program(plan: Mapping[str, Any]) -> str:
-    found = regions.regions(plan)
+def _program(plan: Mapping[str, Any], values: Sequence[Mapping[str, Any]]) -> str:
+    found = regions.regions(plan, values)
     if not found:
         return ""
     most = max((one.total_bytes for one in found), default=0)
     room = [_MOST_NODES]
-    tree = "".join(_node(one, most, room, regions.span(one, plan["decisions"])) for one in found)
+    tree = "".join(_node(one, most, room) for one in found)
     legend = "".join(f"<li>{_chip(fate)}</li>" for fate in regions.FATES)
     return _section(
         "The program, by regions",
@@ -279,8 +302,8 @@ def _program(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _node(node: regions.Node, most: int, room: list[int], span: str = "") -> str:
-    """A region or module, folded; past so many in all those inside are left to the script."""
+def _node(node: regions.Node, most: int, room: list[int]) -> str:
+    """A region, loop or module, folded; past so many in all those inside are left out."""
     room[0] -= 1
     inner = ""
     for child in node.children:
@@ -296,7 +319,7 @@ def _node(node: regions.Node, most: int, room: list[int], span: str = "") -> str
     values = ",".join(map(str, node.values))
     return (
         f'<details data-values="{values}"><summary><span class="ro-name">{escape(node.label)}'
-        + (f' <span class="ro-sub">{escape(span)}</span>' if span else "")
+        + (f' <span class="ro-sub">{escape(node.said)}</span>' if node.said else "")
         + f'</span><span class="ro-bar">{bars}</span>'
         f'<span class="ro-num">{node.count:,}</span>'
         f'<span class="ro-num">{format_bytes(node.total_bytes)}</span>'
@@ -311,6 +334,7 @@ def _node(node: regions.Node, most: int, room: list[int], span: str = "") -> str
 def _data(
     plan: Mapping[str, Any],
     charts: Sequence[tuple[MemoryChart, Mapping[str, Any]]],
+    listed: Sequence[Mapping[str, Any]],
     shown: Sequence[int],
 ) -> str:
     """Values and timelines as JSON, each text once."""
@@ -327,7 +351,7 @@ def _data(
             number_of(plan_words.value_title(one["name"])),
             number_of(one["name"]["primitive"]),
             number_of(one["name"]["module"]),
-            number_of(one["name"]["source"]),
+            number_of(" · ".join(filter(None, (one["part"], one["name"]["source"])))),
             regions.FATES.index(one["fate"]),
             one["region"],
             one["times"],
@@ -336,13 +360,16 @@ def _data(
             reasons.index(plan_rows.reason_of(one, boundaries)),
         ]
         for number in shown
-        for one in [plan["decisions"][number]]
+        for one in [listed[number]]
     ]
     titles = {one["root"]: plan_words.value_title(one["name"]) for one in plan["decisions"]}
 
     def title_of(root: int) -> int:
         return number_of(titles.get(root, "another value"))
 
+    # The same in all of them.
+    kinds = [(band.kind, band.label) for chart, _ in charts[:1] for band in chart.bands]
+    places = {kind: place for place, (kind, _) in enumerate(kinds)}
     told = [
         {
             "steps": timeline["steps"],
@@ -352,15 +379,15 @@ def _data(
             "bands": [list(band.amounts) for band in chart.bands],
             "arrays": [
                 [
-                    title_of(one["root"]),
-                    list(plan_words.KINDS).index(one["kind"]),
+                    number_of(_title(one, titles)),
+                    places[one["kind"]],
                     one["bytes"],
                     one["first"],
                     one["last"],
                 ]
                 for one in timeline["arrays"]
             ],
-            "compiled": [list(line.amounts) for line in chart.lines],
+            "compiled": [[chart.base + one for one in line.amounts] for line in chart.lines],
         }
         for chart, timeline in charts
     ]
@@ -368,7 +395,7 @@ def _data(
         {
             "values": values,
             "charts": told,
-            "kinds": [[color(kind), label] for kind, label in plan_words.KINDS.items()],
+            "kinds": [[color(kind), label] for kind, label in kinds],
             "fates": list(regions.FATES),
             "why": list(plan_rows.WHY.values()),
             "texts": list(texts),

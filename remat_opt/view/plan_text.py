@@ -143,7 +143,7 @@ def _folded(values: Iterable[Mapping[str, Any]]) -> list[_Row]:
             source=group[0]["name"]["source"],
             module=_common([one["name"]["module"] for one in group]),
             role=group[0].get("role", ""),
-            count=len(group),
+            count=sum(one.get("count", 1) for one in group),
             bytes=sum(one["bytes"] for one in group),
             seconds=sum(_each_time(one, "seconds") for one in group),
             flops=int(sum(_each_time(one, "flops") for one in group)),
@@ -169,7 +169,7 @@ def _common(texts: Sequence[str]) -> str:
 
 
 def _values_table(title: str, plan: Mapping[str, Any], fate: str, *, by: str) -> report.Table:
-    values = [one for one in plan["decisions"] if one["fate"] == fate]
+    values = [one for one in plan_words.values(plan) if one["fate"] == fate]
     rows = sorted(_folded(values), key=lambda row: -getattr(row, by))
     shown, left = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
     total = sum(value["bytes"] for value in values)
@@ -180,7 +180,7 @@ def _values_table(title: str, plan: Mapping[str, Any], fate: str, *, by: str) ->
         else f"in {format_seconds(seconds)}"
     )
     return report.Table(
-        title=f"{title}: {plan_words.counted(len(values), 'value')}, {said}",
+        title=f"{title}: {plan_words.counted(sum(v['count'] for v in values), 'value')}, {said}",
         headings=("value", "", "module", "source", "bytes", "to recompute", "FLOPs"),
         rows=tuple(
             (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,20 @@ KINDS = {
     "gradients": "gradients",
     "workspace": "workspace",
 }
-#: What each of them is.
+#: What a training step has in memory all the time, beside temporaries: keys of ``resident`` in a
+#: plan, and what they are called.
+RESIDENT = {
+    "parameters": "parameters",
+    "optimizer_state": "optimizer state",
+    "inputs": "inputs",
+    "results": "results",
+}
+#: What each of all these is.
 MEANINGS = {
+    "parameters": "there all the time: what is trained",
+    "optimizer state": "there all the time: what the optimizer keeps from step to step",
+    "inputs": "there all the time: the batch and other arguments",
+    "results": "there all the time: what the step returns and no donated argument has room for",
     "kept": "waits for the backward pass of its own region",
     "boundaries": "waits for the backward pass of a later region",
     "passing": "waits for a later step of the forward pass",
@@ -51,17 +64,54 @@ def value_title(name: Mapping[str, Any]) -> str:
     return f"{name['what']}, {extents(tuple(name['shape']), name['dtype'])}"
 
 
+def values(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The decisions of a plan, each loop's followed by those inside it, with the same keys.
+
+    ``part`` says which iterations, and is "" outside of loops; ``count`` how many values alike
+    there are; ``outer_module`` and ``outer_source`` are those of the loop.
+
+    Args:
+      plan: what ``Plan.to_dict`` gives.
+    """
+    inside: dict[int, list[Mapping[str, Any]]] = {}
+    for one in plan["loop_values"]:
+        inside.setdefault(one["loop"], []).append(one)
+    found = []
+    for one in plan["decisions"]:
+        outer = {
+            "outer_module": one["name"]["module"],
+            "outer_source": one["name"]["source"],
+        }
+        found.append({**one, **outer, "part": "", "count": 1, "handed_on": False})
+        found += [
+            {**_all_iterations(within), **outer, "root": one["root"], "region": one["region"]}
+            for within in inside.get(one["root"], ())
+        ]
+    return found
+
+
+def _all_iterations(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A value inside a loop, of all the iterations of its part together."""
+    runs = value["runs"]
+    return {
+        **{key: value[key] for key in ("name", "fate", "times", "part", "handed_on")},
+        "count": runs,
+        **{key: runs * value[key] for key in ("bytes", "seconds", "flops")},
+    }
+
+
 def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Pairs of a word and what is said of it."""
     predicted = plan["predicted"]
-    kept = [one for one in plan["decisions"] if one["fate"] == "kept"]
+    kept = sum(one["count"] for one in values(plan) if one["fate"] == "kept")
     found = [
         ("asked for", asked(plan)),
         ("predicted", _peak(predicted)),
+        *(("", said) for said in alive(plan)),
         ("recomputed", _overhead(predicted)),
         (
             "kept",
-            f"{format_bytes(predicted['kept_bytes'])} in {counted(len(kept), 'value')} "
+            f"{format_bytes(predicted['kept_bytes'])} in {counted(kept, 'value')} "
             "wait for the backward pass",
         ),
         ("regions", _regions(plan["stages"])),
@@ -150,55 +200,133 @@ def loop_words(loop: Mapping[str, Any]) -> str:
     return f"scan of {_length(loop['parts'])}: " + ", then ".join(map(_part, loop["parts"]))
 
 
+def alive(plan: Mapping[str, Any]) -> list[str]:
+    """Why temporaries are not as much as what is alive at once, where they are not.
+
+    What is alive is what is drawn over time; temporaries are what the program needs in all.
+    """
+    predicted, measured = plan["predicted"], plan["measured"]
+    found = _gaps("", predicted["temporary_bytes"], predicted["timeline"])
+    found += _gaps(
+        "of the unchanged function, ",
+        predicted["plain_temporary_bytes"],
+        predicted["plain_timeline"],
+    )
+    compiled = max(plan["as_compiled"], default=0)
+    if measured is not None and compiled and _differ(compiled, measured["temporary_bytes"]):
+        found.append(
+            f"as compiled, up to {format_bytes(compiled)} are alive at once, in "
+            f"{format_bytes(measured['temporary_bytes'])} of temporaries"
+        )
+    return found
+
+
+def _gaps(whose: str, needed: int, timeline: Mapping[str, Any]) -> list[str]:
+    most = _most_alive(timeline)
+    if not most or not _differ(needed, most):
+        return []
+    if needed > most:
+        return [
+            f"{whose}at most {format_bytes(most)} are alive at once; the other "
+            f"{format_bytes(needed - most)} are gaps between arrays"
+        ]
+    return [
+        f"{whose}up to {format_bytes(most)} are alive at once; {format_bytes(most - needed)} of it "
+        "take no temporary memory, but lie where results go, or on the chip"
+    ]
+
+
+def _most_alive(timeline: Mapping[str, Any]) -> int:
+    return max(map(sum, zip(*(timeline[kind] for kind in KINDS), strict=True)), default=0)
+
+
+def _differ(one: int, other: int) -> bool:
+    """Whether two amounts differ as they are written."""
+    return format_bytes(one) != format_bytes(other)
+
+
 def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]]]:
     """Memory over time as planned and of the unchanged function, on one scale.
 
+    Where the plan was made in a training step, what that has in memory all the time is below the
+    temporaries.
+
     Returns:
-      Each with its timeline: what is alive when.
+      Each with its timeline: what is alive when. An array there that is no value of the program has
+      a ``title``.
     """
     predicted = plan["predicted"]
     if not predicted["timeline"]["at"]:
         return []
-    levels: tuple[Level, ...] = ()
-    if plan["budget_bytes"] is not None:
-        levels = (Level(label="budget", amount=plan["budget_bytes"]),)
-    planned = _chart("planned", predicted["timeline"], levels, tuple(plan["as_compiled"]))
-    unchanged = _chart("unchanged function", predicted["plain_timeline"], levels, ())
+    planned = _chart(
+        plan,
+        "planned",
+        predicted["timeline"],
+        predicted["temporary_bytes"],
+        tuple(plan["as_compiled"]),
+    )
+    unchanged = _chart(
+        plan,
+        "unchanged function",
+        predicted["plain_timeline"],
+        predicted["plain_temporary_bytes"],
+        (),
+    )
     top = max(planned.highest, unchanged.highest)
     return [
-        (_with_top(planned, top), predicted["timeline"]),
-        (_with_top(unchanged, top), predicted["plain_timeline"]),
+        (dataclasses.replace(planned, top=top), _with_resident(plan, predicted["timeline"])),
+        (
+            dataclasses.replace(unchanged, top=top),
+            _with_resident(plan, predicted["plain_timeline"]),
+        ),
     ]
 
 
+def _resident(plan: Mapping[str, Any]) -> dict[str, int]:
+    """What is there all the time, by what to call it."""
+    there = plan["resident"] or {}
+    return {label: there[key] for key, label in RESIDENT.items() if there.get(key)}
+
+
 def _chart(
+    plan: Mapping[str, Any],
     title: str,
     timeline: Mapping[str, Any],
-    levels: tuple[Level, ...],
+    needed_bytes: int,
     as_compiled: tuple[int, ...],
 ) -> MemoryChart:
-    phases = timeline["phases"]
+    phases, resident = timeline["phases"], _resident(plan)
+    bands = [
+        Band(label=label, kind=label, amounts=(size,) * len(phases))
+        for label, size in resident.items()
+    ]
+    bands += [
+        Band(label=label, kind=kind, amounts=tuple(timeline[kind])) for kind, label in KINDS.items()
+    ]
+    levels = []
+    if plan["budget_bytes"] is not None:
+        label = "budget for temporaries" if resident else "budget"
+        levels.append(Level(label=label, amount=plan["budget_bytes"]))
+    if _differ(needed_bytes, _most_alive(timeline)):
+        levels.append(Level(label="temporaries", amount=needed_bytes))
     return MemoryChart(
         title=f"Memory over time, {title}",
-        bands=tuple(
-            Band(label=label, kind=kind, amounts=tuple(timeline[kind]))
-            for kind, label in KINDS.items()
-        ),
+        bands=tuple(bands),
         lines=(Line(label="as compiled", amounts=as_compiled),) if as_compiled else (),
-        levels=levels,
+        levels=tuple(levels),
         turn=next((n for n, phase in enumerate(phases) if phase != "forward"), None),
+        base=sum(resident.values()),
     )
 
 
-def _with_top(chart: MemoryChart, top: int) -> MemoryChart:
-    return MemoryChart(
-        title=chart.title,
-        bands=chart.bands,
-        lines=chart.lines,
-        levels=chart.levels,
-        turn=chart.turn,
-        top=top,
-    )
+def _with_resident(plan: Mapping[str, Any], timeline: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The timeline with what is there all the time among its arrays."""
+    last = len(timeline["at"]) - 1
+    there = [
+        {"root": -1, "title": label, "kind": label, "bytes": size, "first": 0, "last": last}
+        for label, size in _resident(plan).items()
+    ]
+    return {**timeline, "arrays": [*there, *timeline["arrays"]]}
 
 
 def counted(number: int, what: str) -> str:

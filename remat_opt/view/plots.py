@@ -134,7 +134,12 @@ def memory(
         count = len(line.amounts)
         where = [timeline["steps"] * place / count for place in range(count + 1)]
         ax.step(
-            where, steps(line.amounts), where="post", color="black", linewidth=1, label=line.label
+            where,
+            steps([chart.base + amount for amount in line.amounts]),
+            where="post",
+            color="black",
+            linewidth=1,
+            label=line.label,
         )
     for other, told in others:
         # Its steps are stretched: fewer are run than with recomputation.
@@ -151,17 +156,21 @@ def memory(
             label=label,
         )
     for level in chart.levels:
-        ax.axhline(level.amount / unit, color="0.35", linestyle="--", linewidth=1)
+        height = (chart.base + level.amount) / unit
+        ax.axhline(height, color="0.35", linestyle="--", linewidth=1)
         ax.annotate(
-            level.label,
-            (0, level.amount / unit),
+            level.text,
+            (0, height),
             xytext=(4, 3),
             textcoords="offset points",
             fontsize="x-small",
         )
     peak = timeline["at"][chart.peak]
     ax.plot(peak, chart.totals[chart.peak] / unit, marker="v", color="black", linestyle="none")
-    ax.set(xlabel="step: forward, then backward", ylabel=f"temporaries, {name}")
+    ax.set(
+        xlabel="step: forward, then backward",
+        ylabel=f"{'memory' if chart.base else 'temporaries'}, {name}",
+    )
     ax.set_ylim(bottom=0)
     ax.margins(x=0)
     ax.legend(frameon=False, fontsize="small")

@@ -49,6 +49,20 @@ def decision(fate="kept", **changes):
     }
 
 
+def loop_value(fate="kept", **changes):
+    names = {key: changes.pop(key) for key in named() if key in changes}
+    return {
+        **{"loop": 0, "part": "iterations 1 to 4 of 6", "name": named(**names), "fate": fate},
+        **{"handed_on": False, "times": 1 if fate == "recomputed" else 0, "runs": 4},
+        **{"bytes": MIB, "seconds": 1e-6, "flops": 1000},
+        **changes,
+    }
+
+
+#: What a training step has in memory all the time.
+RESIDENT = {"parameters": MIB, "optimizer_state": 2 * MIB, "inputs": MIB // 2, "results": 0}
+
+
 def plan(*, decisions=(), predicted=None, objective=None, **changes):
     return {
         "function": "loss",
@@ -68,6 +82,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
             {"roots": [1], "kept": [], "checkpointed": False, "inside": []},
         ],
         "decisions": list(decisions),
+        "loop_values": [],
         "predicted": {
             "temporary_bytes": 3 * MIB,
             "model_bytes": 3 * MIB,
@@ -83,6 +98,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
             **(predicted or {}),
         },
         "measured": None,
+        "resident": None,
         "as_compiled": [],
         "notes": [],
         "remat_opt_version": "0.1.0",

@@ -7,7 +7,16 @@ import re
 import pytest
 
 from remat_opt.view import page, plan_page
-from tests.view.plans import MEASURED, MIB, decision, named, plan, timeline
+from tests.view.plans import (
+    MEASURED,
+    MIB,
+    RESIDENT,
+    decision,
+    loop_value,
+    named,
+    plan,
+    timeline,
+)
 
 VOID = {"br", "meta", "link", "input"}
 
@@ -134,7 +143,33 @@ def test_it_follows_light_and_dark(theme):
 def test_colours_of_the_page_are_those_of_the_pictures():
     from remat_opt.view.memory_chart import COLORS
     from remat_opt.view.plan_words import KINDS
+    from remat_opt.view.plan_words import RESIDENT as RESIDENT_KINDS
 
     style = plan_page.html(plan(predicted={"pins": [{"name": named(), "role": "", "bytes": 1}]}))
-    for kind in KINDS:
-        assert re.search(rf"--ro-{kind}: {COLORS[kind]};", style)
+    for kind in (*KINDS, *RESIDENT_KINDS.values()):
+        assert re.search(rf"--ro-{kind.replace(' ', '-')}: {COLORS[kind]};", style)
+
+
+def test_what_a_step_has_all_the_time_is_in_picture_legend_and_data():
+    read = Read(plan_page.html(plan(decisions=[decision()], resident=RESIDENT, as_compiled=[MIB])))
+    words = " ".join(read.words)
+    assert "3.50 MiB there all the time, up to 3.00 MiB of temporaries above" in words
+    assert "optimizer state" in words
+    data = json.loads(read.data)
+    assert [label for _, label in data["kinds"]][:3] == ["parameters", "optimizer state", "inputs"]
+    chart = data["charts"][0]
+    assert len(chart["bands"]) == len(data["kinds"])
+    assert data["texts"][chart["arrays"][1][0]] == "optimizer state"
+    # The line lies on what is there all the time.
+    assert chart["compiled"] == [[4 * MIB + MIB // 2]]
+
+
+def test_values_inside_loops_and_regions_inside_regions_are_there():
+    inner = {"roots": [0], "kept": [], "checkpointed": True, "inside": []}
+    outer = {**inner, "inside": [inner]}
+    given = plan(
+        decisions=[decision(what="scan")], loop_values=[loop_value(what="tanh")], stages=[outer]
+    )
+    words = " ".join(Read(plan_page.html(given)).words)
+    for said in ("Region 1.1", "inside the scan", "iterations 1 to 4 of 6 · train.py:3 (loss)"):
+        assert said in words, said

@@ -1,7 +1,7 @@
 import pytest
 
 from remat_opt.view import plan_text, plan_words
-from tests.view.plans import MEASURED, MIB, decision, named, plan, timeline
+from tests.view.plans import MEASURED, MIB, RESIDENT, decision, loop_value, named, plan, timeline
 
 
 def line(text: str, word: str) -> str:
@@ -193,3 +193,63 @@ def test_loops_say_what_their_iterations_keep() -> None:
         "keep 1.00 MiB in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan "
         "of 4: 4 that keep nothing but what they are handed)"
     )
+
+
+def test_what_a_step_has_all_the_time_is_below_the_temporaries() -> None:
+    given = plan(resident=RESIDENT, budget_bytes=5 * MIB, as_compiled=[MIB, 3 * MIB])
+    (chart, told), _ = plan_words.charts(given)
+    assert [(band.label, set(band.amounts)) for band in chart.bands[:3]] == [
+        ("parameters", {MIB}),
+        ("optimizer state", {2 * MIB}),
+        ("inputs", {MIB // 2}),
+    ]
+    assert chart.caption() == (
+        "Memory over time, planned: highest 6.50 MiB at moment 2 of 3 (backward), 3.00 MiB of it "
+        "temporaries; as compiled 3.00 MiB; budget for temporaries 5.00 MiB"
+    )
+    # The budget is for temporaries alone, so its line lies above what is there all the time.
+    assert chart.highest == 8 * MIB + MIB // 2
+    assert [one["title"] for one in told["arrays"][:3]] == [
+        *("parameters", "optimizer state", "inputs")
+    ]
+    text = plan_text.text(given)
+    assert "at the highest: parameters 1.00 MiB, optimizer state 2.00 MiB, inputs 512 KiB" in text
+
+
+def test_where_no_step_is_known_no_optimizer_is_drawn() -> None:
+    (chart, _), _ = plan_words.charts(plan())
+    assert chart.base == 0
+    assert [band.label for band in chart.bands] == list(plan_words.KINDS.values())
+
+
+@pytest.mark.parametrize(
+    ("needed", "said"),
+    [
+        (3 * MIB, []),
+        (
+            4 * MIB,
+            ["at most 3.00 MiB are alive at once; the other 1.00 MiB are gaps between arrays"],
+        ),
+        (
+            2 * MIB,
+            [
+                "up to 3.00 MiB are alive at once; 1.00 MiB of it take no temporary memory, but "
+                "lie where results go, or on the chip"
+            ],
+        ),
+    ],
+)
+def test_temporaries_and_what_is_alive_agree_or_it_says_why(needed, said) -> None:
+    given = plan(predicted={"temporary_bytes": needed})
+    assert plan_words.alive(given) == said
+    (chart, _), (unchanged, _) = plan_words.charts(given)
+    assert ("temporaries" in chart.caption()) is bool(said)
+    assert "temporaries" not in unchanged.caption()
+
+
+def test_values_inside_loops_count_as_often_as_they_are_there() -> None:
+    given = plan(decisions=[decision(what="scan")], loop_values=[loop_value(what="tanh")])
+    text = plan_text.text(given)
+    assert "kept        2.00 MiB in 5 values wait for the backward pass" in text
+    assert "Kept: 5 values, 5.00 MiB of which computing again would take 5.00 us" in text
+    assert "tanh, 8x8 float32  4 x  train.py:3  4.00 MiB       4.00 us" in text

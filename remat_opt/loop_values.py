@@ -1,0 +1,189 @@
+"""What becomes of the values inside opened loops, one by one: for those who read a plan.
+
+Of a loop, a schedule says what its iterations keep by name and how they run again. Here the body is
+modelled once more, the same as when the loop was opened, and each of its values gets its fate, in
+each part of the loop that runs in a way of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from remat_opt import _jax_internals as internals
+from remat_opt import loops
+from remat_opt.compilers.model import Model
+from remat_opt.plan import LoopValue
+from remat_opt.program import bodies
+from remat_opt.program.names import Names
+from remat_opt.program.record import Program
+from remat_opt.schedule import Loop, Part, Region, Schedule, Stage
+from remat_opt.simulator import demand
+
+
+def loop_values(program: Program, expected: Model, schedule: Schedule) -> tuple[LoopValue, ...]:
+    """The fate of every value inside the loops that a schedule opens.
+
+    Args:
+      program: a traced function; on a mesh, as one device has it.
+      expected: its model.
+      schedule: what is done with it.
+    """
+    return tuple(
+        value for loop in schedule.loops for value in _of_loop(program, expected, loop, loop.root)
+    )
+
+
+def _of_loop(program: Program, expected: Model, loop: Loop, root: int) -> Iterator[LoopValue]:
+    """Those of one loop.
+
+    Args:
+      program: that it is in.
+      expected: of that.
+      loop: how it is opened.
+      root: position of the outermost loop round it.
+    """
+    equation = program.equations[loop.root]
+    body = bodies.body_of(equation, bodies.varying(program))
+    _, inside = loops.body_model(body, expected.compiler)
+    scan = internals.scan_of(equation.jax_equation)
+    carried = {atom for atom in body.outputs[: scan.carries] if isinstance(atom, int)}
+    vertex = expected.roots.index(loop.root)
+    forward = inside.graph.forward_seconds
+    iteration_seconds = expected.graph.seconds[vertex] / scan.length
+    reading = _Body(
+        program=body,
+        model=inside,
+        names=Names(body),
+        root=root,
+        handed_on=frozenset(
+            number
+            for number, own in enumerate(inside.roots)
+            if carried.intersection(body.equations[own].outputs)
+        ),
+        # The rates are the whole loop's, which the rest of the program is counted in.
+        scale=iteration_seconds / forward if forward else 0.0,
+    )
+    start = 0
+    for part in loop.parts:
+        where = _iterations(start, part.length)
+        yield from reading.of_part(part, f"{where} of {scan.length:,}", runs=part.length, depth=0)
+        start += part.length
+
+
+def _iterations(start: int, length: int) -> str:
+    if length == 1:
+        return f"iteration {start + 1:,}"
+    return f"iterations {start + 1:,} to {start + length:,}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """The body of a loop.
+
+    Attributes:
+      program: what an iteration does.
+      model: of that.
+      names: of its values.
+      root: position of the outermost loop round it.
+      handed_on: vertices that make what one iteration hands to the next.
+      scale: seconds of the loop's rates for each of the body's.
+    """
+
+    program: Program
+    model: Model
+    names: Names
+    root: int
+    handed_on: frozenset[int]
+    scale: float
+
+    def of_part(self, part: Part, where: str, *, runs: int, depth: int) -> Iterator[LoopValue]:
+        """The values of iterations that run alike.
+
+        Args:
+          part: the iterations.
+          where: what to call them.
+          runs: how many iterations of this kind there are in all.
+          depth: how many checkpoints are round them, beside their own.
+        """
+        if part.inside:
+            chunks = part.length // part.chunk
+            starts = f"{where}: the start of each chunk of {part.chunk:,}"
+            for vertex in sorted(self.handed_on):
+                fate = "recomputed" if depth else "kept"
+                yield self._value(vertex, starts, fate, depth, chunks * runs // part.length)
+            start = 0
+            for inner in part.inside:
+                there = f"{where}, in chunks of {part.chunk:,}: {_iterations(start, inner.length)}"
+                yield from self.of_part(
+                    inner, there, runs=runs // part.chunk * inner.length, depth=depth + 1
+                )
+                start += inner.length
+            return
+        graph = self.model.graph
+        region = Region(
+            vertices=tuple(range(len(graph))),
+            kept=self._vertices(part.kept),
+            inside=() if _is_plain(part.stages) else self._regions(part.stages),
+        )
+        found = demand(
+            self.model.graph_of(Schedule(regions=(region,), loops=part.loops)),
+            Schedule(regions=(region,)),
+        )
+        times = Counter(found.all_recomputed())
+        stored = found.stored | self.handed_on
+        for vertex in range(len(graph)):
+            if vertex in stored and not depth:
+                fate = "kept"
+            else:
+                # What is kept in a chunk is computed again when the chunk is.
+                fate = "recomputed" if vertex in stored or times[vertex] else "not needed"
+            again = times[vertex] + (depth if fate == "recomputed" else 0)
+            yield self._value(vertex, where, fate, again, runs)
+        for loop in part.loops:
+            for value in _of_loop(self.program, self.model, loop, self.root):
+                needed = value.fate != "not needed"
+                yield dataclasses.replace(
+                    value,
+                    part=f"{where}; inside, {value.part}",
+                    fate="recomputed" if needed else value.fate,
+                    times=value.times + (depth + 1 if needed else 0),
+                    runs=value.runs * runs,
+                    seconds=value.seconds * self.scale,
+                )
+
+    def _value(self, vertex: int, where: str, fate: str, times: int, runs: int) -> LoopValue:
+        graph = self.model.graph
+        return LoopValue(
+            loop=self.root,
+            part=where,
+            name=self.names.of(self.model.roots[vertex]),
+            fate=fate,
+            handed_on=vertex in self.handed_on,
+            times=times,
+            runs=runs,
+            bytes=graph.bytes[vertex],
+            seconds=graph.seconds[vertex] * self.scale,
+            flops=graph.flops[vertex],
+        )
+
+    def _vertices(self, roots: Sequence[int]) -> tuple[int, ...]:
+        place = {root: vertex for vertex, root in enumerate(self.model.roots)}
+        return tuple(sorted(place[root] for root in roots))
+
+    def _regions(self, stages: Sequence[Stage]) -> tuple[Region, ...]:
+        return tuple(
+            Region(
+                vertices=self._vertices(stage.roots),
+                kept=self._vertices(stage.kept),
+                checkpointed=stage.checkpointed,
+                inside=self._regions(stage.inside),
+            )
+            for stage in stages
+        )
+
+
+def _is_plain(stages: Sequence[Stage]) -> bool:
+    """Whether an iteration runs again as it is."""
+    return len(stages) == 1 and not stages[0].checkpointed
