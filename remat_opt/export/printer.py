@@ -349,7 +349,7 @@ class Printer:
         ways = scope.rewriting.ways if scope.rewriting else None
         results = [scope.names[value] for value in equation.outputs]
         waiting = ways is not None and index in ways.waiting
-        if named and equation.derivative_reads_kept and not waiting:
+        if named and equation.derivative_reads_kept and not waiting and weight is None:
             return self._kept(scope, equation, inputs, results)
         if index in scope.loops:
             lines = self._opened(scope, equation, scope.loops[index], inputs, results)

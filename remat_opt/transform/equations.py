@@ -47,7 +47,9 @@ def run_one(
     """
     equation = rewriting.program.equations[index]
     named_as = functools.partial(_all_named, index, rewriting.within)
-    if named and equation.derivative_reads_kept and index not in rewriting.ways.waiting:
+    # The derivative of a product reads no output.
+    reads_kept = equation.derivative_reads_kept and index not in rewriting.ways.waiting
+    if named and reads_kept and weight is None:
         return _run_kept(equation, inputs, named_as)
 
     def run(*given: Any) -> list[Any]:

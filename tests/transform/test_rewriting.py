@@ -351,14 +351,15 @@ def barriers(closed: Any) -> int:
     return len(re.findall("optimization_barrier", str(closed)))
 
 
-@pytest.mark.parametrize("kept", [(), (0,)])
+# The first product is of two arguments, the second of an argument and what is computed from it.
+@pytest.mark.parametrize("kept", [(), (0,), (2,), (0, 2)])
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_for_nvidia_gradients_of_products_are_not_put_off(
     kept: tuple[int, ...], checkpointed: bool
 ) -> None:
     stages = (
-        Stage(roots=(0, 1), kept=kept if checkpointed else (), checkpointed=checkpointed),
-        Stage(roots=(2, 3, 4, 5, 6), kept=(), checkpointed=False),
+        Stage(roots=(0, 1, 2, 3), kept=kept if checkpointed else (), checkpointed=checkpointed),
+        Stage(roots=(4, 5, 6), kept=(), checkpointed=False),
     )
     args = W, X
     # Those of all products, once there is a checkpoint anywhere.
