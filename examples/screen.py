@@ -37,6 +37,10 @@ def flags(description, **defaults):
 def plan_lines(plan):
     """What was decided, in four lines."""
     told = {fate: [d for d in plan.decisions if d.fate == fate] for fate in ("kept", "recomputed")}
+    for one in plan.loop_values:
+        # As many as there are iterations.
+        if one.fate in told:
+            told[one.fate] += [one] * one.runs
     checkpointed = sum(stage.checkpointed for stage in plan.stages)
     regions = "1 region" if len(plan.stages) == 1 else f"{len(plan.stages)} regions"
     yield (
