@@ -216,7 +216,7 @@ def test_resident_bytes_are_what_the_compiler_says(donated: tuple[int, ...]) -> 
     given = Step(fn=training_step(loss, ADAM), args=(WEIGHTS, STATE, X), donate_argnums=donated)
     found = given.measure(as_it_is, loss._identity, CPU)
     expected = found.device_bytes - found.temporary_bytes
-    assert given.resident_bytes(given.trace()[0], CPU) == pytest.approx(expected, rel=1e-3)
+    assert given.resident(given.trace()[0], CPU).total == pytest.approx(expected, rel=1e-3)
 
 
 # --- the step as the unit of truth --------------------------------------------------------
