@@ -18,7 +18,7 @@ from remat_opt.plan import LoopValue
 from remat_opt.program import bodies
 from remat_opt.program.names import Names
 from remat_opt.program.record import Program
-from remat_opt.schedule import Loop, Part, Region, Schedule, Stage
+from remat_opt.schedule import Loop, Part, Schedule, Stage
 from remat_opt.simulator import demand
 
 
@@ -122,14 +122,16 @@ class _Body:
                 start += inner.length
             return
         graph = self.model.graph
-        region = Region(
-            vertices=tuple(range(len(graph))),
-            kept=self._vertices(part.kept),
-            inside=() if _is_plain(part.stages) else self._regions(part.stages),
+        iteration = Stage(
+            roots=self.model.roots,
+            kept=part.kept,
+            checkpointed=True,
+            inside=() if _is_plain(part.stages) else part.stages,
         )
+        regions = self.model.regions([iteration])
         found = demand(
-            self.model.graph_of(Schedule(regions=(region,), loops=part.loops)),
-            Schedule(regions=(region,)),
+            self.model.graph_of(Schedule(regions=regions, loops=part.loops)),
+            Schedule(regions=regions),
         )
         times = Counter(found.all_recomputed())
         stored = found.stored | self.handed_on
@@ -166,21 +168,6 @@ class _Body:
             bytes=graph.bytes[vertex],
             seconds=graph.seconds[vertex] * self.scale,
             flops=graph.flops[vertex],
-        )
-
-    def _vertices(self, roots: Sequence[int]) -> tuple[int, ...]:
-        place = {root: vertex for vertex, root in enumerate(self.model.roots)}
-        return tuple(sorted(place[root] for root in roots))
-
-    def _regions(self, stages: Sequence[Stage]) -> tuple[Region, ...]:
-        return tuple(
-            Region(
-                vertices=self._vertices(stage.roots),
-                kept=self._vertices(stage.kept),
-                checkpointed=stage.checkpointed,
-                inside=self._regions(stage.inside),
-            )
-            for stage in stages
         )
 
 

@@ -86,7 +86,8 @@ def plan_in_step(
     """
     call = step.the_one(calls)
     device = compilation.resolve_device(wanted.request.device, program.mesh)
-    objective = _in_bytes(wanted, in_step, program, call, device)
+    resident = in_step.resident(program, device)
+    objective = _in_bytes(wanted, in_step, resident.total, call, device)
     planner = Rematerialized(
         call.fn,
         call.signature,
@@ -111,7 +112,7 @@ def plan_in_step(
     return dataclasses.replace(
         plan,
         objective=wanted.request.objective,
-        resident=in_step.resident(program, device),
+        resident=resident,
         notes=(*plan.notes, note),
     )
 
@@ -132,7 +133,7 @@ def gradients_note(in_step: Step, call: LossCall, device: Device) -> str:
 
 
 def _in_bytes(
-    wanted: Rematerialized, in_step: Step, program: Program, call: LossCall, device: Device
+    wanted: Rematerialized, in_step: Step, resident_bytes: int, call: LossCall, device: Device
 ) -> Objective:
     """The objective with what depends on the step as bytes.
 
@@ -147,7 +148,6 @@ def _in_bytes(
         budget_bytes = round(objective.budget_share * plain.temporary_bytes)
         return dataclasses.replace(objective, budget_share=None, budget_bytes=budget_bytes)
     if objective.fit:
-        resident_bytes = in_step.resident(program, device).total
         # Where nothing is compiled, all gradients may be there beside what is predicted.
         gradient_bytes = 0 if by_compiling else _gradient_bytes(call, device)
         taken_bytes = resident_bytes + objective.reserve_bytes + gradient_bytes

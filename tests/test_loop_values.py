@@ -57,3 +57,4 @@ def test_they_outlive_a_file(plan):
 def test_a_loop_that_is_not_opened_has_none():
     plan = remat_opt.make_plan(loss, *ARGUMENTS, max_overhead=0.0, device="h200")
     assert bool(plan.loops) == bool(plan.loop_values)
+    assert {value.loop for value in plan.loop_values} == {loop.root for loop in plan.loops}

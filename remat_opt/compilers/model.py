@@ -86,6 +86,10 @@ class Model:
         """A schedule in terms of equations."""
         return _stages(self.roots, schedule.regions)
 
+    def regions(self, stages: Sequence[Stage]) -> tuple[Region, ...]:
+        """The regions whose ``stages`` these are."""
+        return _regions({root: vertex for vertex, root in enumerate(self.roots)}, stages)
+
     def recomputation(self, schedule: Schedule) -> tuple[float, int]:
         """Seconds and FLOPs of what runs again inside vertices: in loops that are opened."""
         found = [effect.recomputation(schedule) for effect in self.effects]
@@ -175,4 +179,16 @@ def _stages(roots: Sequence[int], regions: Sequence[Region]) -> tuple[Stage, ...
             inside=_stages(roots, region.inside),
         )
         for region in regions
+    )
+
+
+def _regions(vertex_of: Mapping[int, int], stages: Sequence[Stage]) -> tuple[Region, ...]:
+    return tuple(
+        Region(
+            vertices=tuple(vertex_of[root] for root in stage.roots),
+            kept=tuple(vertex_of[root] for root in stage.kept),
+            checkpointed=stage.checkpointed,
+            inside=_regions(vertex_of, stage.inside),
+        )
+        for stage in stages
     )

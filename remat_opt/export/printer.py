@@ -45,6 +45,7 @@ from remat_opt.operation import PRODUCTS
 from remat_opt.program import bodies
 from remat_opt.program.record import Atom, Constant, Equation, Program
 from remat_opt.schedule import Loop, Part, Stage
+from remat_opt.transform.equations import stands_in
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
 from remat_opt.units import format_bytes
@@ -349,7 +350,7 @@ class Printer:
         ways = scope.rewriting.ways if scope.rewriting else None
         results = [scope.names[value] for value in equation.outputs]
         waiting = ways is not None and index in ways.waiting
-        if named and equation.derivative_reads_kept and not waiting and weight is None:
+        if named and stands_in(equation, waiting=waiting, weight=weight):
             return self._kept(scope, equation, inputs, results)
         if index in scope.loops:
             lines = self._opened(scope, equation, scope.loops[index], inputs, results)

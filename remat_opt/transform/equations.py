@@ -28,6 +28,18 @@ def name_of(root: int, position: int, within: str = "") -> str:
     return f"remat_opt_{within}{root}_{position}"
 
 
+def stands_in(equation: Equation, *, waiting: bool, weight: int | None) -> bool:
+    """Whether an equation's named outputs are to stand in for it in its own derivative.
+
+    Args:
+      equation: whose outputs carry names.
+      waiting: whether its derivative waits for its cotangent.
+      weight: for a product the place of the input whose gradient comes first, if any; the
+        derivative of a product reads no output.
+    """
+    return equation.derivative_reads_kept and not waiting and weight is None
+
+
 def run_one(
     rewriting: Rewriting,
     index: int,
@@ -47,9 +59,7 @@ def run_one(
     """
     equation = rewriting.program.equations[index]
     named_as = functools.partial(_all_named, index, rewriting.within)
-    # The derivative of a product reads no output.
-    reads_kept = equation.derivative_reads_kept and index not in rewriting.ways.waiting
-    if named and reads_kept and weight is None:
+    if named and stands_in(equation, waiting=index in rewriting.ways.waiting, weight=weight):
         return _run_kept(equation, inputs, named_as)
 
     def run(*given: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from remat_opt.units import format_bytes, format_share
 from remat_opt.view import report
 from remat_opt.view.memory_chart import Band, Level, MemoryChart, color
 from remat_opt.view.plan_text import printable
+from remat_opt.view.plan_words import RESIDENT
 
 #: Rows of the table of arrays in a terminal, and on a page.
 _MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
@@ -141,11 +142,11 @@ def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
 
 
 def _resident(explanation: Mapping[str, Any]) -> dict[str, int]:
-    """What is there from first to last, by its share: the shares that are not drawn over time."""
+    """What is there from first to last, by its share."""
     return {
         row["share"]: row["bytes"]
         for row in explanation["shares"]
-        if row["share"] not in (*explanation["timelines"], "holes")
+        if row["share"] in RESIDENT.values()
     }
 
 

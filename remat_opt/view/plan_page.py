@@ -74,7 +74,7 @@ def _header(plan: Mapping[str, Any]) -> str:
     predicted, measured = plan["predicted"], plan["measured"]
     peak, unchanged = predicted["temporary_bytes"], predicted["plain_temporary_bytes"]
     of_time, of_flops = plan_words.overhead_shares(predicted)
-    kept = sum(one["count"] for one in plan_words.values(plan) if one["fate"] == "kept")
+    kept = plan_words.kept_count(plan)
     compiled = (
         _figure(
             "as compiled",
@@ -210,7 +210,7 @@ def _alive(chart: MemoryChart, timeline: Mapping[str, Any], titles: Mapping[int,
     there.sort(key=lambda one: -one["bytes"])
     items = "".join(
         f'<li>{_swatch(one["kind"])}<span class="ro-name">'
-        f"{_two_lines(_title(one, titles))}"
+        f"{_two_lines(_array_title(one, titles))}"
         f'</span><span class="ro-num">{format_bytes(one["bytes"])}</span></li>'
         for one in there[:_MOST_ALIVE]
     )
@@ -228,9 +228,14 @@ def _alive(chart: MemoryChart, timeline: Mapping[str, Any], titles: Mapping[int,
     )
 
 
-def _title(one: Mapping[str, Any], titles: Mapping[int, str]) -> str:
+def _array_title(one: Mapping[str, Any], titles: Mapping[int, str]) -> str:
     """What an array is."""
-    return str(one.get("title") or titles.get(one["root"], "another value"))
+    return str(one["title"]) if "title" in one else _title(one["root"], titles)
+
+
+def _title(root: int, titles: Mapping[int, str]) -> str:
+    """What the value is that an equation makes."""
+    return titles.get(root, "another value")
 
 
 def _two_lines(title: str) -> str:
@@ -364,9 +369,6 @@ def _data(
     ]
     titles = {one["root"]: plan_words.value_title(one["name"]) for one in plan["decisions"]}
 
-    def title_of(root: int) -> int:
-        return number_of(titles.get(root, "another value"))
-
     # The same in all of them.
     kinds = [(band.kind, band.label) for chart, _ in charts[:1] for band in chart.bands]
     places = {kind: place for place, (kind, _) in enumerate(kinds)}
@@ -375,11 +377,11 @@ def _data(
             "steps": timeline["steps"],
             "at": timeline["at"],
             "phases": timeline["phases"],
-            "values": [title_of(root) for root in timeline["roots"]],
+            "values": [number_of(_title(root, titles)) for root in timeline["roots"]],
             "bands": [list(band.amounts) for band in chart.bands],
             "arrays": [
                 [
-                    number_of(_title(one, titles)),
+                    number_of(_array_title(one, titles)),
                     places[one["kind"]],
                     one["bytes"],
                     one["first"],

@@ -100,10 +100,16 @@ def _all_iterations(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def kept_count(plan: Mapping[str, Any]) -> int:
+    """How many values wait for the backward pass; inside a loop, those of each iteration."""
+    outside: int = sum(one["fate"] == "kept" for one in plan["decisions"])
+    inside: int = sum(one["runs"] for one in plan["loop_values"] if one["fate"] == "kept")
+    return outside + inside
+
+
 def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Pairs of a word and what is said of it."""
     predicted = plan["predicted"]
-    kept = sum(one["count"] for one in values(plan) if one["fate"] == "kept")
     found = [
         ("asked for", asked(plan)),
         ("predicted", _peak(predicted)),
@@ -111,7 +117,7 @@ def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("recomputed", _overhead(predicted)),
         (
             "kept",
-            f"{format_bytes(predicted['kept_bytes'])} in {counted(kept, 'value')} "
+            f"{format_bytes(predicted['kept_bytes'])} in {counted(kept_count(plan), 'value')} "
             "wait for the backward pass",
         ),
         ("regions", _regions(plan["stages"])),
