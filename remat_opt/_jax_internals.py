@@ -23,6 +23,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jax_core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from remat_opt.naming import file_title
+
 Literal = jax_core.Literal
 Primitive = jax_core.Primitive
 
@@ -475,8 +477,7 @@ def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = 
     frame = next(own, frames[0] if frames and not only_users else None)
     if frame is None:
         return ""
-    file_name = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
-    return f"{file_name}:{frame.start_line} ({frame.function_name})"
+    return f"{file_title(str(frame.file_name))}:{frame.start_line} ({frame.function_name})"
 
 
 def _is_installed(file_name: str) -> bool:

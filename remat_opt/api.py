@@ -14,10 +14,9 @@ from remat_opt.device import Device
 from remat_opt.errors import RematError
 from remat_opt.gradients import Gradients
 from remat_opt.loss_in_step import (
+    LossInStep,
     check_is_loss,
     compiled_in,
-    gradients_note,
-    plan_in_step,
     step_of,
     undecorated,
 )
@@ -287,7 +286,7 @@ def make_plan(
             in_step = step_of(
                 pure_step, pure.args, pure.kwargs, decorated.signature, donate_argnums
             )
-            return plan_in_step(in_step, program, calls, decorated)
+            return LossInStep.of(in_step, program, calls).plan(decorated)
         check_is_loss(fn, donate_argnums)
         # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
         return run.plan_of(run.trace(call) if found.seen else program, call)
@@ -452,6 +451,7 @@ def compare(
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
+    verify: bool | str = True,
     **kwargs: Any,
 ) -> Comparison:
     """Plans beside the unchanged function and ``jax.checkpoint``, by what the compiler says.
@@ -482,6 +482,8 @@ def compare(
       donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
+      verify: as it is, each of ours is the plan that is predicted to be best, as compiled;
+        "compile" chooses by what the compiler says, in up to four compiles for each.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -492,6 +494,7 @@ def compare(
       RematError: options out of range, a policy that JAX does not have, or what is given as a
         step differentiates no decorated loss.
       TraceError: the function cannot be traced.
+      MissingPackageError: the compiler for the device is not installed.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -512,20 +515,32 @@ def compare(
     limits = (max_overheads,) if isinstance(max_overheads, int | float) else tuple(max_overheads)
     if not (budgets or limits):
         budgets, limits = (None,), (0.25, 0.05, 0.0)
+    if verify not in (True, "compile"):
+        raise RematError(
+            f"verify={verify!r}: compare compiles every row. Leave it out, or give "
+            '"compile" to choose each of ours by compiling. frontier compiles nothing.'
+        )
     target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     chosen_solver = solver_of(solver)
     signature = signature_of(argnums, has_aux, static_argnums, static_argnames, existing)
-    compiled, calls, in_step = compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)
-    call = step.the_one(calls)
+    compiled = compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)
+    call = compiled.call
 
     def ours(label: str, **wanted: Any) -> Contender:
-        fate = "consumed" if in_step else "results"
-        objective = objective_of(overhead=overhead, gradients=fate, **wanted)
-        request = Request(device=target, objective=objective, solver=chosen_solver)
+        request = Request(
+            device=target,
+            objective=objective_of(
+                overhead=overhead,
+                gradients="results" if compiled.is_alone else "consumed",
+                **wanted,
+            ),
+            solver=chosen_solver,
+            verify=verify if verify == "compile" else False,
+        )
         planner = Rematerialized(call.fn, call.signature, request)
 
         def make() -> tuple[step.How, Plan]:
-            plan = planning.make(call.program, target, objective, chosen_solver)
+            plan = compiled.plan(planner)
             return planner.following(plan), plan
 
         return Contender(label=label, kind="ours", make=make)
@@ -543,11 +558,11 @@ def compare(
         function=call.program.name,
         device=target.name,
         memory_bytes=target.memory_bytes,
-        step=compiled.name if in_step else "",
-        measure=lambda how: compiled.measure(how, call.loss, target),
-        flops=lambda how: compiled.flops(how, call.loss),
-        forward_flops=step.forward_flops(calls),
-        remarks=[gradients_note(compiled, call, target)] if in_step else (),
+        step="" if compiled.is_alone else compiled.step.name,
+        measure=lambda how: compiled.measure(how, target),
+        flops=compiled.flops,
+        forward_flops=compiled.forward_flops,
+        remarks=compiled.notes(target),
     )
 
 

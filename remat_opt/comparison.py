@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from remat_opt import policies
-from remat_opt.errors import RematError
+from remat_opt.errors import MissingPackageError, RematError
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.step import How, as_it_is
 from remat_opt.plan import Plan
@@ -228,6 +228,9 @@ def contest(
 
     Returns:
       A row for each, in the order given.
+
+    Raises:
+      MissingPackageError: the compiler for the device is not installed.
     """
     rows: list[dict[str, Any]] = []
     notes: dict[str, list[str]] = {
@@ -259,8 +262,12 @@ def contest(
                 if plain_flops is None:
                     plain_flops = counted
                 row["recomputed_flops_share"] = _share(counted - plain_flops, forward_flops)
-                measured = measure(how)
+                # A plan that was chosen by compiling has been compiled in this step.
+                measured = (plan and plan.measured) or measure(how)
                 known[key] = measured, counted
+        except MissingPackageError:
+            # Without its compiler, no row can be had.
+            raise
         except Exception as error:
             # Other people's functions fail in their own ways; not the plain one, nor ours.
             if not isinstance(error, RematError) and contender.kind != "policy":

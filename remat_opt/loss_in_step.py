@@ -18,7 +18,14 @@ from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.measurement import compilation, step
 from remat_opt.measurement.compilation import Measurement
-from remat_opt.measurement.step import LossCall, Step, as_it_is
+from remat_opt.measurement.step import (
+    How,
+    LossCall,
+    Step,
+    as_it_is,
+    forward_flops,
+    the_one,
+)
 from remat_opt.options import Request, numbers
 from remat_opt.plan import Objective, Plan
 from remat_opt.program import tracing
@@ -73,103 +80,152 @@ def step_of(
     return dataclasses.replace(found, donate_argnums=donated)
 
 
-def plan_in_step(
-    in_step: Step, program: Program, calls: Sequence[LossCall], wanted: Rematerialized
-) -> Plan:
-    """Plans the loss in a step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossInStep:
+    """A loss in what is compiled: a step of the user's, or the gradient alone.
 
-    Args:
-      in_step: the step.
+    Attributes:
+      step: what is compiled.
       program: of the step.
-      calls: of the loss in it.
-      wanted: holds the options.
+      call: of the loss in it.
+      forward_flops: FLOPs of all forward passes of the loss in it.
+      is_alone: whether the step is no more than the gradient.
     """
-    call = step.the_one(calls)
-    device = compilation.resolve_device(wanted.request.device, program.mesh)
-    resident = in_step.resident(program, device)
-    objective = _in_bytes(wanted, in_step, resident.total, call, device)
-    planner = Rematerialized(
-        call.fn,
-        call.signature,
-        dataclasses.replace(wanted.request, device=device, objective=objective, errors="raise"),
+
+    step: Step
+    program: Program
+    call: LossCall
+    forward_flops: int
+    is_alone: bool = False
+    _plain: dict[Device, Measurement] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
     )
 
-    def compiled(plan: Plan) -> Measurement:
-        return in_step.measure(
-            planner.following(plan),
-            call.loss,
-            device,
-            with_buffers=wanted.request.verify == "compile",
+    @classmethod
+    def of(
+        cls, step: Step, program: Program, calls: Sequence[LossCall], *, is_alone: bool = False
+    ) -> LossInStep:
+        """The loss that a traced step calls.
+
+        Raises:
+          RematError: there are several.
+        """
+        return cls(
+            step=step,
+            program=program,
+            call=the_one(calls),
+            forward_flops=forward_flops(calls),
+            is_alone=is_alone,
         )
 
-    donated = ",".join(map(str, in_step.donate_argnums))
-    plan = planner.choose(
-        call.program, device, f"{program.fingerprint()} donates {donated}", compiled
-    )
-    if wanted.request.verify and plan.measured is None:
-        plan = dataclasses.replace(plan, measured=compiled(plan))
-    note = gradients_note(in_step, call, device)
-    return dataclasses.replace(
-        plan,
-        objective=wanted.request.objective,
-        resident=resident,
-        notes=(*plan.notes, note),
-    )
+    def measure(self, how: How, device: Device) -> Measurement:
+        """Compiles the step with something run in the place of the loss; as it is, once.
 
+        Raises:
+          CompileError: the compiler refuses it, as for want of memory.
+        """
+        if how is not as_it_is:
+            return self.step.measure(how, self.call.loss, device)
+        if device not in self._plain:
+            self._plain[device] = self.step.measure(how, self.call.loss, device)
+        return self._plain[device]
 
-def _gradient_bytes(call: LossCall, device: Device) -> int:
-    program = per_device(call.program)
-    compiler = Compiler(device=device)
-    return sum(compiler.buffer_bytes(program.types[value]) for value in program.differentiated)
+    def flops(self, how: How) -> int:
+        """FLOPs of the step with something run in the place of the loss."""
+        return self.step.flops(how, self.call.loss)
 
+    def plan(self, wanted: Rematerialized) -> Plan:
+        """Plans the loss.
 
-def gradients_note(in_step: Step, call: LossCall, device: Device) -> str:
-    """What a reader should know of gradients in predictions for a step."""
-    return (
-        "Predictions take each gradient to be used up as soon as it is there. Where "
-        f"{in_step.name!r} needs them all at once ({format_bytes(_gradient_bytes(call, device))}), "
-        'as for clipping by their norm, give gradients="together".'
-    )
+        Args:
+          wanted: holds the options.
 
+        Raises:
+          BudgetError: no plan is within the budget.
+          CompileError: the compiler refuses all plans that are to be compiled.
+        """
+        device = compilation.resolve_device(wanted.request.device, self.program.mesh)
+        resident = self.step.resident(self.program, device)
+        objective = self._in_bytes(wanted.request, resident.total, device)
+        by_compiling = wanted.request.verify == "compile"
+        planner = Rematerialized(
+            self.call.fn,
+            self.call.signature,
+            dataclasses.replace(wanted.request, device=device, objective=objective, errors="raise"),
+        )
 
-def _in_bytes(
-    wanted: Rematerialized, in_step: Step, resident_bytes: int, call: LossCall, device: Device
-) -> Objective:
-    """The objective with what depends on the step as bytes.
-
-    Raises:
-      BudgetError: nothing is left for temporaries.
-      CompileError: a share is asked for, and the step as it is does not compile.
-    """
-    objective = wanted.request.objective
-    by_compiling = wanted.request.verify == "compile"
-    if objective.budget_share is not None and by_compiling:
-        plain = in_step.measure(as_it_is, call.loss, device)
-        budget_bytes = round(objective.budget_share * plain.temporary_bytes)
-        return dataclasses.replace(objective, budget_share=None, budget_bytes=budget_bytes)
-    if objective.fit:
-        # Where nothing is compiled, all gradients may be there beside what is predicted.
-        gradient_bytes = 0 if by_compiling else _gradient_bytes(call, device)
-        taken_bytes = resident_bytes + objective.reserve_bytes + gradient_bytes
-        if taken_bytes >= device.memory_bytes:
-            raise BudgetError(
-                f"Nothing is left for temporaries on {device.name}: of its "
-                f"{format_bytes(device.memory_bytes)}, arguments and outputs of "
-                f"{in_step.name!r} take {format_bytes(resident_bytes)}, gradients "
-                f"{format_bytes(gradient_bytes)}, and {format_bytes(objective.reserve_bytes)} are "
-                "reserved. Use a device with more memory, donate the state, shard the parameters, "
-                "or reserve less.",
-                budget_bytes=0,
-                least_peak_bytes=0,
-                pinning=(),
+        def compiled(plan: Plan) -> Measurement:
+            return self.step.measure(
+                planner.following(plan), self.call.loss, device, with_buffers=by_compiling
             )
-        return dataclasses.replace(
-            objective,
-            fit=False,
-            reserve_bytes=0,
-            budget_bytes=device.memory_bytes - taken_bytes,
+
+        donated = ",".join(map(str, self.step.donate_argnums))
+        plan = planner.choose(
+            self.call.program, device, f"{self.program.fingerprint()} donates {donated}", compiled
         )
-    return objective
+        if wanted.request.verify and plan.measured is None:
+            plan = dataclasses.replace(plan, measured=compiled(plan))
+        return dataclasses.replace(
+            plan,
+            objective=wanted.request.objective,
+            resident=resident,
+            notes=(*plan.notes, *self.notes(device)),
+        )
+
+    def notes(self, device: Device) -> tuple[str, ...]:
+        """What a reader should know of gradients in predictions."""
+        if self.is_alone:
+            return ()
+        gradients = format_bytes(self._gradient_bytes(device))
+        return (
+            "Predictions take each gradient to be used up as soon as it is there. Where "
+            f"{self.step.name!r} needs them all at once ({gradients}), as for clipping by their "
+            'norm, give gradients="together".',
+        )
+
+    def _gradient_bytes(self, device: Device) -> int:
+        program = per_device(self.call.program)
+        compiler = Compiler(device=device)
+        return sum(compiler.buffer_bytes(program.types[value]) for value in program.differentiated)
+
+    def _in_bytes(self, wanted: Request, resident_bytes: int, device: Device) -> Objective:
+        """The objective with what depends on the step as bytes.
+
+        Raises:
+          BudgetError: nothing is left for temporaries.
+          CompileError: a share is asked for, and the step as it is does not compile.
+        """
+        objective = wanted.objective
+        by_compiling = wanted.verify == "compile"
+        if objective.budget_share is not None and by_compiling:
+            plain_bytes = self.measure(as_it_is, device).temporary_bytes
+            budget_bytes = round(objective.budget_share * plain_bytes)
+            return dataclasses.replace(objective, budget_share=None, budget_bytes=budget_bytes)
+        if objective.fit:
+            # Where nothing is compiled, all gradients may be there beside what is predicted.
+            # Those that are results are among what is resident.
+            seen = by_compiling or self.is_alone
+            gradient_bytes = 0 if seen else self._gradient_bytes(device)
+            taken_bytes = resident_bytes + objective.reserve_bytes + gradient_bytes
+            if taken_bytes >= device.memory_bytes:
+                raise BudgetError(
+                    f"Nothing is left for temporaries on {device.name}: of its "
+                    f"{format_bytes(device.memory_bytes)}, arguments and outputs of "
+                    f"{self.step.name!r} take {format_bytes(resident_bytes)}, gradients "
+                    f"{format_bytes(gradient_bytes)}, and "
+                    f"{format_bytes(objective.reserve_bytes)} are reserved. Use a device with "
+                    "more memory, donate the state, shard the parameters, or reserve less.",
+                    budget_bytes=0,
+                    least_peak_bytes=0,
+                    pinning=(),
+                )
+            return dataclasses.replace(
+                objective,
+                fit=False,
+                reserve_bytes=0,
+                budget_bytes=device.memory_bytes - taken_bytes,
+            )
+        return objective
 
 
 def compiled_in(
@@ -179,8 +235,12 @@ def compiled_in(
     signature: Signature,
     donate_argnums: int | Sequence[int] | None,
     argnums: int | Sequence[int] | None,
-) -> tuple[Step, Sequence[LossCall], bool]:
-    """What to compile, the calls of the loss in it, and whether it is a step of the user's."""
+) -> LossInStep:
+    """What to compile for a step, or for a loss: its gradient.
+
+    Raises:
+      RematError: it has modules among its arguments, or differentiates no decorated loss.
+    """
     if frameworks.have_modules(args, kwargs):
         raise RematError(
             "compare compiles functions of arrays, but there are modules of flax.nnx among the "
@@ -193,7 +253,8 @@ def compiled_in(
             call = tracing.bind_static(fn, without, args, dict(kwargs))
             program = tracing.trace_call(call, has_aux=False)
         if calls := found.calls(program):
-            return step_of(fn, args, kwargs, signature, donate_argnums), calls, True
+            in_step = step_of(fn, args, kwargs, signature, donate_argnums)
+            return LossInStep.of(in_step, program, calls)
     check_is_loss(fn, donate_argnums)
     loss = Rematerialized(undecorated(fn), signature, Request(device="cpu"))
     several = signature.argnums
@@ -211,4 +272,4 @@ def compiled_in(
         static_argnums=signature.static_argnums,
         static_argnames=signature.static_argnames,
     )
-    return alone, alone.trace()[1], False
+    return LossInStep.of(alone, *alone.trace(), is_alone=True)

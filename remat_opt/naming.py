@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
+
+#: Of what a notebook's kernel compiles each cell under.
+_CELL_FOLDER = re.compile(r"ipykernel_\d+/")
 
 _SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
@@ -70,3 +74,19 @@ def extents(shape: tuple[int, ...], dtype: str) -> str:
     ('64x128 float32', 'scalar int32')
     """
     return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"
+
+
+def file_title(path: str) -> str:
+    """A file of a traceback by its name; a cell of a notebook by its number, where that is known.
+
+    >>> file_title("/home/me/net.py"), file_title("/tmp/ipykernel_12/3456789.py")
+    ('net.py', 'cell')
+    """
+    path = path.replace("\\", "/")
+    if not _CELL_FOLDER.search(path):
+        return path.rsplit("/", 1)[-1]
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    # How IPython finds the number for its own tracebacks.
+    numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    number = numbers.get(path)
+    return "cell" if number is None else f"cell {number}"

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 
@@ -139,6 +140,13 @@ def test_a_fault_of_ours_is_not_a_row():
         )
 
 
+def test_a_missing_compiler_is_not_a_row():
+    """It would be the same one in every row."""
+    missing = remat_opt.MissingPackageError("no compiler")
+    with pytest.raises(remat_opt.MissingPackageError, match="no compiler"):
+        contest({"plain": 0}, {"plain": 1}, failing={"plain": missing})
+
+
 def test_a_note_names_its_rows_unless_it_is_of_all():
     notes = {"plain": ("all", "one"), "a": ("all",)}
     found = comparison.contest(
@@ -254,6 +262,45 @@ def test_a_whole_comparison_on_the_cpu():
     json.loads(found.to_json())
     picture = next(p for p in ET.fromstring(found._repr_html_()).iter() if p.tag.endswith("svg"))
     assert "memory against recomputation" in picture.get("aria-label")
+
+
+def test_ours_can_be_chosen_by_compiling():
+    decorated = remat_opt.optimal_remat(sines, device="cpu")
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(decorated)(w, x)
+
+    found = remat_opt.compare(
+        *(step, X, X),
+        budgets=[0.6, None],
+        policies=(),
+        donate_argnums=0,
+        device="cpu",
+        verify="compile",
+    )
+    plain, budget, least = (row["temporary_bytes"] for row in found.rows)
+    assert least <= budget <= 0.6 * plain
+    chosen = [note for note in found.notes if "Chosen by compiling" in note]
+    assert [note.split(":")[0] for note in chosen] == ["budget 60.0 %", "least memory"]
+
+
+def test_a_comparison_is_never_without_compiling():
+    with pytest.raises(RematError, match="compare compiles every row"):
+        remat_opt.compare(sines, X, X, device="cpu", verify=False)
+
+
+def test_fit_leaves_room_for_what_the_step_holds():
+    """The state that the step hands through is none of the loss's arguments."""
+    decorated = remat_opt.optimal_remat(sines, device="cpu")
+
+    def step(w, state, x):
+        return w - 0.1 * jax.grad(decorated)(w, x), state
+
+    state = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    cpu = remat_opt.device.get_device("cpu")
+    small = dataclasses.replace(cpu, memory_bytes=2 * 2**20)
+    found = remat_opt.compare(step, X, state, X, budgets="fit", policies=(), device=small)
+    assert found.rows[-1]["error"].startswith("Nothing is left for temporaries on cpu")
 
 
 def test_static_arguments_reach_policies_and_plans():

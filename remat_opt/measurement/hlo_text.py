@@ -12,6 +12,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from remat_opt.naming import file_title
+
 _PRODUCTS = frozenset({"dot", "convolution", "ragged-dot"})
 #: Libraries that compilers hand products to.
 _PRODUCT_CALLS = ("__cublas$", "__cudnn$", "__onednn$")
@@ -85,8 +87,7 @@ class Location:
         )
 
     def __str__(self) -> str:
-        name = self.file.replace("\\", "/").rsplit("/", 1)[-1]
-        return f"{name}:{self.line} ({self.function})"
+        return f"{file_title(self.file)}:{self.line} ({self.function})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

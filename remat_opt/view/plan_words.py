@@ -374,11 +374,13 @@ def _part(part: Mapping[str, Any]) -> str:
         size = _length(part["inside"])
         return f"{said} in chunks of {size} ({', then '.join(map(_part, part['inside']))})"
     kept = counted(len(part["kept"]), "value")
-    said += (
-        f" that keep {format_bytes(part['kept_bytes'])} in {kept} each"
-        if part["kept"]
-        else " that keep nothing but what they are handed"
+    keep, each, they_are = (
+        ("keeps", "", "it is") if part["length"] == 1 else ("keep", " each", "they are")
     )
+    if part["kept"]:
+        said += f" that {keep} {format_bytes(part['kept_bytes'])} in {kept}{each}"
+    else:
+        said += f" that {keep} nothing but what {they_are} handed"
     nested = [loop_words(one) for one in part["loops"]]
     return said + (f" (inside: {'; '.join(nested)})" if nested else "")
 

@@ -14,8 +14,8 @@ from remat_opt.view.memory_chart import COLORS, MemoryChart
 from remat_opt.view.scatter import Point, Scatter
 
 _COLORS = ("#59636f", "#d9731a", "#2f81d8", "#2a9d6f", "#b05cc6", "#c9475b")
-#: Points nearer than one part in so many, of all that is drawn, lie on one another.
-_APART = 60
+#: Names of points nearer than this share of the picture, both ways, would lie on one another.
+_NEAR = 0.04
 _MARKERS = "osD^v*"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -79,19 +79,27 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
         xlabel=f"{picture.x.title}, %",
         ylabel=f"{picture.y.title}, {name}",
     )
-    ax.set_ylim(bottom=0)
+    # Room for the names of the highest.
+    ax.set_ylim(0, 1.12 * picture.top / unit or 1)
     if len(picture.series) > 1:
         ax.legend(frameon=False)
     return ax
 
 
 def _named(picture: Scatter, points: Sequence[Point]) -> list[tuple[str, Point]]:
-    """The points with their names, those that lie on one another with all of theirs."""
-    found: dict[tuple[int, int], list[Point]] = {}
+    """The points with their names, those that lie near one another with all of theirs."""
+    wide = max(max(one.x for series in picture.series for one in series.points), 1e-9)
+    high = picture.top or 1.0
+    groups: list[list[Point]] = []
     for point in points:
-        place = round(_APART * point.x), round(_APART * point.y / (picture.top or 1.0))
-        found.setdefault(place, []).append(point)
-    return [("\n".join(point.label for point in group), group[0]) for group in found.values()]
+        for group in groups:
+            apart = abs(point.x - group[0].x) / wide, abs(point.y - group[0].y) / high
+            if max(apart) <= _NEAR:
+                group.append(point)
+                break
+        else:
+            groups.append([point])
+    return [("\n".join(point.label for point in group), group[0]) for group in groups]
 
 
 def memory(
@@ -155,14 +163,19 @@ def memory(
             linestyle=":",
             label=label,
         )
-    for level in chart.levels:
+    # The upper of two has its name above its line, the lower one below.
+    levels = sorted(chart.levels, key=lambda level: level.amount)
+    for number, level in enumerate(levels, 1):
         height = (chart.base + level.amount) / unit
+        is_upper = number == len(levels)
         ax.axhline(height, color="0.35", linestyle="--", linewidth=1)
         ax.annotate(
             level.text,
             (0, height),
-            xytext=(4, 3),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 3 if is_upper else -3),
             textcoords="offset points",
+            verticalalignment="bottom" if is_upper else "top",
             fontsize="x-small",
         )
     peak = timeline["at"][chart.peak]
@@ -173,7 +186,14 @@ def memory(
     )
     ax.set_ylim(bottom=0)
     ax.margins(x=0)
-    ax.legend(frameon=False, fontsize="small")
+    # Beside the picture, which is full, and from the top down, as bands lie on one another.
+    ax.legend(
+        reverse=True,
+        frameon=False,
+        fontsize="small",
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     return ax
 
 

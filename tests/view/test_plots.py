@@ -51,7 +51,7 @@ def test_memory_over_time(ax):
     assert plots.memory(plan_words.charts(given), "Plan", ax) is ax
     assert [area.get_label() for area in ax.collections] == ["kept", "gradients"]
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == ["kept", "gradients", "as compiled", "unchanged function"]
+    assert labels == ["unchanged function", "as compiled", "gradients", "kept"]
     assert ax.get_title() == "Plan"
 
 
