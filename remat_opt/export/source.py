@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -19,8 +19,13 @@ from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError
 from remat_opt.export import support
 from remat_opt.export.literals import UnprintableError, constant_text, quoted
-from remat_opt.export.naming import argument_names, identifier
-from remat_opt.export.printer import Printer
+from remat_opt.export.calls import Call as Expression
+from remat_opt.export.layout import assigned
+from remat_opt.export.naming import Distinct, identifier
+from remat_opt.export.paths import Path
+from remat_opt.export.paths import Step as PathStep
+from remat_opt.export.paths import paths_of
+from remat_opt.export.regions import Printer
 from remat_opt.plan import Plan
 from remat_opt.program.record import Program
 from remat_opt.program.tracing import Call, array_type
@@ -60,7 +65,7 @@ class Source:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the module to a file."""
-        Path(path).write_text(self.text, encoding="utf-8")
+        File(path).write_text(self.text, encoding="utf-8")
 
     def load(self) -> Any:
         """The function, as importing the saved module gives it."""
@@ -90,10 +95,16 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
             "for. Make them arguments."
         )
     printer = Printer(plan.platform)
-    function = printer.name(identifier(plan.function))
-    arguments = argument_names(program.input_tree, call.labels, printer.distinct())
-    lines, scope = printer.chain(program, arguments, plan.stages, plan.loops, frozenset(), "")
-    names = scope.names
+    functions = printer.functions
+    function = functions.name(identifier(plan.function))
+    unpacked, arguments = _arguments(call, functions.distinct(_parameters(call)))
+    constants = [f"constants[{number}]" for number in range(len(program.constants))]
+    given = dict(zip(program.arguments, arguments, strict=True))
+    given |= {
+        value: Path("constants", (PathStep("[", number, "]"),), ("constant",))
+        for number, value in enumerate(program.constants)
+    }
+    lines, names, _ = printer.chain(program, given, plan.stages, loops=plan.loops)
     try:
         results = [
             names[atom] if isinstance(atom, int) else _constant(atom.value)
@@ -104,22 +115,19 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
         raise RematError(
             f"The result of {plan.function!r} cannot be written as code: {error}."
         ) from None
-    constants = [names[value] for value in program.constants]
     head = _signature(call, has_constants=bool(constants))
     body = [
-        *_docstring(plan, program, call),
-        "leaves = jax.tree.leaves((" + _arguments_text(call) + "))",
+        *_docstring(plan, program, call, arguments),
+        f"leaves = jax.tree.leaves(({_arguments_text(call)}))",
         f"if len(leaves) != {len(arguments)}:",
         f'    raise ValueError(f"{len(arguments)} arrays are wanted, not {{len(leaves)}}.")',
-        *_unpacked(arguments, program),
-        *([f"({', '.join(constants)},) = constants"] if constants else []),
+        *unpacked,
         *lines,
         f"return {returned}",
     ]
     main = "\n".join([f"def {function}({head}):", *(f"    {line}" for line in body)])
-    text = "\n\n\n".join(
-        [_header(plan, function), *_helpers(printer.helpers), *printer.functions, main]
-    )
+    parts = [_header(plan, function), *_helpers(functions.helpers), *functions.texts, main]
+    text = "\n\n\n".join(parts)
     found = Source(function=function, text=text + "\n", constants=program.constant_values)
     _check(found, program, call)
     return found
@@ -185,29 +193,48 @@ def _arguments_text(call: Call) -> str:
     return f"({positional}), {{{keywords}}}"
 
 
-def _docstring(plan: Plan, program: Program, call: Call) -> list[str]:
-    lines = [f'"""As {plan.function}, in {len(plan.stages)} regions.']
+def _docstring(
+    plan: Plan, program: Program, call: Call, arguments: Sequence[str | Path]
+) -> list[str]:
+    lines = [f'"""As {plan.function}, in {len(plan.stages)} regions.', "", "Args:"]
+    types = [program.types[value] for value in program.arguments]
+    kinds = [f"{one.dtype}{list(one.shape)}" for one in types]
+    for label in _parameters(call):
+        told = Counter(
+            (one.pattern() if isinstance(one, Path) else one, kind)
+            for one, kind in zip(arguments, kinds, strict=True)
+            if (one.root if isinstance(one, Path) else re.sub(r"_\d+$", "", one)) == label
+        )
+        for (pattern, kind), count in told.items():
+            lines.append(f"  {pattern}: {kind}" + (f", {count} times" if count > 1 else ""))
     if program.constants:
-        lines += [
-            "",
-            "Args, beside those of the original:",
-            "  constants: the arrays it closed over.",
-        ]
+        lines.append("  constants: the arrays that the original closed over:")
         lines += [
             f"    {number}. {program.types[value].dtype}{list(program.types[value].shape)}"
             for number, value in enumerate(program.constants)
         ]
-    return [*lines, '"""'] if len(lines) > 1 else [lines[0] + '"""']
+    return [*lines, '"""'] if len(lines) > 3 else [lines[0] + '"""']
 
 
-def _unpacked(arguments: Sequence[str], program: Program) -> list[str]:
-    if not arguments:
-        return []
-    lines = ["("]
-    for name, value in zip(arguments, program.arguments, strict=True):
-        kind = program.types[value]
-        lines.append(f"    {name},  # {kind.dtype}{list(kind.shape)}")
-    return [*lines, ") = leaves"]
+def _parameters(call: Call) -> list[str]:
+    return [*_positional(call), *sorted(call.kwargs)]
+
+
+def _arguments(call: Call, distinct: Distinct) -> tuple[list[str], list[str | Path]]:
+    """The text of all arrays, and the lines that take apart what code cannot step into."""
+    lines: list[str] = []
+    found: list[str | Path] = []
+    given = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
+    for root, argument in zip(_parameters(call), given, strict=True):
+        paths = paths_of(root, argument)
+        if paths is None:
+            count = len(jax.tree.leaves(argument))
+            names = [distinct.name(identifier(root), numbered=True) for _ in range(count)]
+            lines += assigned(names, Expression("jax.tree.leaves", (root,)))
+            found += names
+        else:
+            found += paths
+    return lines, found
 
 
 def _constant(value: Any) -> str:
