@@ -175,7 +175,10 @@ class _Chain:
         # By key: how often a piece is used as a region and otherwise, and what is named in it.
         self._as_region: Counter[str] = Counter()
         self._inside: Counter[str] = Counter()
+        self._told: set[str] = set()
         self._named: defaultdict[str, set[int]] = defaultdict(set)
+        # Likewise, for which of its inputs an equation has derivatives.
+        self._reached: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
         self._written: dict[tuple[str, str], _Function] = {}
         self._kept_as: dict[int, tuple[str, ...]] = {}
 
@@ -207,23 +210,32 @@ class _Chain:
             seen = self._as_region[key] + self._inside[key] > 0
             self._as_region[key] += 1
             if not seen:
-                self._count(region.whole)
+                self._count(region.whole, told=step.checkpointed or bool(step.named))
 
     def _note_names(self, region: Region, piece: Piece) -> None:
         key = self._keys[piece] = self._key(region, piece)
         self._named[key].update(
             place for place, index in enumerate(piece.indices) if region.turns[index].named
         )
+        self._reached[key].update(
+            (place, number)
+            for place, index in enumerate(piece.indices)
+            for number, atom in enumerate(self.program.equations[index].inputs)
+            if isinstance(atom, int) and atom in self.rewriting.summed
+        )
         for part in piece.pieces():
             self._note_names(region, part)
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: Piece, *, told: bool) -> None:
+        """Counts the pieces of one; ``told`` is whether these are called where names matter."""
         for part in piece.pieces():
             key = self._keys[part]
             seen = self._as_region[key] + self._inside[key] > 0
             self._inside[key] += 1
+            if told:
+                self._told.add(key)
             if not seen:
-                self._count(part)
+                self._count(part, told=True)
 
     def _key(self, region: Region, piece: Piece) -> str:
         """The code of a piece, but for names; what has the same is the same code."""
@@ -283,13 +295,22 @@ class _Chain:
           decorated: whether it is to be under the region's checkpoint.
         """
         key = self._keys[piece]
-        takes_at = bool(self._named[key]) and self._inside[key] > 0
+        takes_at = bool(self._named[key]) and key in self._told
         found = self._written.get((key, "" if takes_at else label))
         if found is not None:
             return found
         inputs = self._argument_names(piece)
         scope = self._scope(piece, self.functions.distinct(["at"]), inputs)
-        scope = dataclasses.replace(scope, label="" if takes_at else label, takes_at=takes_at)
+        reached = [
+            self.program.equations[piece.indices[place]].inputs[number]
+            for place, number in self._reached[key]
+        ]
+        scope = dataclasses.replace(
+            scope,
+            summed=scope.summed.union(one for one in reached if isinstance(one, int)),
+            label="" if takes_at else label,
+            takes_at=takes_at,
+        )
         labels: _Labels = {}
         lines = self._body(region, piece, scope, labels)
         name = self.functions.name(wanted)
@@ -419,11 +440,16 @@ class _Chain:
         if step.inside:
             return [self._nested(step, place, label, wanted)]
         region = self.regions[place]
-        if not step.checkpointed:
+        if not step.checkpointed and not step.named:
             return self._unchecked(region, wanted)
         whole = region.whole
         key = self._keys[whole]
-        if self._as_region[key] + self._inside[key] == 1:
+        first: tuple[str, ...] = ()
+        if not step.checkpointed:
+            function = self._function(region, whole, self._wanted(whole, wanted), label=label)
+            name = function.name
+            first = (quoted(label),) if function.takes_at else ()
+        elif self._as_region[key] + self._inside[key] == 1:
             function = self._function(
                 region, whole, wanted, label=label, said=self._said(step), decorated=True
             )
@@ -435,7 +461,7 @@ class _Chain:
             whole.indices[inner]: tuple(f"{label}{one}" for one in names)
             for inner, names in function.labels.items()
         }
-        return [Item(function=name, reads=whole.inputs, writes=whole.outputs)]
+        return [Item(function=name, first=first, reads=whole.inputs, writes=whole.outputs)]
 
     def _kept(self, region: Region, labels: _Labels, label: str) -> list[str]:
         """The names that the policy of a region keeps."""
