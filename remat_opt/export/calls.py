@@ -231,6 +231,7 @@ _WRITERS: Mapping[str, _Writer] = (
         "random_seed": _random_with_kind("jax.random.key"),
         "random_unwrap": _write("jax.random.key_data"),
         "random_wrap": _random_with_kind("jax.random.wrap_key_data"),
+        "reshape": _reshape,
         "reduce_precision": _write("lax.reduce_precision", "exponent_bits", "mantissa_bits"),
         "reduce_window_sum": _window("lax.add", lambda params: "0.0"),
         "reduce_window_max": _window("lax.max", lambda params: "-jnp.inf"),

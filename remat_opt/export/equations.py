@@ -18,9 +18,9 @@ from remat_opt.errors import RematError
 from remat_opt.export import kept, support
 from remat_opt.export.calls import Call, bound, call
 from remat_opt.export.functions import Functions
-from remat_opt.export.layout import INDENT, assigned, listed
+from remat_opt.export.layout import INDENT, assigned, listed, wrapped
 from remat_opt.export.literals import UnprintableError, constant_text, quoted
-from remat_opt.export.naming import Distinct, rule_name, value_names
+from remat_opt.export.naming import Distinct, rule_name, value_names, word_of
 from remat_opt.export.reading import (
     has_usual_type,
     policy_text,
@@ -44,7 +44,7 @@ class Turn:
       before: arguments that pass a barrier with the inputs.
       behind: arguments whose cotangents wait for those of the outputs.
       tied: places of the inputs whose cotangents go on together.
-      waited: values that are to be there first.
+      waited: values that are to be there before the inputs go on; None if these do not wait.
       weight: the place of the input whose gradient comes first.
     """
 
@@ -52,11 +52,13 @@ class Turn:
     before: frozenset[int] = frozenset()
     behind: frozenset[int] = frozenset()
     tied: tuple[int, ...] = ()
-    waited: tuple[int, ...] = ()
+    waited: tuple[int, ...] | None = None
     weight: int | None = None
 
 
 _FREE = Turn()
+#: Calls that are longer are written as functions where a function is wanted.
+_LONGEST = 70
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class Scope:
       distinct: the names in use.
       ways: what is to be written in another way.
       summed: the values that derivatives are taken for, or of.
+      still: equations with names whose inputs may all be without a derivative.
       loops: those that are opened.
       label: begins what values are kept by.
       takes_at: whether what the function is handed as ``at`` comes before that.
@@ -81,6 +84,7 @@ class Scope:
     distinct: Distinct
     ways: Rewrites | None = None
     summed: frozenset[int] = frozenset()
+    still: frozenset[int] = frozenset()
     loops: Mapping[int, Loop] = dataclasses.field(default_factory=dict)
     label: str = ""
     takes_at: bool = False
@@ -139,7 +143,7 @@ class Equations:
                 behind(everywhere, support.behind_barrier, rebound=turn.before)
             elif turn.tied and turn.weight is None:
                 behind(turn.tied, support.cotangents_together)
-            if turn.waited:
+            if turn.waited is not None:
                 behind(everywhere, support.stored, *(names[value] for value in turn.waited))
             lines += self._one(scope, index, inputs, named=turn.named, weight=turn.weight)
         except UnprintableError as error:
@@ -229,7 +233,7 @@ class Equations:
         results = [scope.names[value] for value in equation.outputs]
         waiting = ways is not None and index in ways.waiting
         if named and stands_in(equation, waiting=waiting, weight=weight):
-            return kept.lines(self, scope, equation, inputs, results)
+            return kept.lines(self, scope, index, inputs, results)
         if index in scope.loops:
             lines = assigned(results, self._opened(scope, index, inputs))
         elif ways is not None and index in ways.apart:
@@ -280,7 +284,12 @@ class Equations:
                 arguments, equation.inputs, equation.operation.inputs, strict=True
             )
         ]
-        return f"lambda {', '.join(arguments)}: {self.call(equation, given)[0]}"
+        made = str(self.call(equation, given)[0])
+        if len(made) <= _LONGEST:
+            return f"lambda {', '.join(arguments)}: {made}"
+        wanted = f"{word_of(equation)}_of"
+        lines = wrapped(self.call(equation, given)[0], "return ", "")
+        return self.functions.defined_once(wanted, arguments, lines)
 
     def call(self, equation: Equation, inputs: Sequence[str]) -> tuple[Call, bool]:
         """The call that makes an equation, and whether it gives several results."""

@@ -31,7 +31,7 @@ _BILINEAR = PRODUCTS | {"add", "add_any", "mul", "sub"}
 def lines(
     equations: Equations,
     scope: Scope,
-    equation: Equation,
+    index: int,
     inputs: Sequence[str],
     results: Sequence[str],
 ) -> list[str]:
@@ -40,17 +40,18 @@ def lines(
     Args:
       equations: what writes equations.
       scope: where it is written.
-      equation: the equation.
+      index: of the equation.
       inputs: what it reads, as text.
       results: the names of its outputs.
     """
+    equation = scope.program.equations[index]
     if len(results) != 1:
         found = equations.plain(equation, inputs, results)
         for value, result in zip(equation.outputs, results, strict=True):
             found += assigned([result], equations.named(scope, value, result), one=True)
         return found
     (value,) = equation.outputs
-    parts = _derivatives(equations, scope, equation)
+    parts = _derivatives(equations, scope, equation, always=index in scope.still)
     if parts is None:
         made, several = equations.call(equation, inputs)
         named = equations.named(scope, value, f"{made}{'[0]' if several else ''}")
@@ -77,8 +78,14 @@ def lines(
     return assigned(results, written, one=True)
 
 
-def _derivatives(equations: Equations, scope: Scope, equation: Equation) -> list[str] | None:
-    """Functions that give the output's tangent from each input's; None if JAX's own will do."""
+def _derivatives(
+    equations: Equations, scope: Scope, equation: Equation, *, always: bool
+) -> list[str] | None:
+    """Functions that give the output's tangent from each input's; None if JAX's own will do.
+
+    JAX's own does for what is linear in each input, unless ``always``: what has no derivative runs
+    under a rule of its own in ``transform``, where policies do not see the name.
+    """
     places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
     kinds = [equation.operation.inputs[place] for place in places]
     shapes = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds]
@@ -106,9 +113,24 @@ def _derivatives(equations: Equations, scope: Scope, equation: Equation) -> list
         program = program_of(closed)
         found.append((program, same_as(program, equation, places, literals), number))
     reads_output = any(one is not None and one[1] is not None for one in found)
-    if not reads_output and equation.operation.primitive in _BILINEAR:
+    linear = equation.operation.primitive in _BILINEAR or all(
+        one is not None and _is_equation(one[0], equation) for one in found
+    )
+    if not reads_output and linear and not always:
         return None
     return ["None" if one is None else _derivative(equations, equation, *one) for one in found]
+
+
+def _is_equation(program: Program, equation: Equation) -> bool:
+    """Whether a derivative is the equation itself, of the tangent."""
+    if len(program.equations) != 1:
+        return False
+    (one,) = program.equations
+    return (
+        one.operation.primitive == equation.operation.primitive
+        and one.parameters == equation.parameters
+        and one.value_inputs == program.arguments[:1]
+    )
 
 
 def _derivative(

@@ -23,6 +23,18 @@ def policy_decorator(names: Sequence[str]) -> list[str]:
     return ["@functools.partial(", f"{INDENT}jax.checkpoint,", *inside, ")"]
 
 
+def checkpointed(name: str, run: str, names: Sequence[str]) -> list[str]:
+    """The lines that put a function under a checkpoint whose policy keeps these names."""
+    if not names:
+        return wrapped(Call("jax.checkpoint", (run,)), f"{name} = ", "")
+    policy = Call("policy=jax.checkpoint_policies.save_only_these_names", tuple(map(quoted, names)))
+    one_line = f"{name} = jax.checkpoint({run}, {policy})"
+    if len(one_line) <= WIDTH:
+        return [one_line]
+    inside = [f"{INDENT}{line}" for line in wrapped(policy, "", ",")]
+    return [f"{name} = jax.checkpoint(", f"{INDENT}{run},", *inside, ")"]
+
+
 def listed(items: Sequence[str]) -> str:
     """A tuple of expressions.
 
@@ -51,7 +63,7 @@ def assigned(
     if not results:
         return wrapped(expression, "", "")
     alone = one or (unpack and len(results) == 1)
-    target = ", ".join(results) + ("," if len(results) == 1 and not alone else "")
+    target = ", ".join(results) if alone or len(results) > 1 else listed(results)
     if len(target) > WIDTH - 4 * len(INDENT):
         inside = _filled(results, INDENT)
         return ["(", *inside, *wrapped(expression, ") = ", "")]

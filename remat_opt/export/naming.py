@@ -35,7 +35,7 @@ _SHORT = {
 }
 #: What exported code imports, or has as names of its own.
 RESERVED = frozenset(
-    {"checkpoint_name", "constants", "functools", "jax", "jnp", "lax", "leaves", "np"}
+    {"checkpoint_name", "constants", "count", "functools", "jax", "jnp", "lax", "np"}
     | set(keyword.kwlist)
     | set(dir(builtins))
 )
@@ -91,6 +91,10 @@ class Distinct:
         self._told: set[str] = set() if told is None else told
         self._counts: Counter[str] = Counter()
 
+    def is_free(self, wanted: str) -> bool:
+        """Whether nothing has this name."""
+        return wanted not in self._taken and wanted not in self._elsewhere
+
     def name(self, wanted: str, *, numbered: bool = False) -> str:
         """A name like the one that is wanted.
 
@@ -99,7 +103,7 @@ class Distinct:
           numbered: whether to give it a number even where it is free.
         """
         found = wanted
-        while numbered or found in self._taken or found in self._elsewhere:
+        while numbered or not self.is_free(found):
             self._counts[wanted] += 1
             found = f"{wanted}_{self._counts[wanted]}"
             numbered = False

@@ -66,16 +66,17 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
     known = set(step.inputs)
     found = {}
     for index in step.equations:
-        waited: set[int] = set()
+        waited: tuple[int, ...] | None = None
         if index in ways.partner and not step.checkpointed:
             partner = program.equations[ways.partner[index]]
-            waited = set(partner.value_inputs).difference(program.arguments)
+            read = set(partner.value_inputs).difference(program.arguments)
+            waited = tuple(sorted(read)) if read <= known else None
         found[index] = Turn(
             named=index in step.named,
             before=before.get(index, frozenset()),
             behind=behind.get(index, frozenset()),
             tied=tied.get(index, ()),
-            waited=tuple(sorted(waited)) if waited <= known else (),
+            waited=waited,
             weight=ways.weight_place.get(index) if index in tied else None,
         )
         known.update(program.equations[index].outputs)
@@ -163,7 +164,8 @@ class Region:
 
     def _reads(self, index: int) -> tuple[int, ...]:
         turn = self.turns[index]
-        return (*self._program.equations[index].value_inputs, *turn.waited, *sorted(turn.behind))
+        read = self._program.equations[index].value_inputs
+        return (*read, *(turn.waited or ()), *sorted(turn.behind))
 
     def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:
         """Equations in a row as a piece, which consists of these parts."""

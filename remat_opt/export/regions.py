@@ -22,7 +22,7 @@ from remat_opt.export import support
 from remat_opt.export.calls import Call
 from remat_opt.export.equations import Equations, Scope
 from remat_opt.export.functions import Functions
-from remat_opt.export.layout import assigned, listed, policy_decorator, returned, wrapped
+from remat_opt.export.layout import assigned, checkpointed, listed, policy_decorator, returned
 from remat_opt.export.literals import quoted
 from remat_opt.export.naming import Distinct, snake_case, word_of
 from remat_opt.export.paths import Path
@@ -88,7 +88,8 @@ class Printer:
           The lines that run the regions, the text of every value that is known behind them, and
           the names of what is kept, by equation.
         """
-        return _Chain(self, program, stages, loops, named).run(arguments, label)
+        one = _Chain(self, _Same(), program, stages, loops, named)
+        return one.run(arguments, label)
 
     def _opened(self, scope: Scope, index: int, inputs: Sequence[str]) -> Call:
         """A scan in its parts, as ``transform.loops`` runs it."""
@@ -107,26 +108,27 @@ class Printer:
         planned = self.functions.helper(support.planned_scan)
         return Call(planned, (parts, *scan_inputs(scan, inputs), *options))
 
-    def _parts(self, parts: Sequence[Part], program: Program, label: str) -> list[str]:
+    def _parts(
+        self, parts: Sequence[Part], program: Program, label: str, same: _Same | None = None
+    ) -> list[str]:
         """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
+        same = _Same() if same is None else same
+        chains = {
+            number: _Chain(self, same, program, part.stages, part.loops, frozenset(part.kept))
+            for number, part in enumerate(parts)
+            if not part.inside
+        }
         found = []
         for number, part in enumerate(parts):
             own = f"{label}_part_{number + 1}" if len(parts) > 1 else f"{label}_iteration"
             if part.inside:
-                inside = self._parts(part.inside, program, own)
+                inside = self._parts(part.inside, program, own, same)
                 found.append(f"({part.length}, [{', '.join(inside)}], (), None)")
                 continue
             arguments = self.functions.distinct()
             names = {value: arguments.name("x", numbered=True) for value in program.arguments}
             constants = {v: arguments.name("constant", numbered=True) for v in program.constants}
-            lines, known, labels = self.chain(
-                program,
-                names | constants,
-                part.stages,
-                loops=part.loops,
-                named=frozenset(part.kept),
-                label=f"{own}.",
-            )
+            lines, known, labels = chains[number].run(names | constants, f"{label}.", f"{label}_")
             function = self.functions.name(own)
             outputs = [self.equations.output(known, atom) for atom in program.outputs]
             self.functions.define(
@@ -144,18 +146,47 @@ class Printer:
         return found
 
 
+class _Same:
+    """What is known of pieces that are the same code, by that code.
+
+    Attributes:
+      as_region: how often they are a region.
+      inside: how often they are called otherwise.
+      told: those of which the names are to differ by who calls them.
+      named: places of the equations that have a name in any of them.
+      still: of these those whose inputs have no derivative in one of them that is named.
+      reached: places and inputs of equations that have a derivative in any of them.
+      written: the functions; also by what begins the names in them, where they are not told.
+    """
+
+    def __init__(self) -> None:
+        self.as_region: Counter[str] = Counter()
+        self.inside: Counter[str] = Counter()
+        self.told: set[str] = set()
+        self.named: defaultdict[str, set[int]] = defaultdict(set)
+        self.still: defaultdict[str, set[int]] = defaultdict(set)
+        self.reached: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+        self.written: dict[tuple[str, str], _Function] = {}
+
+    def uses(self, key: str) -> int:
+        """How often a piece comes."""
+        return self.as_region[key] + self.inside[key]
+
+
 class _Chain:
     """One program that is being written, with its regions."""
 
     def __init__(
         self,
         printer: Printer,
+        same: _Same,
         program: Program,
         stages: Sequence[Stage],
         loops: Sequence[Loop],
         named: Set[int],
     ) -> None:
         self.functions, self.equations = printer.functions, printer.equations
+        self.same = same
         self.program = program
         self.loops = {loop.root: loop for loop in loops}
         rules = Rules(platform=printer.platform)
@@ -172,22 +203,16 @@ class _Chain:
         self.regions: dict[tuple[int, ...], Region] = {}
         self._paths = paths_of(program)
         self._keys: dict[Piece, str] = {}
-        # By key: how often a piece is used as a region and otherwise, and what is named in it.
-        self._as_region: Counter[str] = Counter()
-        self._inside: Counter[str] = Counter()
-        self._told: set[str] = set()
-        self._named: defaultdict[str, set[int]] = defaultdict(set)
-        # Likewise, for which of its inputs an equation has derivatives.
-        self._reached: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
-        self._written: dict[tuple[str, str], _Function] = {}
         self._kept_as: dict[int, tuple[str, ...]] = {}
+        self._begin = ""
+        self._collect(self.steps, ())
 
     def run(
-        self, arguments: Mapping[int, str | Path], label: str
+        self, arguments: Mapping[int, str | Path], label: str, begin: str = ""
     ) -> tuple[list[str], dict[int, str], dict[int, tuple[str, ...]]]:
-        """Writes all regions; see ``Printer.chain``."""
+        """Writes all regions; see ``Printer.chain``. ``begin`` begins the names of functions."""
         self.arguments = arguments
-        self._collect(self.steps, ())
+        self._begin = begin
         items = self._calls(self.steps, (), label)
         lines, known = lines_of(
             items, arguments, self._hint, self.functions.distinct, self.program.output_values
@@ -207,17 +232,23 @@ class _Chain:
             region = self.regions[place] = Region(self.program, step, turns, self._paths)
             self._note_names(region, region.whole)
             key = self._keys[region.whole]
-            seen = self._as_region[key] + self._inside[key] > 0
-            self._as_region[key] += 1
+            seen = self.same.uses(key) > 0
+            self.same.as_region[key] += 1
             if not seen:
                 self._count(region.whole, told=step.checkpointed or bool(step.named))
 
     def _note_names(self, region: Region, piece: Piece) -> None:
         key = self._keys[piece] = self._key(region, piece)
-        self._named[key].update(
+        self.same.named[key].update(
             place for place, index in enumerate(piece.indices) if region.turns[index].named
         )
-        self._reached[key].update(
+        self.same.still[key].update(
+            place
+            for place, index in enumerate(piece.indices)
+            if region.turns[index].named
+            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
+        )
+        self.same.reached[key].update(
             (place, number)
             for place, index in enumerate(piece.indices)
             for number, atom in enumerate(self.program.equations[index].inputs)
@@ -230,10 +261,10 @@ class _Chain:
         """Counts the pieces of one; ``told`` is whether these are called where names matter."""
         for part in piece.pieces():
             key = self._keys[part]
-            seen = self._as_region[key] + self._inside[key] > 0
-            self._inside[key] += 1
+            seen = self.same.uses(key) > 0
+            self.same.inside[key] += 1
             if told:
-                self._told.add(key)
+                self.same.told.add(key)
             if not seen:
                 self._count(part, told=True)
 
@@ -251,7 +282,7 @@ class _Chain:
     def _shared(self, piece: Piece) -> bool:
         """Whether a piece of another becomes a function of its own."""
         key = self._keys[piece]
-        return self._inside[key] > 0 and self._inside[key] + self._as_region[key] > 1
+        return self.same.inside[key] > 0 and self.same.uses(key) > 1
 
     # --- functions ----------------------------------------------------------------------------
 
@@ -295,19 +326,20 @@ class _Chain:
           decorated: whether it is to be under the region's checkpoint.
         """
         key = self._keys[piece]
-        takes_at = bool(self._named[key]) and key in self._told
-        found = self._written.get((key, "" if takes_at else label))
+        takes_at = bool(self.same.named[key]) and key in self.same.told
+        found = self.same.written.get((key, "" if takes_at else label))
         if found is not None:
             return found
         inputs = self._argument_names(piece)
         scope = self._scope(piece, self.functions.distinct(["at"]), inputs)
         reached = [
             self.program.equations[piece.indices[place]].inputs[number]
-            for place, number in self._reached[key]
+            for place, number in self.same.reached[key]
         ]
         scope = dataclasses.replace(
             scope,
             summed=scope.summed.union(one for one in reached if isinstance(one, int)),
+            still=frozenset(piece.indices[place] for place in self.same.still[key]),
             label="" if takes_at else label,
             takes_at=takes_at,
         )
@@ -325,12 +357,12 @@ class _Chain:
             decorator=self._decorator(region, labels, label) if decorated else (),
         )
         found = _Function(name=name, takes_at=takes_at, labels=labels)
-        self._written[key, "" if takes_at else label] = found
+        self.same.written[key, "" if takes_at else label] = found
         return found
 
     def _body(self, region: Region, piece: Piece, scope: Scope, labels: _Labels) -> list[str]:
         """The lines of a piece; to ``labels`` are added the names in it."""
-        named = self._named[self._keys[piece]]
+        named = self.same.named[self._keys[piece]]
         place = {index: n for n, index in enumerate(piece.indices)}
         lines: list[str] = []
         said = ""
@@ -380,23 +412,20 @@ class _Chain:
         return f"{name}s" if name and several else name or otherwise
 
     def _argument_names(self, piece: Piece) -> list[str]:
-        """What to call the inputs: arguments by the end of their paths, as far as these differ."""
+        """What to call the inputs: arguments by the end of their paths."""
         paths = {
             value: given.words
             for value in piece.inputs
             if isinstance(given := self.arguments.get(value), Path)
         }
-        found = []
-        for value in piece.inputs:
-            if value not in paths:
-                found.append(self._hint(value))
-                continue
-            words, others = paths[value], [one for v, one in paths.items() if v != value]
-            for length in range(1, len(words) + 1):
-                if all(one[-length:] != words[-length:] for one in others):
-                    break
-            found.append("_".join(words[-length:]))
-        return found
+        # The same number of words for all, as few as tell them apart as far as words do.
+        most = max((len(words) for words in paths.values()), default=1)
+        told = [len({words[-n:] for words in paths.values()}) for n in range(1, most + 1)]
+        length = told.index(max(told)) + 1
+        return [
+            "_".join(paths[value][-length:]) if value in paths else self._hint(value)
+            for value in piece.inputs
+        ]
 
     def _hint(self, value: int) -> str:
         """A word for a value."""
@@ -436,7 +465,7 @@ class _Chain:
 
     def _step(self, step: Step, place: tuple[int, ...], label: str) -> list[Item]:
         number = "_".join(str(one + 1) for one in place)
-        wanted = f"region_{number}"
+        wanted = f"{self._begin}region_{number}"
         if step.inside:
             return [self._nested(step, place, label, wanted)]
         region = self.regions[place]
@@ -449,7 +478,7 @@ class _Chain:
             function = self._function(region, whole, self._wanted(whole, wanted), label=label)
             name = function.name
             first = (quoted(label),) if function.takes_at else ()
-        elif self._as_region[key] + self._inside[key] == 1:
+        elif self.same.uses(key) == 1:
             function = self._function(
                 region, whole, wanted, label=label, said=self._said(step), decorated=True
             )
@@ -478,18 +507,16 @@ class _Chain:
     ) -> str:
         """Puts a function under the checkpoint of a region; what that is called."""
         names = self._kept(region, function.labels, label)
-        run = f"functools.partial({function.name}, {quoted(label)})"
-        arguments = [run if function.takes_at else function.name]
-        if names:
-            kept = ", ".join(map(quoted, names))
-            arguments.append(f"policy=jax.checkpoint_policies.save_only_these_names({kept})")
+        run = function.name
+        if function.takes_at:
+            run = f"functools.partial({run}, {quoted(label)})"
 
         def write(name: str) -> None:
-            said = [f"# {self._said(region.step)}"]
-            lines = wrapped(Call("jax.checkpoint", tuple(arguments)), f"{name} = ", "")
-            self.functions.texts.append("\n".join([*said, *lines]))
+            said = f"# {self._said(region.step)}"
+            lines = checkpointed(name, run, names)
+            self.functions.texts.append("\n".join([said, *lines]))
 
-        return self.functions.once(" ".join(arguments), wanted, write)
+        return self.functions.once(f"{run} {names}", wanted, write)
 
     def _unchecked(self, region: Region, wanted: str) -> list[Item]:
         """The calls of a region without a checkpoint: of its pieces, where some are shared."""

@@ -243,10 +243,11 @@ class _Writer:
         lines: list[str] = []
         variables: dict[str, str] = {}
         used: Counter[str] = Counter()
-        for start, times in starts.items():
+        for start, times in sorted(starts.items(), key=lambda pair: (len(pair[0]), pair[0])):
             if start and times >= _MANY:
-                variables[start] = self._variable(words[start], used[words[start]])
-                used[words[start]] += 1
+                word = words[start]
+                variables[start] = self._variable(word, used[word])
+                used[word] += 1
                 lines.append(f"{variables[start]} = {start}")
         for one, given_arguments in zip(written, arguments, strict=True):
             texts = []
@@ -264,7 +265,8 @@ class _Writer:
     def _variable(self, word: str, number: int) -> str:
         pool = self._pools.setdefault(word, [])
         while len(pool) <= number:
-            pool.append(self._names.name(word))
+            first = word if self._names.is_free(word) else f"this_{word}"
+            pool.append(self._names.name(f"next_{word}" if pool else first))
         return pool[number]
 
 

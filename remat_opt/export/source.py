@@ -20,7 +20,7 @@ from remat_opt.errors import RematError
 from remat_opt.export import support
 from remat_opt.export.literals import UnprintableError, constant_text, quoted
 from remat_opt.export.calls import Call as Expression
-from remat_opt.export.layout import assigned
+from remat_opt.export.layout import assigned, listed
 from remat_opt.export.naming import Distinct, identifier
 from remat_opt.export.paths import Path
 from remat_opt.export.paths import Step as PathStep
@@ -118,14 +118,14 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
     head = _signature(call, has_constants=bool(constants))
     body = [
         *_docstring(plan, program, call, arguments),
-        f"leaves = jax.tree.leaves(({_arguments_text(call)}))",
-        f"if len(leaves) != {len(arguments)}:",
-        f'    raise ValueError(f"{len(arguments)} arrays are wanted, not {{len(leaves)}}.")',
+        f"count = len(jax.tree.leaves({listed(_parameters(call))}))",
+        f"if count != {len(arguments)}:",
+        f'    raise ValueError(f"{len(arguments)} arrays are wanted, not {{count}}.")',
         *unpacked,
         *lines,
         f"return {returned}",
     ]
-    main = "\n".join([f"def {function}({head}):", *(f"    {line}" for line in body)])
+    main = "\n".join([f"def {function}({head}):", *(f"    {line}".rstrip() for line in body)])
     parts = [_header(plan, function), *_helpers(functions.helpers), *functions.texts, main]
     text = "\n\n\n".join(parts)
     found = Source(function=function, text=text + "\n", constants=program.constant_values)
@@ -185,12 +185,6 @@ def _signature(call: Call, *, has_constants: bool) -> str:
 
 def _positional(call: Call) -> list[str]:
     return [label if isinstance(label, str) else f"argument_{label}" for label in call.labels]
-
-
-def _arguments_text(call: Call) -> str:
-    positional = "".join(f"{name}, " for name in _positional(call)).strip()
-    keywords = ", ".join(f"{quoted(name)}: {name}" for name in sorted(call.kwargs))
-    return f"({positional}), {{{keywords}}}"
 
 
 def _docstring(
