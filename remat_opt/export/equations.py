@@ -270,9 +270,7 @@ class Equations:
             return Call(self.helper(support.named_parts), (written, name))
         return Call("checkpoint_name", (written, name))
 
-    def plain(
-        self, equation: Equation, inputs: Sequence[str], results: Sequence[str]
-    ) -> list[str]:
+    def plain(self, equation: Equation, inputs: Sequence[str], results: Sequence[str]) -> list[str]:
         """The lines of an equation as it is."""
         expression, several = self.call(equation, inputs)
         return assigned(results, expression, one=not several)
@@ -284,12 +282,16 @@ class Equations:
                 arguments, equation.inputs, equation.operation.inputs, strict=True
             )
         ]
-        made = str(self.call(equation, given)[0])
-        if len(made) <= _LONGEST:
-            return f"lambda {', '.join(arguments)}: {made}"
-        wanted = f"{word_of(equation)}_of"
-        lines = wrapped(self.call(equation, given)[0], "return ", "")
-        return self.functions.defined_once(wanted, arguments, lines)
+        return self.as_function(equation, self.call(equation, given)[0], arguments)
+
+    def as_function(
+        self, equation: Equation, made: Call, arguments: Sequence[str], behind: str = ""
+    ) -> str:
+        """A call that makes an equation as a function of these arguments."""
+        if len(str(made)) <= _LONGEST:
+            return f"lambda {', '.join(arguments)}: {made}{behind}"
+        lines = wrapped(made, "return ", behind)
+        return self.functions.defined_once(f"{word_of(equation)}_of", arguments, lines)
 
     def call(self, equation: Equation, inputs: Sequence[str]) -> tuple[Call, bool]:
         """The call that makes an equation, and whether it gives several results."""
@@ -315,8 +317,7 @@ class Equations:
         if primitive == "reshape" and params["dimensions"] is None:
             # ``lax.reshape`` to the shape that is there makes no equation.
             same = equation.operation.inputs[0].shape == tuple(params["new_sizes"])
-            write = bound if same else call
-            return write(primitive, params, inputs), several
+            return (bound if same else call)(primitive, params, inputs), several
         return call(primitive, params, inputs), several
 
     def _inner(self, closed: Any, wanted: str) -> str:

@@ -63,9 +63,10 @@ def lines(
         for place in range(len(inputs))
     ]
     made, several = equations.call(equation, given)
-    run = f"lambda {', '.join(arguments)}: {made}{'[0]' if several else ''}"
     if made.arguments == arguments and not several:
         run = made.fn
+    else:
+        run = equations.as_function(equation, made, arguments, "[0]" if several else "")
     written = Call(
         equations.helper(support.kept),
         (

@@ -33,7 +33,7 @@ class Step:
             return f"{self.before}{self.number if number is None else number}{self.behind}"
         if number is None:
             return f"{self.before}{self.number}{self.behind}"
-        return f'[f{self.before[1:]}{{{number}}}{self.behind}'
+        return f"[f{self.before[1:]}{{{number}}}{self.behind}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -90,13 +90,11 @@ def paths_of(program: Program) -> list[tuple[Level, ...]]:
     """
     modules = [_modules(one) for one in program.equations]
     functions = [_functions(one) for one in program.equations]
-    shared = _common(modules), _common(functions)
+    shared = _common([one for one in modules if one]), _common(functions)
     found: list[tuple[Level, ...]] = []
-    block_of = {
-        index: number for number, run in enumerate(blocks.blocks(program)) for index in run
-    }
+    block_of = {index: number for number, run in enumerate(blocks.blocks(program)) for index in run}
     for index, (by_module, by_function) in enumerate(zip(modules, functions, strict=True)):
-        told = by_module[shared[0] :] or by_function[shared[1] :]
+        told = by_module[shared[0] :] if by_module else by_function[shared[1] :]
         block = ("", block_of[index]) if index in block_of else _NO_BLOCK
         found.append((block, *told))
     return found

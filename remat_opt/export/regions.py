@@ -73,6 +73,7 @@ class Printer:
         loops: Sequence[Loop] = (),
         named: Set[int] = frozenset(),
         label: str = "",
+        words: Mapping[int, str] | None = None,
     ) -> tuple[list[str], dict[int, str], dict[int, tuple[str, ...]]]:
         """Writes the regions of a program.
 
@@ -83,12 +84,13 @@ class Printer:
           loops: those of it that are opened.
           named: equations whose outputs carry names for a policy round all of it.
           label: begins the names of what is kept.
+          words: for values of which it is known what to call them.
 
         Returns:
           The lines that run the regions, the text of every value that is known behind them, and
           the names of what is kept, by equation.
         """
-        one = _Chain(self, _Same(), program, stages, loops, named)
+        one = _Chain(self, _Same(), program, stages, loops, named, words or {})
         return one.run(arguments, label)
 
     def _opened(self, scope: Scope, index: int, inputs: Sequence[str]) -> Call:
@@ -184,7 +186,9 @@ class _Chain:
         stages: Sequence[Stage],
         loops: Sequence[Loop],
         named: Set[int],
+        words: Mapping[int, str] | None = None,
     ) -> None:
+        self.words = words or {}
         self.functions, self.equations = printer.functions, printer.equations
         self.same = same
         self.program = program
@@ -432,6 +436,8 @@ class _Chain:
         given = self.arguments.get(value)
         if isinstance(given, Path):
             return given.words[-1]
+        if value in self.words:
+            return self.words[value]
         maker = self.makers.get(value)
         word = "x" if maker is None else word_of(self.program.equations[maker])
         return "x" if word in ("add", "sum") else word
@@ -448,7 +454,9 @@ class _Chain:
 
             def behind(values: Sequence[int]) -> Item:
                 barrier = self.functions.helper(support.behind_barrier)
-                return Item(function=barrier, reads=tuple(values), writes=tuple(values), unpack=False)
+                return Item(
+                    function=barrier, reads=tuple(values), writes=tuple(values), unpack=False
+                )
 
             if self.rewriting.ways.stored and step.checkpointed:
                 items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
@@ -484,7 +492,8 @@ class _Chain:
             )
             name = function.name
         else:
-            function = self._function(region, whole, self._wanted(whole, wanted), label=label)
+            body = self._wanted(whole, f"body_of_{wanted}")
+            function = self._function(region, whole, body, label=label)
             name = self._checkpointed(region, function, label, wanted)
         self._kept_as |= {
             whole.indices[inner]: tuple(f"{label}{one}" for one in names)
@@ -502,9 +511,7 @@ class _Chain:
         names = self._kept(region, labels, label)
         return policy_decorator(names) if names else ["@jax.checkpoint"]
 
-    def _checkpointed(
-        self, region: Region, function: _Function, label: str, wanted: str
-    ) -> str:
+    def _checkpointed(self, region: Region, function: _Function, label: str, wanted: str) -> str:
         """Puts a function under the checkpoint of a region; what that is called."""
         names = self._kept(region, function.labels, label)
         run = function.name
@@ -550,9 +557,7 @@ class _Chain:
             function = self._function(region, piece, self._wanted(piece, wanted))
             first = ('""',) if function.takes_at else ()
             items.append(
-                Item(
-                    function=function.name, first=first, reads=piece.inputs, writes=piece.outputs
-                )
+                Item(function=function.name, first=first, reads=piece.inputs, writes=piece.outputs)
             )
         return items
 

@@ -175,6 +175,7 @@ class _Writer:
     def __init__(self, names: Distinct) -> None:
         self._names = names
         self._pools: dict[str, list[str]] = {}
+        self._roots: dict[str, str] = {}
 
     def lines(self, written: Sequence[_Written], period: int, count: int) -> list[str]:
         """The lines of calls that come a number of times.
@@ -231,7 +232,7 @@ class _Writer:
                     for a in one.arguments
                 ]
             )
-        # What many arrays are parts of gets a name.
+        # What many arrays are parts of gets a name; after its argument, where others are called so.
         starts: Counter[str] = Counter()
         words: dict[str, str] = {}
         for argument in itertools.chain.from_iterable(arguments):
@@ -239,6 +240,8 @@ class _Writer:
                 path, steps = argument
                 start, word = _start(path, steps)
                 starts[start] += 1
+                if self._roots.setdefault(word, path.root) != path.root:
+                    word = f"{path.root}_{word}"
                 words[start] = word
         lines: list[str] = []
         variables: dict[str, str] = {}

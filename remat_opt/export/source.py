@@ -18,13 +18,12 @@ import jax
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError
 from remat_opt.export import support
-from remat_opt.export.literals import UnprintableError, constant_text, quoted
 from remat_opt.export.calls import Call as Expression
-from remat_opt.export.layout import assigned, listed
+from remat_opt.export.layout import INDENT, WIDTH, assigned, listed
+from remat_opt.export.literals import UnprintableError, constant_text, quoted
 from remat_opt.export.naming import Distinct, identifier
-from remat_opt.export.paths import Path
+from remat_opt.export.paths import Path, paths_of
 from remat_opt.export.paths import Step as PathStep
-from remat_opt.export.paths import paths_of
 from remat_opt.export.regions import Printer
 from remat_opt.plan import Plan
 from remat_opt.program.record import Program
@@ -104,7 +103,9 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
         value: Path("constants", (PathStep("[", number, "]"),), ("constant",))
         for number, value in enumerate(program.constants)
     }
-    lines, names, _ = printer.chain(program, given, plan.stages, loops=plan.loops)
+    lines, names, _ = printer.chain(
+        program, given, plan.stages, loops=plan.loops, words=_words_of_results(program)
+    )
     try:
         results = [
             names[atom] if isinstance(atom, int) else _constant(atom.value)
@@ -123,7 +124,7 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
         f'    raise ValueError(f"{len(arguments)} arrays are wanted, not {{count}}.")',
         *unpacked,
         *lines,
-        f"return {returned}",
+        *f"return {returned}".split("\n"),
     ]
     main = "\n".join([f"def {function}({head}):", *(f"    {line}".rstrip() for line in body)])
     parts = [_header(plan, function), *_helpers(functions.helpers), *functions.texts, main]
@@ -237,6 +238,20 @@ def _constant(value: Any) -> str:
     return written if type(value) in (bool, int, float, complex) else f"jnp.asarray({written})"
 
 
+def _words_of_results(program: Program) -> dict[int, str]:
+    """What to call the results: by the last word of the path to each."""
+    tree = jax.tree.unflatten(program.output_tree, range(len(program.outputs)))
+    found = {}
+    for path, place in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        atom = program.outputs[place]
+        words = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        if isinstance(atom, int) and words:
+            found[atom] = identifier(words[-1])
+        elif isinstance(atom, int) and place < program.loss_outputs:
+            found[atom] = "loss"
+    return found
+
+
 def _tree_text(tree: Any, leaves: Sequence[str]) -> str:
     """A tree with these texts for leaves, as an expression.
 
@@ -244,20 +259,26 @@ def _tree_text(tree: Any, leaves: Sequence[str]) -> str:
       UnprintableError: a node is of a type of the user's.
     """
 
+    def among(first: str, parts: Sequence[str], last: str) -> str:
+        one_line = (
+            f"{first}{', '.join(parts)}{',' if last == ')' and len(parts) == 1 else ''}{last}"
+        )
+        if len(one_line) <= WIDTH - 3 * len(INDENT) and "\n" not in one_line:
+            return one_line
+        inside = textwrap.indent(",\n".join(parts), INDENT)
+        return f"{first}\n{inside},\n{last}"
+
     def written(node: Any) -> str:
         if isinstance(node, _Leaf):
             return node.text
         if node is None:
             return "None"
         if type(node) is dict:
-            return (
-                "{" + ", ".join(f"{_key(key)}: {written(one)}" for key, one in node.items()) + "}"
-            )
+            return among("{", [f"{_key(key)}: {written(one)}" for key, one in node.items()], "}")
         if type(node) is list:
-            return "[" + ", ".join(map(written, node)) + "]"
+            return among("[", [*map(written, node)], "]")
         if type(node) is tuple:
-            inside = ", ".join(map(written, node))
-            return f"({inside},)" if len(node) == 1 else f"({inside})"
+            return among("(", [*map(written, node)], ")")
         raise UnprintableError(
             f"it holds a {type(node).__name__}. Return dictionaries, lists and tuples"
         )
