@@ -500,6 +500,16 @@ def functions_around(equation: Any, calls: Sequence[Any] = ()) -> list[tuple[str
     return [(frame.function_name, line) for frame, line in zip(frames, lines, strict=False)]
 
 
+def names_of_calls(calls: Sequence[Any]) -> list[str]:
+    """The functions that inlined calls are of, such as ``gelu``, the outermost first.
+
+    Args:
+      calls: the innermost first.
+    """
+    names = (str(call.params.get("name", "")).lstrip("_") for call in reversed(calls))
+    return [name for name in names if name.isidentifier()]
+
+
 def _is_installed(file_name: str) -> bool:
     path = file_name.replace("\\", "/")
     return "/site-packages/" in path or "/dist-packages/" in path or path.startswith(_OWN_FOLDER)

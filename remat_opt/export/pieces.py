@@ -7,10 +7,12 @@ may become a function of its own; here it is told only what is in it, and what g
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from remat_opt import _jax_internals as internals
 from remat_opt.export.equations import Turn
@@ -21,6 +23,8 @@ from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
 
 #: A piece has at least so many equations.
 _LEAST = 3
+#: Blocks are cut in no more places than this.
+_MOST_CUTS = 4
 _TRANSFORMED = re.compile(r"\w+\(|\)")
 
 #: A module or a function, with the line that called the function; of a block "" and its number.
@@ -49,6 +53,14 @@ class Piece:
     def pieces(self) -> Iterator[Piece]:
         """Those that it consists of."""
         return (part for part in self.parts if isinstance(part, Piece))
+
+    @property
+    def in_block(self) -> str:
+        """What it is of a block that has no name; "" if it is in none, or in several."""
+        numbers = [number for name, number in self.path if not name]
+        if not numbers or numbers[0] == _NO_BLOCK[1]:
+            return ""
+        return "block" if len(numbers) == 1 else "part_of_block"
 
     @property
     def name(self) -> str:
@@ -83,20 +95,49 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
     return found
 
 
-def paths_of(program: Program) -> list[tuple[Level, ...]]:
-    """For each equation its block, and the modules or functions that made it.
+def paths_of(program: Program, regions: Iterable[Sequence[int]] = ()) -> list[tuple[Level, ...]]:
+    """For each equation its block, its part of that, and the modules or functions that made it.
 
-    What all of them have in common is left out.
+    What all of them have in common is left out. Blocks that are the same code have the same parts:
+    they are cut where regions begin in any of them, unless there are too many such places.
+
+    Args:
+      program: a traced function.
+      regions: their equations.
     """
     modules = [_modules(one) for one in program.equations]
     functions = [_functions(one) for one in program.equations]
     shared = _common([one for one in modules if one]), _common(functions)
     found: list[tuple[Level, ...]] = []
     block_of = {index: number for number, run in enumerate(blocks.blocks(program)) for index in run}
+    part_of = _parts(program, regions)
     for index, (by_module, by_function) in enumerate(zip(modules, functions, strict=True)):
         told = by_module[shared[0] :] if by_module else by_function[shared[1] :]
+        called = [(name, 0) for name in internals.names_of_calls(program.equations[index].calls)]
         block = ("", block_of[index]) if index in block_of else _NO_BLOCK
-        found.append((block, *told))
+        part = [("", part_of[index])] if index in part_of else []
+        found.append((block, *part, *told, *called))
+    return found
+
+
+def _parts(program: Program, regions: Iterable[Sequence[int]]) -> dict[int, int]:
+    """For equations of blocks that are cut the number of their part."""
+    runs = blocks.blocks(program)
+    block_of = {index: run for run in runs for index in run}
+    kinds = {
+        run: tuple(program.equations[index].operation.primitive for index in run) for run in runs
+    }
+    cuts: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+    for indices in regions:
+        for run, group in itertools.groupby(indices, key=block_of.get):
+            if run is not None:
+                first = next(group)
+                cuts[kinds[run]].add(first - run.start)
+    found = {}
+    for run in runs:
+        places = sorted(cuts[kinds[run]] - {0})
+        if len(places) <= _MOST_CUTS:
+            found.update({index: bisect.bisect(places, index - run.start) for index in run})
     return found
 
 
@@ -213,7 +254,9 @@ class Region:
 
 
 def _shared_path(paths: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:
-    """The levels that equations share; of several blocks those inside of them."""
-    shared = paths[0][: _common(paths)]
-    inner = [path[1:] for path in paths]
-    return shared or inner[0][: _common(inner)]
+    """The levels that equations share: their block and its part, modules and functions."""
+    found: list[Level] = []
+    for of_block in (True, False):
+        levels = [tuple(one for one in path if (not one[0]) == of_block) for path in paths]
+        found += levels[0][: _common(levels)]
+    return tuple(found)

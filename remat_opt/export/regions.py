@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Rules
@@ -148,6 +148,15 @@ class Printer:
         return found
 
 
+def _leaves(steps: Sequence[Step]) -> Iterator[tuple[int, ...]]:
+    """The equations of each region without regions inside."""
+    for step in steps:
+        if step.inside:
+            yield from _leaves(step.inside)
+        else:
+            yield step.equations
+
+
 class _Same:
     """What is known of pieces that are the same code, by that code.
 
@@ -205,7 +214,7 @@ class _Chain:
         self.arguments: Mapping[int, str | Path] = {}
         # By the numbers of a region and those it is in.
         self.regions: dict[tuple[int, ...], Region] = {}
-        self._paths = paths_of(program)
+        self._paths = paths_of(program, _leaves(self.steps))
         self._keys: dict[Piece, str] = {}
         self._kept_as: dict[int, tuple[str, ...]] = {}
         self._begin = ""
@@ -411,6 +420,8 @@ class _Chain:
 
     def _wanted(self, piece: Piece, otherwise: str = "block") -> str:
         """What to call a piece: after what it is of, without the number that tells it apart."""
+        if not piece.name and piece.in_block:
+            return piece.in_block
         name = snake_case(re.sub(r"_?\d+$", "", piece.name))
         several = not piece.path or piece.path[0][0] != ""
         return f"{name}s" if name and several else name or otherwise

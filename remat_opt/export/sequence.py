@@ -141,6 +141,12 @@ def _named(
     return found, known
 
 
+def _is_regular(apart: Sequence[int]) -> bool:
+    """Whether numbers stay as they are, or go on by one stride."""
+    strides = set(apart) - {0}
+    return not strides or (len(strides) == 1 and min(strides) > 0)
+
+
 def _repetition(written: Sequence[_Written], start: int) -> tuple[int, int]:
     """How many calls, and how often in a row they come from here on."""
     best = (1, 1)
@@ -157,7 +163,7 @@ def _repetition(written: Sequence[_Written], start: int) -> tuple[int, int]:
                 for one, other in zip(before, later, strict=True)
                 for a, b in zip(one.numbers(), other.numbers(), strict=True)
             ]
-            if not set(apart) <= {0, 1} or (steps is not None and apart != steps):
+            if not _is_regular(apart) or (steps is not None and apart != steps):
                 break
             steps, count = apart, count + 1
         if count > 1 and period * (count - 1) > best[0] * (best[1] - 1):
@@ -189,19 +195,19 @@ class _Writer:
         if count == 1:
             return self._calls(first, [[None] * len(one.numbers()) for one in first])
         moves = [
-            [a != b for a, b in zip(one.numbers(), other.numbers(), strict=True)]
+            [b - a for a, b in zip(one.numbers(), other.numbers(), strict=True)]
             for one, other in zip(first, written[period:], strict=True)
         ]
         moving = [
-            number
-            for one, moved in zip(first, moves, strict=True)
-            for number, moves_on in zip(one.numbers(), moved, strict=True)
-            if moves_on
+            (number, stride)
+            for one, strides in zip(first, moves, strict=True)
+            for number, stride in zip(one.numbers(), strides, strict=True)
+            if stride
         ]
-        start = min(moving, default=0)
+        start, stride = min(moving, default=(0, 1))
         variable = self._variable("i", 0) if moving else "_"
 
-        def expression(number: int, moves_on: bool) -> str | None:
+        def expression(number: int, moves_on: int) -> str | None:
             if not moves_on:
                 return None
             return variable if number == start else f"{variable} + {number - start}"
@@ -210,7 +216,10 @@ class _Writer:
             [expression(number, on) for number, on in zip(one.numbers(), moved, strict=True)]
             for one, moved in zip(first, moves, strict=True)
         ]
-        over = f"range({start}, {start + count})" if start else f"range({count})"
+        limits = [str(start), str(start + count * stride), str(stride)]
+        if stride == 1:
+            limits = limits[0 if start else 1 : 2]
+        over = f"range({', '.join(limits)})"
         inside = self._calls(first, expressions)
         return [f"for {variable} in {over}:", *(f"{INDENT}{line}" for line in inside)]
 
