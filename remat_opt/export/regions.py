@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import _jax_internals as internals
@@ -28,30 +28,13 @@ from remat_opt.export.naming import Distinct, snake_case, word_of
 from remat_opt.export.paths import Path
 from remat_opt.export.pieces import Piece, Region, paths_of, turns_of
 from remat_opt.export.reading import scan_inputs, scan_options, scan_reach, where_from
+from remat_opt.export.same import Function, Labels, Same
 from remat_opt.export.sequence import Item, lines_of
 from remat_opt.program import bodies
 from remat_opt.program.record import Program
 from remat_opt.schedule import Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.units import format_bytes
-
-#: Names of the outputs of named equations, by the place of these in their function.
-_Labels = dict[int, tuple[str, ...]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Function:
-    """A piece as a function.
-
-    Attributes:
-      name: of the function.
-      takes_at: whether it is told what to put before the names in it, as its first argument.
-      labels: the names in it.
-    """
-
-    name: str
-    takes_at: bool
-    labels: _Labels
 
 
 class Printer:
@@ -90,7 +73,7 @@ class Printer:
           The lines that run the regions, the text of every value that is known behind them, and
           the names of what is kept, by equation.
         """
-        one = _Chain(self, _Same(), program, stages, loops, named, words or {})
+        one = _Chain(self, Same(), program, stages, loops, named, words or {})
         return one.run(arguments, label)
 
     def _opened(self, scope: Scope, index: int, inputs: Sequence[str]) -> Call:
@@ -111,10 +94,10 @@ class Printer:
         return Call(planned, (parts, *scan_inputs(scan, inputs), *options))
 
     def _parts(
-        self, parts: Sequence[Part], program: Program, label: str, same: _Same | None = None
+        self, parts: Sequence[Part], program: Program, label: str, same: Same | None = None
     ) -> list[str]:
         """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
-        same = _Same() if same is None else same
+        same = Same() if same is None else same
         chains = {
             number: _Chain(self, same, program, part.stages, part.loops, frozenset(part.kept))
             for number, part in enumerate(parts)
@@ -157,40 +140,13 @@ def _leaves(steps: Sequence[Step]) -> Iterator[tuple[int, ...]]:
             yield step.equations
 
 
-class _Same:
-    """What is known of pieces that are the same code, by that code.
-
-    Attributes:
-      as_region: how often they are a region.
-      inside: how often they are called otherwise.
-      told: those of which the names are to differ by who calls them.
-      named: places of the equations that have a name in any of them.
-      still: of these those whose inputs have no derivative in one of them that is named.
-      reached: places and inputs of equations that have a derivative in any of them.
-      written: the functions; also by what begins the names in them, where they are not told.
-    """
-
-    def __init__(self) -> None:
-        self.as_region: Counter[str] = Counter()
-        self.inside: Counter[str] = Counter()
-        self.told: set[str] = set()
-        self.named: defaultdict[str, set[int]] = defaultdict(set)
-        self.still: defaultdict[str, set[int]] = defaultdict(set)
-        self.reached: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
-        self.written: dict[tuple[str, str], _Function] = {}
-
-    def uses(self, key: str) -> int:
-        """How often a piece comes."""
-        return self.as_region[key] + self.inside[key]
-
-
 class _Chain:
     """One program that is being written, with its regions."""
 
     def __init__(
         self,
         printer: Printer,
-        same: _Same,
+        same: Same,
         program: Program,
         stages: Sequence[Stage],
         loops: Sequence[Loop],
@@ -327,7 +283,7 @@ class _Chain:
         label: str = "",
         said: str = "",
         decorated: bool = False,
-    ) -> _Function:
+    ) -> Function:
         """Writes a piece as a function, once.
 
         Args:
@@ -356,7 +312,7 @@ class _Chain:
             label="" if takes_at else label,
             takes_at=takes_at,
         )
-        labels: _Labels = {}
+        labels: Labels = {}
         lines = self._body(region, piece, scope, labels)
         name = self.functions.name(wanted)
         arguments = ["at"] if takes_at else []
@@ -369,11 +325,11 @@ class _Chain:
             said=said,
             decorator=self._decorator(region, labels, label) if decorated else (),
         )
-        found = _Function(name=name, takes_at=takes_at, labels=labels)
+        found = Function(name=name, takes_at=takes_at, labels=labels)
         self.same.written[key, "" if takes_at else label] = found
         return found
 
-    def _body(self, region: Region, piece: Piece, scope: Scope, labels: _Labels) -> list[str]:
+    def _body(self, region: Region, piece: Piece, scope: Scope, labels: Labels) -> list[str]:
         """The lines of a piece; to ``labels`` are added the names in it."""
         named = self.same.named[self._keys[piece]]
         place = {index: n for n, index in enumerate(piece.indices)}
@@ -512,17 +468,17 @@ class _Chain:
         }
         return [Item(function=name, first=first, reads=whole.inputs, writes=whole.outputs)]
 
-    def _kept(self, region: Region, labels: _Labels, label: str) -> list[str]:
+    def _kept(self, region: Region, labels: Labels, label: str) -> list[str]:
         """The names that the policy of a region keeps."""
         place = {index: n for n, index in enumerate(region.whole.indices)}
         kept = sorted(region.step.kept)
         return [f"{label}{name}" for index in kept for name in labels[place[index]]]
 
-    def _decorator(self, region: Region, labels: _Labels, label: str) -> list[str]:
+    def _decorator(self, region: Region, labels: Labels, label: str) -> list[str]:
         names = self._kept(region, labels, label)
         return policy_decorator(names) if names else ["@jax.checkpoint"]
 
-    def _checkpointed(self, region: Region, function: _Function, label: str, wanted: str) -> str:
+    def _checkpointed(self, region: Region, function: Function, label: str, wanted: str) -> str:
         """Puts a function under the checkpoint of a region; what that is called."""
         names = self._kept(region, function.labels, label)
         run = function.name

@@ -131,12 +131,12 @@ def _named(
                 continue
             word = hint(value)
             pool = pools.setdefault(word, [])
-            name = next((one for one in pool if one not in holder), None)
-            if name is None:
-                name = names.name(word)
-                pool.append(name)
-            holder[name], known[value] = value, name
-            results.append(name)
+            free = next((one for one in pool if one not in holder), None)
+            if free is None:
+                free = names.name(word)
+                pool.append(free)
+            holder[free], known[value] = value, free
+            results.append(free)
         found.append(_Written(item, arguments, tuple(results)))
     return found, known
 
