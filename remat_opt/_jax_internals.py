@@ -480,6 +480,37 @@ def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = 
     return f"{file_title(str(frame.file_name))}:{frame.start_line} ({frame.function_name})"
 
 
+def functions_around(equation: Any, calls: Sequence[Any] = ()) -> list[tuple[str, int]]:
+    """The user's functions that made an equation, the outermost first.
+
+    Args:
+      equation: of a jaxpr.
+      calls: those whose bodies it was inlined from, the innermost first. What is inside of one is
+        traced once for all its callers, so the functions are those that made the outermost call.
+
+    Returns:
+      Of each its name and the line of the function round it that called it.
+    """
+    outermost = calls[-1] if calls else equation
+    frames = [
+        frame
+        for frame in source_info_util.user_frames(outermost.source_info.traceback)
+        if not _is_installed(str(frame.file_name))
+    ][::-1]
+    lines = [0, *(frame.start_line for frame in frames)]
+    return [(frame.function_name, line) for frame, line in zip(frames, lines, strict=False)]
+
+
+def names_of_calls(calls: Sequence[Any]) -> list[str]:
+    """The functions that inlined calls are of, such as ``gelu``, the outermost first.
+
+    Args:
+      calls: the innermost first.
+    """
+    names = (str(call.params.get("name", "")).lstrip("_") for call in reversed(calls))
+    return [name for name in names if name.isidentifier()]
+
+
 def _is_installed(file_name: str) -> bool:
     path = file_name.replace("\\", "/")
     return "/site-packages/" in path or "/dist-packages/" in path or path.startswith(_OWN_FOLDER)

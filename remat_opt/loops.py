@@ -142,6 +142,8 @@ def ways(
     expected: Model,
     measure: Overhead,
     depth: int = _DEPTH,
+    *,
+    alike: bool = False,
 ) -> list[tuple[Opening, ...]]:
     """For each loop of a program that is worth it the ways to open it, by ascending memory.
 
@@ -151,6 +153,8 @@ def ways(
       expected: its model.
       measure: what recomputation is counted in.
       depth: how many loops in loops are looked into.
+      alike: whether to give only those in which each iteration is under one checkpoint, all of
+        them with the same policy, as one writes them by hand.
     """
     if not depth or not any(one.operation.primitive == "scan" for one in program.equations):
         return []
@@ -169,7 +173,7 @@ def ways(
             and internals.scan_of(equation.jax_equation).length > 1
         ):
             body = bodies.body_of(equation, given)
-            of_loop = _ways_of(program, body, vertex, root, expected, measure, depth)
+            of_loop = _ways_of(program, body, vertex, root, expected, measure, depth, alike=alike)
             if of_loop:
                 found.append(of_loop)
     return found
@@ -191,7 +195,7 @@ def together(
       search: gives candidates for a graph.
       measure: what recomputation is counted in.
     """
-    choices = _choices(ways, measure)
+    choices = choices_of(ways, measure)
     graphs = [_with(graph, choice) for choice in choices]
     most = max(1, min(_MOST_SEARCHES, _WORK // (100 * len(graph))))
     schedules = dict.fromkeys(one.schedule for one in front)
@@ -220,7 +224,7 @@ def _with(graph: Graph, choice: Sequence[Opening]) -> Graph:
     return figures.put_into(graph)
 
 
-def _choices(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:
+def choices_of(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:
     """One way for each loop, together best at some exchange rate; by ascending memory."""
     if len(ways) == 1:
         return [(way,) for way in ways[0]]
@@ -275,6 +279,8 @@ def _ways_of(
     expected: Model,
     measure: Overhead,
     depth: int,
+    *,
+    alike: bool,
 ) -> tuple[Opening, ...]:
     """The ways to open one loop; none if it cannot be."""
     if computes_nothing(body) or not body.differentiated:
@@ -310,11 +316,19 @@ def _ways_of(
         _opening(vertex, root, shape, used, pieces, closed_bytes)
         for used, pieces in _drafts(shape, iterations, measure)
     ]
+    if alike:
+        drafts = [way for way in drafts if _is_alike(way.loop)]
     found: list[Opening] = []
     for way in sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure))):
         if not found or _cost(way, measure) < _cost(found[-1], measure):
             found.append(way)
     return tuple(_spread(found))
+
+
+def _is_alike(loop: Loop) -> bool:
+    """Whether every iteration runs, and runs again, as it is written, and keeps the same."""
+    part = loop.parts[0]
+    return len(loop.parts) == 1 and not part.inside and not part.loops and len(part.stages) == 1
 
 
 def _spread(ways: Sequence[Opening]) -> list[Opening]:
@@ -406,7 +420,7 @@ def _iterations(
     choices: list[tuple[Opening, ...]] = [()]
     if inside:
         expected = opened(expected, inside)
-        choices += thinned(_choices(inside, measure), _MOST_INSIDE)
+        choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):

@@ -3,7 +3,8 @@
 ``jax.checkpoint`` or ``nn.remat`` takes a policy, and is put round a class of modules, round the
 body of a scan, or round the whole loss. So the candidates are JAX's own policies in each of these
 places, and policies that keep by name what the plan keeps in at least so many of the blocks, for
-every number that makes a difference. The model that made the plan judges them.
+every number that makes a difference; with and without what is small beside the rest. The model that
+made the plan judges them, and each name counts a little: someone has to write it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from remat_opt import _jax_internals as internals
-from remat_opt import planning, policies
+from remat_opt import loops, planning, policies
+from remat_opt.compilers.opened import Opened
 from remat_opt.errors import RematError
 from remat_opt.plan import Plan
 from remat_opt.planning import Problem
 from remat_opt.program import blocks, bodies
+from remat_opt.program.linearization import linearize
+from remat_opt.program.names import Names
 from remat_opt.program.record import Program
-from remat_opt.schedule import Schedule
+from remat_opt.schedule import Schedule, plain
 from remat_opt.solvers.base import Candidate
 from remat_opt.units import format_bytes, format_share
 
 #: As many sets of names as are tried.
 _MOST_SETS = 8
+#: What is large makes at least this share of what a policy keeps.
+_LEAST_SHARE = 0.01
+#: A name is worth so much recomputation, as a share of the time of a forward pass.
+_NAME_SHARE = 0.005
 _NUMBERED = re.compile(r"(\w*?)_?\d+$")
 
 
@@ -36,7 +43,7 @@ class Named:
 
     Attributes:
       name: the name.
-      label: primitive, dtype and shape, in the first block.
+      label: what it is in the first block, with its extents.
       module: where it is made there.
       source: line of the user's code.
     """
@@ -107,20 +114,25 @@ def of(problem: Problem, plan: Plan) -> NearestPolicy:
     Raises:
       RematError: nothing of the program can be put under a checkpoint.
     """
-    drafts = [*_whole(problem), *_per_block(problem, plan), *_loops(problem, plan)]
+    drafts = [*_whole(problem), *_per_block(problem, plan)]
+    judged = list(planning.expected(problem, [one.schedule for one in drafts]))
+    with_loops, in_loops = _loops(problem, plan)
+    drafts += in_loops
+    judged += planning.expected(with_loops, [one.schedule for one in in_loops])
     if not drafts:
         raise RematError(f"Nothing in {plan.function!r} can be put under a checkpoint.")
-    judged = planning.expected(problem, [one.schedule for one in drafts])
     most = plan.predicted.model_bytes
+    forward = problem.model.graph.forward_seconds
 
     def rank(pair: tuple[_ByHand, Candidate]) -> tuple[bool, float, float]:
-        found = pair[1]
+        draft, found = pair
+        # Each name has to be written, too.
+        cost = found.overhead_seconds + _NAME_SHARE * forward * len(draft.names)
         if found.peak_bytes <= most:
-            return (False, found.overhead_seconds, found.peak_bytes)
-        return (True, found.peak_bytes, found.overhead_seconds)
+            return (False, cost, found.peak_bytes)
+        return (True, found.peak_bytes, cost)
 
     draft, found = min(zip(drafts, judged, strict=True), key=rank)
-    forward = problem.model.graph.forward_seconds
     return NearestPolicy(
         where=draft.where,
         policy=draft.policy,
@@ -157,13 +169,7 @@ def _block_name(program: Program, runs: Sequence[range]) -> str:
     """What to call the blocks: by the class of their modules, where names tell it."""
     stems: Counter[str] = Counter()
     for run in runs:
-        paths = [program.equations[index].module.split("/") for index in run]
-        shared = [
-            parts[0]
-            for parts in itertools.takewhile(
-                lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)
-            )
-        ]
+        shared = _shared_path(program, run)
         found = _NUMBERED.match(shared[-1]) if shared else None
         stems[found[1] if found else ""] += 1
     names = [f"{stem} ({count})" for stem, count in sorted(stems.items()) if stem]
@@ -172,95 +178,125 @@ def _block_name(program: Program, runs: Sequence[range]) -> str:
     return f"nn.remat on every {' and '.join(names)}"
 
 
+def _shared_path(program: Program, run: range) -> list[str]:
+    """The modules that all equations of a block are in."""
+    paths = [program.equations[index].module.split("/") for index in run]
+    levels = zip(*paths, strict=False)
+    return [
+        level[0]
+        for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)
+        if level[0]
+    ]
+
+
 def _by_name(problem: Problem, plan: Plan, runs: Sequence[range], where: str) -> Iterator[_ByHand]:
     """Policies that keep what the plan keeps in at least so many blocks."""
     expected, program = problem.model, problem.program
     kept = {one.root for one in plan.decisions if one.fate == "kept"}
     block_of = {index: number for number, run in enumerate(runs) for index in run}
+    depths = [len(_shared_path(program, run)) for run in runs]
     kinds: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
     seen: Counter[tuple[int, str, str]] = Counter()
     for vertex, root in enumerate(expected.roots):
         number = block_of.get(root)
         if number is None or expected.graph.pinned[vertex]:
             continue
-        inside = _inside(program.equations[root].module)
+        inside = "/".join(program.equations[root].module.split("/")[depths[number] :])
         primitive = program.equations[root].operation.primitive
         kinds[inside, primitive, seen[number, inside, primitive]].append(vertex)
         seen[number, inside, primitive] += 1
+    sizes = {
+        kind: sum(
+            expected.graph.bytes[vertex] for vertex in vertices if expected.roots[vertex] in kept
+        )
+        for kind, vertices in kinds.items()
+    }
     shares = {
         kind: sum(expected.roots[vertex] in kept for vertex in vertices) / len(vertices)
         for kind, vertices in kinds.items()
     }
+    names = Names(program)
+    sets: list[list[tuple[str, str, int]]] = []
     for least in sorted({share for share in shares.values() if share}, reverse=True)[:_MOST_SETS]:
-        chosen = [kind for kind, share in shares.items() if share >= least]
+        everything = [kind for kind, share in shares.items() if share >= least]
+        total = sum(sizes[kind] for kind in everything)
+        large = [kind for kind in everything if sizes[kind] >= _LEAST_SHARE * total]
+        sets += [everything, large] if large != everything else [everything]
+    for chosen in sets:
         vertices = frozenset(vertex for kind in chosen for vertex in kinds[kind])
-        names = tuple(_named(problem, kind, kinds[kind][0]) for kind in chosen)
-        inside = ", ".join(f'"{one.name}"' for one in names)
+        roots = [expected.roots[kinds[kind][0]] for kind in chosen]
+        named = _named(names, [(kind[0], root) for kind, root in zip(chosen, roots, strict=True)])
+        inside = ", ".join(f'"{one.name}"' for one in named)
         yield _ByHand(
             where=where,
             policy=f"save_only_these_names({inside})",
             schedule=policies.schedule_per_block(
                 problem.model.graph, problem.model.roots, block_of, vertices
             ),
-            names=names,
+            names=named,
         )
 
 
-def _inside(module: str) -> str:
-    """A module's path less what tells blocks apart: the numbers of all but the last in it."""
-    *outer, last = module.split("/")
-    return "/".join([*(re.sub(r"\d+", "", part) for part in outer), last])
+def _named(names: Names, values: Sequence[tuple[str, int]]) -> tuple[Named, ...]:
+    """What to put into ``checkpoint_name``, each by a name of its own.
 
-
-def _named(problem: Problem, kind: tuple[str, str, int], vertex: int) -> Named:
-    inside, primitive, place = kind
-    equation = problem.program.equations[problem.model.roots[vertex]]
-    last = inside.rsplit("/", 1)[-1].lower()
-    words = [last or primitive, *([str(place)] if place or not last else [])]
-    return Named(
-        name="_".join(re.sub(r"\W+", "_", word) for word in words)
-        + (f"_{primitive}" if last else ""),
-        label=problem.model.labels[vertex],
-        module=equation.module,
-        source=internals.source_line(equation.jax_equation),
-    )
-
-
-def _loops(problem: Problem, plan: Plan) -> Iterator[_ByHand]:
-    """Those of the planner's own candidates that have one policy for all iterations of a scan."""
-    for candidate in problem.candidates:
-        schedule = candidate.schedule
-        plain = all(
-            len(loop.parts) == 1 and not loop.parts[0].inside and not loop.parts[0].loops
-            for loop in schedule.loops
+    Args:
+      names: of the program's values.
+      values: of each the module in its block, and its equation.
+    """
+    found: list[Named] = []
+    taken: Counter[str] = Counter()
+    for inside, root in values:
+        told = names.of(root)
+        what = re.split(r" (?:of|in|with) ", told.what)[0]
+        words = [*(part for part in inside.split("/") if part.isidentifier()), what]
+        name = re.sub(r"\W+", "_", "_".join(words)).strip("_").lower()
+        taken[name] += 1
+        found.append(
+            Named(
+                name=f"{name}_{taken[name]}" if taken[name] > 1 else name,
+                label=told.title,
+                module=told.module,
+                source=told.source,
+            )
         )
-        one_stage = all(len(loop.parts[0].stages) == 1 for loop in schedule.loops)
-        checkpointed = any(region.checkpointed for region in schedule.regions)
-        if not schedule.loops or not plain or not one_stage or checkpointed:
-            continue
+    return tuple(found)
+
+
+def _loops(problem: Problem, plan: Plan) -> tuple[Problem, list[_ByHand]]:
+    """One policy for all iterations of each scan, and a problem whose model knows these."""
+    model, program = problem.model, problem.program
+    measure = plan.objective.overhead
+    ways = loops.ways(program, linearize(program), model, measure, alike=True)
+    if not ways:
+        return problem, []
+    effects = tuple(one for one in model.effects if not isinstance(one, Opened))
+    known = loops.opened(dataclasses.replace(model, effects=effects), ways)
+    sweep = dataclasses.replace(problem.sweep, model=known)
+    found = []
+    for choice in loops.choices_of(ways, measure):
         names = tuple(
             name
-            for loop in schedule.loops
-            for name in _names_in_loop(problem, loop.root, loop.parts[0].kept)
+            for way in choice
+            for name in _named_in_loop(problem, way.loop.root, way.loop.parts[0].kept)
         )
         inside = ", ".join(f'"{one.name}"' for one in names)
-        yield _ByHand(
-            where="jax.checkpoint round the body of every scan",
-            policy=f"save_only_these_names({inside})" if names else "nothing_saveable",
-            schedule=schedule,
-            names=names,
+        found.append(
+            _ByHand(
+                where="jax.checkpoint round the body of every scan",
+                policy=f"save_only_these_names({inside})" if names else "nothing_saveable",
+                schedule=dataclasses.replace(
+                    plain(model.graph), loops=tuple(way.loop for way in choice)
+                ),
+                names=names,
+            )
         )
+    return dataclasses.replace(problem, sweep=sweep), found
 
 
-def _names_in_loop(problem: Problem, root: int, kept: Sequence[int]) -> Iterator[Named]:
+def _named_in_loop(problem: Problem, root: int, kept: Sequence[int]) -> tuple[Named, ...]:
     equation = problem.program.equations[root]
     body = bodies.body_of(equation, bodies.varying(problem.program))
-    for index in kept:
-        one = body.equations[index]
-        kind = one.operation.outputs[0]
-        yield Named(
-            name=f"{one.operation.primitive}_{index}",
-            label=f"{one.operation.primitive} {kind.dtype}{list(kind.shape)}",
-            module=one.module,
-            source=internals.source_line(one.jax_equation),
-        )
+    shared = len(_shared_path(body, range(len(body.equations))))
+    inside = ["/".join(body.equations[index].module.split("/")[shared:]) for index in kept]
+    return _named(Names(body), list(zip(inside, kept, strict=True)))

@@ -7,6 +7,7 @@ one by one; of others, as after a change to the function, those that are told by
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from remat_opt.view.report import Table
 #: As many rows of values as a text shows.
 _MOST_ROWS = 20
 
+#: The number that tells a module from others of its kind.
+_NUMBER = re.compile(r"(?<=_)\d+(?=[/,\])]|$| )|(?<=\[)\d+(?=\])")
+
 Data = Mapping[str, Any]
 
 
@@ -27,7 +31,7 @@ class Change:
 
     Attributes:
       label: what the value is, with its extents.
-      module: where they are made.
+      module: where they are made; ``*`` stands for numbers in which they differ.
       source: line of the user's code.
       before: their fate in the first plan; "" where it does not have them.
       after: their fate in the second plan, likewise.
@@ -55,6 +59,7 @@ class PlanDifference:
       checkpoints: how many of them are under a checkpoint.
       loops: by the equation of each loop that they treat differently, the text of its parts in
         each; "" where it is not opened.
+      loop_names: by the equation of each of these what it is and where.
       figures: by name, the predicted and, where both were compiled, the measured amounts of each.
     """
 
@@ -64,6 +69,7 @@ class PlanDifference:
     checkpoints: tuple[int, int]
     loops: Mapping[int, tuple[str, str]]
     figures: Mapping[str, tuple[float, float]]
+    loop_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -96,7 +102,8 @@ class PlanDifference:
         lines.append(figures.text())
         for root, (before, after) in self.loops.items():
             lines.append(
-                f"Loop at equation {root}: {before or 'as it is'} -> {after or 'as it is'}"
+                f"{self.loop_names.get(root, f'Loop at equation {root}')}: "
+                f"{before or 'as it is'} -> {after or 'as it is'}"
             )
         if self.changes:
             shown, left = self.changes[:_MOST_ROWS], self.changes[_MOST_ROWS:]
@@ -122,7 +129,8 @@ class PlanDifference:
             )
             lines.append(table.text())
         else:
-            lines.append("No value has another fate.")
+            outside = " outside of loops" if self.loops else ""
+            lines.append(f"No value{outside} has another fate.")
         return "\n".join(lines)
 
 
@@ -132,12 +140,58 @@ def difference(first: Data, second: Data) -> PlanDifference:
     changes = _by_value(first, second) if same else _by_words(first, second)
     return PlanDifference(
         same_program=same,
-        changes=tuple(sorted(changes, key=lambda one: (-one.bytes, one.label, one.module))),
+        changes=tuple(sorted(_alike(changes), key=lambda one: (-one.bytes, one.label, one.module))),
         regions=(len(first["stages"]), len(second["stages"])),
         checkpoints=(_checkpoints(first["stages"]), _checkpoints(second["stages"])),
         loops=_loops(first, second),
         figures=_figures(first, second),
+        loop_names=_loop_names(second) | _loop_names(first),
     )
+
+
+def _alike(changes: Sequence[Change]) -> list[Change]:
+    """The changes, those together that differ in the numbers of their modules alone."""
+    groups: defaultdict[tuple[str, ...], list[Change]] = defaultdict(list)
+    for one in changes:
+        words = (*map(_unnumbered, _told(one)), one.source, one.before, one.after)
+        groups[words].append(one)
+    return [
+        dataclasses.replace(
+            group[0],
+            label=_starred([one.label for one in group]),
+            module=_starred([one.module for one in group]),
+            count=sum(one.count for one in group),
+            bytes=sum(one.bytes for one in group),
+        )
+        for group in groups.values()
+    ]
+
+
+def _told(change: Change) -> tuple[str, str]:
+    return change.label, change.module
+
+
+def _unnumbered(text: str) -> str:
+    return _NUMBER.sub("*", text)
+
+
+def _starred(texts: Sequence[str]) -> str:
+    """Texts that are alike but for numbers of modules as one, with ``*`` where these differ."""
+    numbers = [_NUMBER.findall(text) for text in texts]
+    columns = [column[0] if len(set(column)) == 1 else "*" for column in zip(*numbers, strict=True)]
+    left = iter(columns)
+    return _NUMBER.sub(lambda _: next(left), texts[0])
+
+
+def _loop_names(plan: Data) -> dict[int, str]:
+    """What the loops of a plan are, and where."""
+    names = {one["root"]: one["name"] for one in plan["decisions"]}
+    found = {}
+    for one in plan["loops"]:
+        if (name := names.get(one["root"])) is not None:
+            told = ", ".join(filter(None, (name["module"], name["source"])))
+            found[one["root"]] = f"Loop {name['what']} ({told})" if told else name["what"]
+    return found
 
 
 def _words(decision: Data) -> tuple[str, str, str]:

@@ -60,3 +60,27 @@ def test_a_plan_for_another_program_is_refused():
     plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=0.5)
     with pytest.raises(PlanFileError, match="made for another program"):
         remat_opt.nearest_policy(plan, deep, WEIGHTS[:3], ROWS)
+
+
+def test_the_body_of_a_scan_under_one_policy_needs_no_more_than_the_plan():
+    weights = jax.ShapeDtypeStruct((16, 64, 64), "float32")
+    plan = remat_opt.make_plan(scanned, weights, ROWS, device="cpu", budget=0.5)
+    found = remat_opt.nearest_policy(plan, scanned, weights, ROWS)
+    assert found.where == "jax.checkpoint round the body of every scan"
+    assert found.temporary_bytes <= plan.predicted.temporary_bytes
+
+
+def test_values_that_blocks_have_in_common_get_one_name_each():
+    def stack(weights, x):
+        for number, w in enumerate(weights):
+            with jax.named_scope(f"Layer_{number}"):
+                x = jax.nn.gelu(x @ w) @ w.T + x
+        return jnp.sum(x)
+
+    plan = remat_opt.make_plan(stack, [SHAPE] * 6, ROWS, device="cpu", budget=0.6)
+    found = remat_opt.nearest_policy(plan, stack, [SHAPE] * 6, ROWS)
+    names = [one.name for one in found.names]
+    assert len(set(names)) == len(names)
+    # Not one for each layer: their numbers tell the layers apart, and nothing else.
+    assert not any(one.module != "Layer_0" for one in found.names)
+    assert found.where.startswith(("nn.remat on every Layer (6)", "jax.checkpoint round"))

@@ -74,4 +74,29 @@ def test_tells_how_loops_differ():
     ((before, after),) = plain.diff(small).loops.values()
     assert "that keep 64.0 KiB" in before
     assert after != before
-    assert f"{before} -> {after}" in repr(plain.diff(small))
+    text = repr(plain.diff(small))
+    assert f"{before} -> {after}" in text
+    assert "Loop scan in scanned (test_plan_difference.py:" in text
+    assert "No value outside of loops has another fate." in text
+
+
+def test_values_of_modules_that_differ_in_their_numbers_are_one_row():
+    def named(weights, x):
+        for number, w in enumerate(weights):
+            with jax.named_scope(f"Layer_{number}"):
+                x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    first, second = (
+        remat_opt.make_plan(named, [SHAPE] * 8, ROWS, device="cpu", **options)
+        for options in ({"max_overhead": 0.0}, {"budget": 0.5})
+    )
+    found = first.diff(second)
+    several = [one for one in found.changes if one.count > 1]
+    assert several
+    assert all(one.module == "Layer_*" for one in several)
+    assert sum(one.bytes for one in found.changes) == sum(
+        one.bytes
+        for one, other in zip(first.decisions, second.decisions, strict=True)
+        if (one.fate, one.times) != (other.fate, other.times)
+    )

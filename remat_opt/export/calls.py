@@ -106,10 +106,26 @@ def _convolution(params: Mapping[str, Any], inputs: Sequence[str]) -> Call:
                 for key, usual in options.items()
                 if params[key] != usual
             ),
-            f"dimension_numbers={text(numbers)}",
+            f"dimension_numbers={_layouts(numbers)}",
             *_given(params, _PRODUCT_OPTIONS),
         ),
     )
+
+
+def _layouts(numbers: lax.ConvDimensionNumbers) -> str:
+    """Where the dimensions of a convolution are, as ``("NHWC", "HWIO", "NHWC")``."""
+    spatial = "DHW"[-(len(numbers.lhs_spec) - 2) :]
+    if len(numbers.lhs_spec) - 2 != len(spatial):
+        return text(numbers)
+    found = []
+    for spec, letters in (
+        (numbers.lhs_spec, "NC"),
+        (numbers.rhs_spec, "OI"),
+        (numbers.out_spec, "NC"),
+    ):
+        by_place = dict(zip(spec, letters + spatial, strict=True))
+        found.append("".join(by_place[place] for place in range(len(spec))))
+    return text(tuple(found))
 
 
 _PRODUCT_OPTIONS = ("precision", "preferred_element_type")
@@ -162,7 +178,11 @@ def _window(fn: str, identity: Callable[[Mapping[str, Any]], str]) -> _Writer:
             ("base_dilation", "base_dilation"),
             ("window_dilation", "window_dilation"),
         )
-        given = [f"{word}={text(params[name])}" for word, name in names]
+        given = [
+            f"{word}={text(params[name])}"
+            for word, name in names
+            if not (word.endswith("dilation") and set(params[name]) == {1})
+        ]
         return Call("lax.reduce_window", (*inputs, identity(params), fn, *given))
 
     return writer
@@ -231,6 +251,7 @@ _WRITERS: Mapping[str, _Writer] = (
         "random_seed": _random_with_kind("jax.random.key"),
         "random_unwrap": _write("jax.random.key_data"),
         "random_wrap": _random_with_kind("jax.random.wrap_key_data"),
+        "reshape": _reshape,
         "reduce_precision": _write("lax.reduce_precision", "exponent_bits", "mantissa_bits"),
         "reduce_window_sum": _window("lax.add", lambda params: "0.0"),
         "reduce_window_max": _window("lax.max", lambda params: "-jnp.inf"),

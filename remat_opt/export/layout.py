@@ -9,6 +9,8 @@ from remat_opt.export.literals import quoted
 
 WIDTH = 100
 INDENT = "    "
+#: So many arguments are not given a line each.
+_MANY = 6
 
 
 def policy_decorator(names: Sequence[str]) -> list[str]:
@@ -19,6 +21,18 @@ def policy_decorator(names: Sequence[str]) -> list[str]:
         return [one_line]
     inside = [f"{INDENT}{line}" for line in wrapped(policy, "", ",")]
     return ["@functools.partial(", f"{INDENT}jax.checkpoint,", *inside, ")"]
+
+
+def checkpointed(name: str, run: str, names: Sequence[str]) -> list[str]:
+    """The lines that put a function under a checkpoint whose policy keeps these names."""
+    if not names:
+        return wrapped(Call("jax.checkpoint", (run,)), f"{name} = ", "")
+    policy = Call("policy=jax.checkpoint_policies.save_only_these_names", tuple(map(quoted, names)))
+    one_line = f"{name} = jax.checkpoint({run}, {policy})"
+    if len(one_line) <= WIDTH:
+        return [one_line]
+    inside = [f"{INDENT}{line}" for line in wrapped(policy, "", ",")]
+    return [f"{name} = jax.checkpoint(", f"{INDENT}{run},", *inside, ")"]
 
 
 def listed(items: Sequence[str]) -> str:
@@ -46,19 +60,37 @@ def assigned(
       one: whether it gives one value that is no tuple.
       unpack: whether it gives a tuple only of several values.
     """
-    if one or (unpack and len(results) == 1):
-        (target,) = results
-    else:
-        target = listed(results)
     if not results:
         return wrapped(expression, "", "")
+    alone = one or (unpack and len(results) == 1)
+    target = ", ".join(results) if alone or len(results) > 1 else listed(results)
+    if len(target) > WIDTH - 4 * len(INDENT):
+        inside = _filled(results, INDENT)
+        return ["(", *inside, *wrapped(expression, ") = ", "")]
     return wrapped(expression, f"{target} = ", "")
 
 
 def wrapped(expression: Call, before: str, behind: str) -> list[str]:
-    """A call in one line where it fits, else an argument a line."""
+    """A call in one line where it fits, else its arguments in lines of their own."""
+    room = WIDTH - 2 * len(INDENT)
     one_line = f"{before}{expression}{behind}"
-    if len(one_line) + 2 * len(INDENT) <= WIDTH or not expression.arguments:
+    if len(one_line) <= room or not expression.arguments:
         return [one_line]
-    inside = [f"{INDENT}{argument}," for argument in expression.arguments]
+    together = f"{INDENT}{', '.join(expression.arguments)},"
+    if len(together) <= room:
+        inside = [together]
+    elif len(expression.arguments) >= _MANY:
+        inside = _filled(expression.arguments, INDENT)
+    else:
+        inside = [f"{INDENT}{argument}," for argument in expression.arguments]
     return [f"{before}{expression.fn}(", *inside, f"){behind}"]
+
+
+def _filled(words: Sequence[str], before: str) -> list[str]:
+    """Words with commas behind them, as many a line as there is room for."""
+    lines = [before]
+    for word in words:
+        if lines[-1] != before and len(lines[-1]) + len(word) + 2 > WIDTH - 2 * len(INDENT):
+            lines.append(before)
+        lines[-1] += f"{'' if lines[-1] == before else ' '}{word},"
+    return lines

@@ -49,10 +49,15 @@ def text(value: Any) -> str:
         fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
         return _record(type(value), fields)
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _record(type(value), value._asdict())
+        usual: Mapping[str, Any] = getattr(value, "_field_defaults", {})
+        fields = {k: one for k, one in value._asdict().items() if k not in usual or one != usual[k]}
+        return _record(type(value), fields)
     if isinstance(value, tuple | list):
         inside = ", ".join(map(text, value))
         return f"({inside},)" if len(value) == 1 else f"({inside})"
+    primitive = f"{getattr(value, 'name', '')}_p"
+    if getattr(lax, primitive, None) is value:
+        return f"lax.{primitive}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{text(key)}: {text(one)}" for key, one in value.items()) + "}"
     raise UnprintableError(f"{value!r:.60} ({type(value).__name__})")

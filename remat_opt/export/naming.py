@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import jax
-
-from remat_opt.program.record import Program
+from remat_opt.program.record import Equation, Program
 
 _SHORT = {
     "add_any": "sum",
@@ -37,7 +35,7 @@ _SHORT = {
 }
 #: What exported code imports, or has as names of its own.
 RESERVED = frozenset(
-    {"checkpoint_name", "constants", "functools", "jax", "jnp", "lax", "leaves", "np"}
+    {"checkpoint_name", "constants", "count", "functools", "jax", "jnp", "lax", "np"}
     | set(keyword.kwlist)
     | set(dir(builtins))
 )
@@ -52,6 +50,24 @@ def identifier(text: str) -> str:
     word = re.sub(r"\W+", "_", text).strip("_").lower() or "value"
     word = f"v_{word}" if word[0].isdigit() else word
     return f"{word}_" if word in RESERVED else word
+
+
+def snake_case(text: str) -> str:
+    """The name of a module or function as that of a function in Python.
+
+    >>> snake_case("BatchNorm"), snake_case("_layer_norm")
+    ('batch_norm', 'layer_norm')
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).strip("_")
+    return identifier(words) if words else ""
+
+
+def word_of(equation: Equation) -> str:
+    """A word for what an equation makes."""
+    primitive = equation.operation.primitive
+    if primitive == "custom_jvp_call":
+        return rule_name(equation.jax_equation.params)
+    return _SHORT.get(primitive) or identifier(primitive)
 
 
 class Distinct:
@@ -75,6 +91,10 @@ class Distinct:
         self._told: set[str] = set() if told is None else told
         self._counts: Counter[str] = Counter()
 
+    def is_free(self, wanted: str) -> bool:
+        """Whether nothing has this name."""
+        return wanted not in self._taken and wanted not in self._elsewhere
+
     def name(self, wanted: str, *, numbered: bool = False) -> str:
         """A name like the one that is wanted.
 
@@ -83,33 +103,13 @@ class Distinct:
           numbered: whether to give it a number even where it is free.
         """
         found = wanted
-        while numbered or found in self._taken or found in self._elsewhere:
+        while numbered or not self.is_free(found):
             self._counts[wanted] += 1
             found = f"{wanted}_{self._counts[wanted]}"
             numbered = False
         self._taken.add(found)
         self._told.add(found)
         return found
-
-
-def argument_names(tree: Any, labels: Sequence[int | str], distinct: Distinct) -> list[str]:
-    """Names of the flat arguments, after the paths to them.
-
-    Args:
-      tree: structure of (positional, keyword) arguments.
-      labels: names of the positional arguments, or their places.
-      distinct: the names in use.
-    """
-    whole = jax.tree.unflatten(tree, range(tree.num_leaves))
-    found = []
-    for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]:
-        if path[0].idx == 0:
-            label = labels[path[1].idx]
-            first = label if isinstance(label, str) else f"argument_{label}"
-        else:
-            first = path[1].key
-        found.append(distinct.name(identifier(first + jax.tree_util.keystr(path[2:]))))
-    return found
 
 
 def value_names(program: Program, arguments: Sequence[str], distinct: Distinct) -> dict[int, str]:
@@ -124,12 +124,8 @@ def value_names(program: Program, arguments: Sequence[str], distinct: Distinct) 
     for value in program.constants:
         found[value] = distinct.name("constant", numbered=True)
     for equation in program.equations:
-        primitive = equation.operation.primitive
-        word = _SHORT.get(primitive) or identifier(primitive)
-        if primitive == "custom_jvp_call":
-            word = rule_name(equation.jax_equation.params)
         for value in equation.outputs:
-            found[value] = distinct.name(word, numbered=True)
+            found[value] = distinct.name(word_of(equation), numbered=True)
     return found
 
 

@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -18,9 +18,13 @@ import jax
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError
 from remat_opt.export import support
+from remat_opt.export.calls import Call as Expression
+from remat_opt.export.layout import INDENT, WIDTH, assigned, listed
 from remat_opt.export.literals import UnprintableError, constant_text, quoted
-from remat_opt.export.naming import argument_names, identifier
-from remat_opt.export.printer import Printer
+from remat_opt.export.naming import Distinct, identifier
+from remat_opt.export.paths import Path, paths_of
+from remat_opt.export.paths import Step as PathStep
+from remat_opt.export.regions import Printer
 from remat_opt.plan import Plan
 from remat_opt.program.record import Program
 from remat_opt.program.tracing import Call, array_type
@@ -60,7 +64,7 @@ class Source:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the module to a file."""
-        Path(path).write_text(self.text, encoding="utf-8")
+        File(path).write_text(self.text, encoding="utf-8")
 
     def load(self) -> Any:
         """The function, as importing the saved module gives it."""
@@ -90,10 +94,18 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
             "for. Make them arguments."
         )
     printer = Printer(plan.platform)
-    function = printer.name(identifier(plan.function))
-    arguments = argument_names(program.input_tree, call.labels, printer.distinct())
-    lines, scope = printer.chain(program, arguments, plan.stages, plan.loops, frozenset(), "")
-    names = scope.names
+    functions = printer.functions
+    function = functions.name(identifier(plan.function))
+    unpacked, arguments = _arguments(call, functions.distinct(_parameters(call)))
+    constants = [f"constants[{number}]" for number in range(len(program.constants))]
+    given = dict(zip(program.arguments, arguments, strict=True))
+    given |= {
+        value: Path("constants", (PathStep("[", number, "]"),), ("constant",))
+        for number, value in enumerate(program.constants)
+    }
+    lines, names, _ = printer.chain(
+        program, given, plan.stages, loops=plan.loops, words=_words_of_results(program)
+    )
     try:
         results = [
             names[atom] if isinstance(atom, int) else _constant(atom.value)
@@ -104,22 +116,19 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
         raise RematError(
             f"The result of {plan.function!r} cannot be written as code: {error}."
         ) from None
-    constants = [names[value] for value in program.constants]
     head = _signature(call, has_constants=bool(constants))
     body = [
-        *_docstring(plan, program, call),
-        "leaves = jax.tree.leaves((" + _arguments_text(call) + "))",
-        f"if len(leaves) != {len(arguments)}:",
-        f'    raise ValueError(f"{len(arguments)} arrays are wanted, not {{len(leaves)}}.")',
-        *_unpacked(arguments, program),
-        *([f"({', '.join(constants)},) = constants"] if constants else []),
+        *_docstring(plan, program, call, arguments),
+        f"count = len(jax.tree.leaves({listed(_parameters(call))}))",
+        f"if count != {len(arguments)}:",
+        f'    raise ValueError(f"{len(arguments)} arrays are wanted, not {{count}}.")',
+        *unpacked,
         *lines,
-        f"return {returned}",
+        *f"return {returned}".split("\n"),
     ]
-    main = "\n".join([f"def {function}({head}):", *(f"    {line}" for line in body)])
-    text = "\n\n\n".join(
-        [_header(plan, function), *_helpers(printer.helpers), *printer.functions, main]
-    )
+    main = "\n".join([f"def {function}({head}):", *(f"    {line}".rstrip() for line in body)])
+    parts = [_header(plan, function), *_helpers(functions.helpers), *functions.texts, main]
+    text = "\n\n\n".join(parts)
     found = Source(function=function, text=text + "\n", constants=program.constant_values)
     _check(found, program, call)
     return found
@@ -179,41 +188,68 @@ def _positional(call: Call) -> list[str]:
     return [label if isinstance(label, str) else f"argument_{label}" for label in call.labels]
 
 
-def _arguments_text(call: Call) -> str:
-    positional = "".join(f"{name}, " for name in _positional(call)).strip()
-    keywords = ", ".join(f"{quoted(name)}: {name}" for name in sorted(call.kwargs))
-    return f"({positional}), {{{keywords}}}"
-
-
-def _docstring(plan: Plan, program: Program, call: Call) -> list[str]:
-    lines = [f'"""As {plan.function}, in {len(plan.stages)} regions.']
+def _docstring(
+    plan: Plan, program: Program, call: Call, arguments: Sequence[str | Path]
+) -> list[str]:
+    lines = [f'"""As {plan.function}, in {len(plan.stages)} regions.', "", "Args:"]
+    types = [program.types[value] for value in program.arguments]
+    kinds = [f"{one.dtype}{list(one.shape)}" for one in types]
+    for label in _parameters(call):
+        told = Counter(
+            (one.pattern() if isinstance(one, Path) else one, kind)
+            for one, kind in zip(arguments, kinds, strict=True)
+            if (one.root if isinstance(one, Path) else re.sub(r"_\d+$", "", one)) == label
+        )
+        for (pattern, kind), count in told.items():
+            lines.append(f"  {pattern}: {kind}" + (f", {count} times" if count > 1 else ""))
     if program.constants:
-        lines += [
-            "",
-            "Args, beside those of the original:",
-            "  constants: the arrays it closed over.",
-        ]
+        lines.append("  constants: the arrays that the original closed over:")
         lines += [
             f"    {number}. {program.types[value].dtype}{list(program.types[value].shape)}"
             for number, value in enumerate(program.constants)
         ]
-    return [*lines, '"""'] if len(lines) > 1 else [lines[0] + '"""']
+    return [*lines, '"""'] if len(lines) > 3 else [lines[0] + '"""']
 
 
-def _unpacked(arguments: Sequence[str], program: Program) -> list[str]:
-    if not arguments:
-        return []
-    lines = ["("]
-    for name, value in zip(arguments, program.arguments, strict=True):
-        kind = program.types[value]
-        lines.append(f"    {name},  # {kind.dtype}{list(kind.shape)}")
-    return [*lines, ") = leaves"]
+def _parameters(call: Call) -> list[str]:
+    return [*_positional(call), *sorted(call.kwargs)]
+
+
+def _arguments(call: Call, distinct: Distinct) -> tuple[list[str], list[str | Path]]:
+    """The text of all arrays, and the lines that take apart what code cannot step into."""
+    lines: list[str] = []
+    found: list[str | Path] = []
+    given = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
+    for root, argument in zip(_parameters(call), given, strict=True):
+        paths = paths_of(root, argument)
+        if paths is None:
+            count = len(jax.tree.leaves(argument))
+            names = [distinct.name(identifier(root), numbered=True) for _ in range(count)]
+            lines += assigned(names, Expression("jax.tree.leaves", (root,)))
+            found += names
+        else:
+            found += paths
+    return lines, found
 
 
 def _constant(value: Any) -> str:
     kind = jax.typeof(value)
     written = constant_text(value, str(kind.dtype), weak=kind.weak_type)
     return written if type(value) in (bool, int, float, complex) else f"jnp.asarray({written})"
+
+
+def _words_of_results(program: Program) -> dict[int, str]:
+    """What to call the results: by the last word of the path to each."""
+    tree = jax.tree.unflatten(program.output_tree, range(len(program.outputs)))
+    found = {}
+    for path, place in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        atom = program.outputs[place]
+        words = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        if isinstance(atom, int) and words:
+            found[atom] = identifier(words[-1])
+        elif isinstance(atom, int) and place < program.loss_outputs:
+            found[atom] = "loss"
+    return found
 
 
 def _tree_text(tree: Any, leaves: Sequence[str]) -> str:
@@ -223,20 +259,26 @@ def _tree_text(tree: Any, leaves: Sequence[str]) -> str:
       UnprintableError: a node is of a type of the user's.
     """
 
+    def among(first: str, parts: Sequence[str], last: str) -> str:
+        one_line = (
+            f"{first}{', '.join(parts)}{',' if last == ')' and len(parts) == 1 else ''}{last}"
+        )
+        if len(one_line) <= WIDTH - 3 * len(INDENT) and "\n" not in one_line:
+            return one_line
+        inside = textwrap.indent(",\n".join(parts), INDENT)
+        return f"{first}\n{inside},\n{last}"
+
     def written(node: Any) -> str:
         if isinstance(node, _Leaf):
             return node.text
         if node is None:
             return "None"
         if type(node) is dict:
-            return (
-                "{" + ", ".join(f"{_key(key)}: {written(one)}" for key, one in node.items()) + "}"
-            )
+            return among("{", [f"{_key(key)}: {written(one)}" for key, one in node.items()], "}")
         if type(node) is list:
-            return "[" + ", ".join(map(written, node)) + "]"
+            return among("[", [*map(written, node)], "]")
         if type(node) is tuple:
-            inside = ", ".join(map(written, node))
-            return f"({inside},)" if len(node) == 1 else f"({inside})"
+            return among("(", [*map(written, node)], ")")
         raise UnprintableError(
             f"it holds a {type(node).__name__}. Return dictionaries, lists and tuples"
         )

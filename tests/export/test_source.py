@@ -16,8 +16,10 @@ import pytest
 
 import remat_opt
 from remat_opt.errors import PlanFileError, RematError
+from remat_opt.export import support
 from remat_opt.measurement.compilation import attached_device, compiler_options
-from remat_opt.schedule import Loop, Part
+from remat_opt.program import blocks
+from remat_opt.schedule import Loop, Part, Stage
 from tests.programs import EXAMPLES
 
 RANDOM = np.random.default_rng(0)
@@ -237,9 +239,97 @@ def test_the_cases_hold_every_form_of_loop(sources):
 def test_reads_as_the_plan(sources):
     text = sources("mlp").text
     assert text.startswith('"""mlp, with what is kept for its gradient and what is computed again')
-    assert "params_0,  # float32[32, 32]" in text
-    assert "@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only" in text
+    assert "  params[*]: float32[32, 32], 8 times\n" in text
+    assert "policy=jax.checkpoint_policies.save_only_these_names(" in text
     assert "# test_source.py:" in text
+
+
+def depth(params, x):
+    """Twelve layers that call a function of their own."""
+
+    def normalized(x, scale):
+        return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+    def layer(params, x):
+        y = jnp.tanh(normalized(x, params["first"]) @ params["up"])
+        return x + normalized(y @ params["down"], params["second"])
+
+    for of_layer in params:
+        x = layer(of_layer, x)
+    return jnp.mean(x**2)
+
+
+def deep_arguments(count):
+    kinds = {"first": (16,), "up": (16, 32), "down": (32, 16), "second": (16,)}
+    layer = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in kinds.items()}
+    return [layer] * count, jax.ShapeDtypeStruct((64, 16), "float32")
+
+
+def own_lines(source):
+    """The lines of what is no helper."""
+    functions = source.text.split("\n\n\n")
+    return [
+        line
+        for text in functions[1:]
+        if not hasattr(support, text.removeprefix("def ").partition("(")[0])
+        for line in text.splitlines()
+    ]
+
+
+def one_region_a_layer(count):
+    """A plan for ``depth`` in which every layer is a region that keeps its product."""
+    args = deep_arguments(count)
+    plan = remat_opt.make_plan(depth, *args, budget=0.6, device="cpu")
+    program = remat_opt.optimal_remat(depth).program(*args)
+    layers = blocks.blocks(program)
+    assert len(layers) == count
+    stages = [
+        Stage(
+            roots=tuple(layer),
+            kept=tuple(n for n in layer if program.equations[n].operation.primitive == "tanh"),
+            checkpointed=True,
+        )
+        for layer in layers
+    ]
+    last = tuple(range(layers[-1].stop, len(program.equations)))
+    stages.append(Stage(roots=last, kept=(), checkpointed=False))
+    return dataclasses.replace(plan, stages=tuple(stages), loops=()), args
+
+
+def test_layers_that_are_the_same_are_written_once_and_called_in_a_loop():
+    found = {}
+    for count in (12, 24):
+        plan, args = one_region_a_layer(count)
+        source = remat_opt.to_source(plan, depth, *args)
+        lines = own_lines(source)
+        assert sum("lax.tanh" in line for line in lines) <= 2
+        assert "def layer(" in source.text
+        assert "def normalized(" in source.text
+        # The first layer reads an argument, which has no derivative.
+        assert f"    for i in range(1, {count}):" in lines
+        found[count] = len(lines)
+    assert found[12] == found[24] < 120
+
+
+def test_functions_are_named_after_modules(sources):
+    lines = sources("convolutional").text.splitlines()
+    names = {line.split("(")[0].removeprefix("def ") for line in lines if line.startswith("def ")}
+    assert any(name.startswith("block") for name in names)
+
+
+def test_without_structure_every_region_is_a_function():
+    def loss(w, x):
+        for n in range(1, 6):
+            x = jnp.tanh(x @ w[: 16 - n, : 15 - n])
+        return jnp.mean(x**2)
+
+    args = array(16, 16), array(64, 15)
+    plan = remat_opt.make_plan(loss, *args, device="cpu", max_overhead=1.0)
+    source = remat_opt.to_source(plan, loss, *args)
+    assert source.text.count("def region_") >= len(plan.stages)
+    np.testing.assert_allclose(
+        jax.grad(source.load())(*args), jax.grad(loss)(*args), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_asks_for_nothing_but_jax_and_numpy(sources):

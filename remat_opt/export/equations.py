@@ -1,0 +1,401 @@
+"""One equation -> lines of Python, with the programs inside it as functions.
+
+What is written is what ``transform.equations`` runs; what one equation becomes is said once more
+here, as text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat_opt import _jax_internals as internals
+from remat_opt.compilers.rewrites import Rewrites
+from remat_opt.errors import RematError
+from remat_opt.export import kept, support
+from remat_opt.export.calls import Call, bound, call
+from remat_opt.export.functions import Functions
+from remat_opt.export.layout import INDENT, assigned, listed, wrapped
+from remat_opt.export.literals import UnprintableError, constant_text, quoted
+from remat_opt.export.naming import Distinct, rule_name, value_names, word_of
+from remat_opt.export.reading import (
+    has_usual_type,
+    policy_text,
+    program_of,
+    scan_inputs,
+    scan_options,
+    where_from,
+)
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.record import Atom, Equation, Program
+from remat_opt.schedule import Loop
+from remat_opt.transform.equations import stands_in
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one equation of a region waits for, and what waits for it; see ``transform.turns``.
+
+    Attributes:
+      named: whether its outputs carry names.
+      before: arguments that pass a barrier with the inputs.
+      behind: arguments whose cotangents wait for those of the outputs.
+      tied: places of the inputs whose cotangents go on together.
+      waited: values that are to be there before the inputs go on; None if these do not wait.
+      weight: the place of the input whose gradient comes first.
+    """
+
+    named: bool = False
+    before: frozenset[int] = frozenset()
+    behind: frozenset[int] = frozenset()
+    tied: tuple[int, ...] = ()
+    waited: tuple[int, ...] | None = None
+    weight: int | None = None
+
+
+_FREE = Turn()
+#: Calls that are longer are written as functions where a function is wanted.
+_LONGEST = 70
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """The body of one function that is being written.
+
+    Attributes:
+      program: whose equations are written.
+      names: of its values.
+      distinct: the names in use.
+      ways: what is to be written in another way.
+      summed: the values that derivatives are taken for, or of.
+      still: equations with names whose inputs may all be without a derivative.
+      loops: those that are opened.
+      label: begins what values are kept by.
+      takes_at: whether what the function is handed as ``at`` comes before that.
+      apart: whether scalar constants are to be arrays of their own.
+      module: what need not be said of where an equation comes from.
+    """
+
+    program: Program
+    names: dict[int, str]
+    distinct: Distinct
+    ways: Rewrites | None = None
+    summed: frozenset[int] = frozenset()
+    still: frozenset[int] = frozenset()
+    loops: Mapping[int, Loop] = dataclasses.field(default_factory=dict)
+    label: str = ""
+    takes_at: bool = False
+    apart: bool = False
+    module: str = ""
+
+    def kept_as(self, value: int) -> str:
+        """The text of the name that a value is kept by."""
+        written = quoted(f"{self.label}{self.names[value]}")
+        return f"at + {written}" if self.takes_at else written
+
+
+class Equations:
+    """Writes equations; what they need beside goes to ``functions``.
+
+    Args:
+      functions: of the file.
+      opened: writes an opened loop: from a scope, the position of its equation and its inputs to
+        the call that runs it.
+    """
+
+    def __init__(
+        self, functions: Functions, opened: Callable[[Scope, int, Sequence[str]], Call]
+    ) -> None:
+        self.functions = functions
+        self.helper = functions.helper
+        self._opened = opened
+
+    def lines(self, scope: Scope, index: int, turn: Turn = _FREE) -> list[str]:
+        """The lines of an equation in its turn, as ``rewriting._runner`` runs it.
+
+        Raises:
+          RematError: it cannot be written as code.
+        """
+        equation, names = scope.program.equations[index], scope.names
+        inputs = [self.atom(scope, equation, place) for place in range(len(equation.inputs))]
+        lines: list[str] = []
+
+        def behind(
+            places: Sequence[int],
+            fn: Callable[..., Any],
+            *others: str,
+            rebound: frozenset[int] = frozenset(),
+        ) -> None:
+            """Inputs are handed on by a function; all but these values go by new names."""
+            given = (*(inputs[place] for place in places), *others)
+            for place in places:
+                if equation.inputs[place] not in rebound:
+                    inputs[place] = scope.distinct.name("tied", numbered=True)
+            results = [*(inputs[place] for place in places), *("_" for _ in others)]
+            lines.extend(assigned(results, Call(self.helper(fn), given)))
+
+        everywhere = range(len(inputs))
+        try:
+            if turn.before:
+                behind(everywhere, support.behind_barrier, rebound=turn.before)
+            elif turn.tied and turn.weight is None:
+                behind(turn.tied, support.cotangents_together)
+            if turn.waited is not None:
+                behind(everywhere, support.stored, *(names[value] for value in turn.waited))
+            lines += self._one(scope, index, inputs, named=turn.named, weight=turn.weight)
+        except UnprintableError as error:
+            raise RematError(
+                f"{where_from(equation) or 'The program'}: {equation.operation.primitive} cannot "
+                f"be written as code, since it holds {error}."
+            ) from None
+        if turn.behind:
+            read = [names[value] for value in (*equation.outputs, *turn.behind)]
+            lines += assigned(read, Call(self.helper(support.cotangents_together), tuple(read)))
+        return lines
+
+    def atom(self, scope: Scope, equation: Equation, place: int) -> str:
+        """What an equation reads at a place."""
+        atom = equation.inputs[place]
+        if isinstance(atom, int):
+            return scope.names[atom]
+        kind = equation.jax_equation.invars[place].aval
+        written = constant_text(atom.value, str(kind.dtype), weak=kind.weak_type)
+        if scope.apart and not kind.shape:
+            return f"lax.optimization_barrier(jnp.asarray({written}, {quoted(str(kind.dtype))}))"
+        return written
+
+    # --- programs that are run as they are ---------------------------------------------------
+
+    def flat(self, program: Program, wanted: str, *, apart: bool = False) -> str:
+        """Writes a program without a plan as a function of flat arguments; its name.
+
+        Args:
+          program: the program.
+          wanted: the name that is wanted.
+          apart: whether its scalar constants are to be arrays of their own.
+        """
+        distinct = self.functions.distinct()
+        arguments = [distinct.name("x", numbered=True) for _ in program.arguments]
+        names = value_names(program, arguments, distinct)
+        lines = self.constants(program, names)
+        lines += self.unplanned(program, names, distinct, apart=apart)
+        lines.append(f"return {listed([self.output(names, one) for one in program.outputs])}")
+        return self.functions.defined_once(wanted, arguments, lines)
+
+    def unplanned(
+        self,
+        program: Program,
+        names: dict[int, str],
+        distinct: Distinct,
+        *,
+        apart: bool = False,
+        without: int | None = None,
+    ) -> list[str]:
+        """The lines of a program's equations in order, but for one."""
+        scope = Scope(program=program, names=names, distinct=distinct, apart=apart)
+        return [
+            line
+            for index in range(len(program.equations))
+            if index != without
+            for line in self.lines(scope, index)
+        ]
+
+    def constants(self, program: Program, names: Mapping[int, str]) -> list[str]:
+        """Lines that set the arrays that an inner program holds."""
+        return [
+            f"{names[value]} = {constant_text(array, program.types[value].dtype, weak=False)}"
+            for value, array in zip(program.constants, program.constant_values, strict=True)
+        ]
+
+    def output(self, names: Mapping[int, str], atom: Atom) -> str:
+        """What a program gives."""
+        if isinstance(atom, int):
+            return names[atom]
+        kind = jax.typeof(atom.value)
+        written = constant_text(atom.value, str(kind.dtype), weak=kind.weak_type)
+        return (
+            written
+            if type(atom.value) in (bool, int, float, complex)
+            else f"jnp.asarray({written})"
+        )
+
+    # --- one equation ------------------------------------------------------------------------
+
+    def _one(
+        self, scope: Scope, index: int, inputs: list[str], *, named: bool, weight: int | None
+    ) -> list[str]:
+        """The lines of one equation, as ``transform.equations.run_one`` runs it."""
+        equation = scope.program.equations[index]
+        ways = scope.ways
+        results = [scope.names[value] for value in equation.outputs]
+        waiting = ways is not None and index in ways.waiting
+        if named and stands_in(equation, waiting=waiting, weight=weight):
+            return kept.lines(self, scope, index, inputs, results)
+        if index in scope.loops:
+            lines = assigned(results, self._opened(scope, index, inputs))
+        elif ways is not None and index in ways.apart:
+            lines = assigned(results, Call(self._custom_jvp(equation, apart=True), tuple(inputs)))
+        elif ways is not None and index in ways.picking:
+            operands = self._lambda(equation, ("operand", "indices"))
+            clip = equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP
+            lines = assigned(
+                results, Call(self.helper(support.picked), (operands, *inputs, str(clip))), one=True
+            )
+        elif waiting:
+            operands = self._lambda(equation, tuple(f"x{n}" for n in range(len(inputs))))
+            lines = assigned(results, Call(f"jax.checkpoint({operands})", tuple(inputs)), one=True)
+        elif weight is not None:
+            operands = self._lambda(equation, ("a", "b"))
+            lines = assigned(
+                results,
+                Call(self.helper(support.weight_first), (operands, str(weight), *inputs)),
+                one=True,
+            )
+        else:
+            lines = self.plain(equation, inputs, results)
+        if ways is not None and index in ways.whole and not named:
+            lines += assigned(results, Call(self.helper(support.stored), tuple(results)))
+        if named:
+            for value, result in zip(equation.outputs, results, strict=True):
+                lines += assigned([result], self.named(scope, value, result), one=True)
+        return lines
+
+    def named(self, scope: Scope, value: int, written: str) -> Call:
+        """What gives a value the name that it is kept by."""
+        name = scope.kept_as(value)
+        if scope.program.types[value].dtype.startswith("complex"):
+            return Call(self.helper(support.named_parts), (written, name))
+        return Call("checkpoint_name", (written, name))
+
+    def plain(self, equation: Equation, inputs: Sequence[str], results: Sequence[str]) -> list[str]:
+        """The lines of an equation as it is."""
+        expression, several = self.call(equation, inputs)
+        return assigned(results, expression, one=not several)
+
+    def _lambda(self, equation: Equation, arguments: Sequence[str]) -> str:
+        given = [
+            name if isinstance(atom, int) else constant_text(atom.value, kind.dtype, weak=False)
+            for name, atom, kind in zip(
+                arguments, equation.inputs, equation.operation.inputs, strict=True
+            )
+        ]
+        return self.as_function(equation, self.call(equation, given)[0], arguments)
+
+    def as_function(
+        self, equation: Equation, made: Call, arguments: Sequence[str], behind: str = ""
+    ) -> str:
+        """A call that makes an equation as a function of these arguments."""
+        if len(str(made)) <= _LONGEST:
+            return f"lambda {', '.join(arguments)}: {made}{behind}"
+        lines = wrapped(made, "return ", behind)
+        return self.functions.defined_once(f"{word_of(equation)}_of", arguments, lines)
+
+    def call(self, equation: Equation, inputs: Sequence[str]) -> tuple[Call, bool]:
+        """The call that makes an equation, and whether it gives several results."""
+        primitive, params = equation.operation.primitive, equation.jax_equation.params
+        several = bool(equation.jax_equation.primitive.multiple_results)
+        if primitive == "custom_jvp_call":
+            return Call(self._custom_jvp(equation), tuple(inputs)), True
+        if primitive == "scan":
+            return self._scan(equation, inputs), True
+        if primitive in ("while", "cond"):
+            write = self._while if primitive == "while" else self._cond
+            return write(params, inputs), True
+        if primitive in ("checkpoint", "remat2", "remat"):
+            return self._checkpoint(params, inputs), True
+        if primitive == "name":
+            return Call("checkpoint_name", (*inputs, quoted(params["name"]))), False
+        if equation.effects or (
+            equation.operation.bodies and not primitive.startswith(("scatter", "reduce_"))
+        ):
+            raise UnprintableError("Python code of its own, or has side effects")
+        if primitive in PRODUCTS and has_usual_type(equation):
+            params = {**params, "preferred_element_type": None}
+        if primitive == "reshape" and params["dimensions"] is None:
+            # ``lax.reshape`` to the shape that is there makes no equation.
+            same = equation.operation.inputs[0].shape == tuple(params["new_sizes"])
+            return (bound if same else call)(primitive, params, inputs), several
+        return call(primitive, params, inputs), several
+
+    def _inner(self, closed: Any, wanted: str) -> str:
+        return self.flat(program_of(closed), wanted)
+
+    def _scan(self, equation: Equation, inputs: Sequence[str]) -> Call:
+        scan = internals.scan_of(equation.jax_equation)
+        body = self._inner(scan.body, "iteration")
+        options = scan_options(scan)
+        return Call(
+            self.helper(support.flat_scan),
+            (body, *scan_inputs(scan, inputs), f"length={scan.length}", *options),
+        )
+
+    def _while(self, params: Mapping[str, Any], inputs: Sequence[str]) -> Call:
+        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+        condition = self._inner(params["cond_jaxpr"], "condition")
+        body = self._inner(params["body_jaxpr"], "turn")
+        held = inputs[:of_condition]
+        read = inputs[of_condition : of_condition + of_body]
+        return Call(
+            "lax.while_loop",
+            (
+                f"lambda carry: {condition}({', '.join([*held, '*carry'])})[0]",
+                f"lambda carry: {body}({', '.join([*read, '*carry'])})",
+                listed(inputs[of_condition + of_body :]),
+            ),
+        )
+
+    def _cond(self, params: Mapping[str, Any], inputs: Sequence[str]) -> Call:
+        branches = [self._inner(branch, "branch") for branch in params["branches"]]
+        return Call("lax.switch", (inputs[0], f"[{', '.join(branches)}]", *inputs[1:]))
+
+    def _checkpoint(self, params: Mapping[str, Any], inputs: Sequence[str]) -> Call:
+        body = self._inner(params["jaxpr"], "block")
+        policy = params["policy"]
+        options = [] if policy is None else [f"policy={policy_text(policy)}"]
+        if params["prevent_cse"] is not True:
+            options.append(f"prevent_cse={params['prevent_cse']!r}")
+        return Call(f"jax.checkpoint({', '.join([body, *options])})", tuple(inputs))
+
+    def _custom_jvp(self, equation: Equation, *, apart: bool = False) -> str:
+        """Writes a function with its derivative; its name."""
+        params = equation.jax_equation.params
+        wanted = rule_name(params)
+        kinds = equation.operation.inputs
+        moving = [
+            place
+            for place, kind in enumerate(kinds)
+            if kind.dtype.startswith(("float", "bfloat", "complex"))
+        ]
+
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            def along(*moved: Any) -> list[Any]:
+                given = list(primals)
+                for place, value in zip(moving, moved, strict=True):
+                    given[place] = value
+                return internals.bind(equation.jax_equation, equation.name_stack, given)
+
+            return jax.jvp(along, [primals[place] for place in moving], list(tangents))[1]
+
+        def write(function: str) -> None:
+            body = self.flat(program_of(params["call_jaxpr"]), f"{wanted}_of", apart=apart)
+            shapes = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds]
+            closed, _ = internals.make_jaxpr(
+                derivative, shapes, [shapes[place] for place in moving]
+            )
+            rule = self.flat(program_of(closed), f"{wanted}_moved")
+            lines = [
+                f"{function} = jax.custom_jvp({body})",
+                "",
+                "",
+                f"@{function}.defjvp",
+                f"def {self.functions.name(f'{wanted}_rule')}(primals, tangents):",
+                f"{INDENT}moving = {listed([f'tangents[{place}]' for place in moving])}",
+                f"{INDENT}return {function}(*primals), {rule}(*primals, *moving)",
+            ]
+            self.functions.texts.append("\n".join(lines))
+
+        key = f"custom_jvp {apart} {equation.parameters} {kinds}"
+        return self.functions.once(key, wanted, write)

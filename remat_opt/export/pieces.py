@@ -1,0 +1,262 @@
+"""What of a region belongs together: by block, by module, by the functions of the user's.
+
+A region is a list of equations. Those in a row that come from the same block, module or function
+are a piece of it, in which those of an inner module or function are pieces again. A piece is what
+may become a function of its own; here it is told only what is in it, and what goes in and out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from remat_opt import _jax_internals as internals
+from remat_opt.export.equations import Turn
+from remat_opt.program import blocks
+from remat_opt.program.record import Equation, Program
+from remat_opt.transform.steps import Rewriting, Step
+from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
+
+#: A piece has at least so many equations.
+_LEAST = 3
+#: Blocks are cut in no more places than this.
+_MOST_CUTS = 4
+_TRANSFORMED = re.compile(r"\w+\(|\)")
+
+#: A module or a function, with the line that called the function; of a block "" and its number.
+Level = tuple[str, int]
+_NO_BLOCK: Level = ("", -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """Equations in a row, of one region.
+
+    Attributes:
+      path: the levels that they have in common, the outermost first.
+      indices: the equations.
+      parts: the same, those that are pieces in turn together.
+      inputs: the values that go in.
+      outputs: those that come out: made in it, or handed on by it, and read later on.
+    """
+
+    path: tuple[Level, ...]
+    indices: tuple[int, ...]
+    parts: tuple[int | Piece, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Those that it consists of."""
+        return (part for part in self.parts if isinstance(part, Piece))
+
+    @property
+    def in_block(self) -> str:
+        """What it is of a block that has no name; "" if it is in none, or in several."""
+        numbers = [number for name, number in self.path if not name]
+        if not numbers or numbers[0] == _NO_BLOCK[1]:
+            return ""
+        return "block" if len(numbers) == 1 else "part_of_block"
+
+    @property
+    def name(self) -> str:
+        """What its equations are of: the innermost module or function that has them all."""
+        names = [name for name, _ in self.path if name]
+        return names[-1] if names else ""
+
+
+def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
+    """How each equation of a step is to be written, as ``rewriting._runner`` has it."""
+    program, ways = rewriting.program, rewriting.ways
+    before, behind = multiplied_again(rewriting, step)
+    behind = with_biases(rewriting, step, behind)
+    tied = tied_inputs(rewriting, step)
+    known = set(step.inputs)
+    found = {}
+    for index in step.equations:
+        waited: tuple[int, ...] | None = None
+        if index in ways.partner and not step.checkpointed:
+            partner = program.equations[ways.partner[index]]
+            read = set(partner.value_inputs).difference(program.arguments)
+            waited = tuple(sorted(read)) if read <= known else None
+        found[index] = Turn(
+            named=index in step.named,
+            before=before.get(index, frozenset()),
+            behind=behind.get(index, frozenset()),
+            tied=tied.get(index, ()),
+            waited=waited,
+            weight=ways.weight_place.get(index) if index in tied else None,
+        )
+        known.update(program.equations[index].outputs)
+    return found
+
+
+def paths_of(program: Program, regions: Iterable[Sequence[int]] = ()) -> list[tuple[Level, ...]]:
+    """For each equation its block, its part of that, and the modules or functions that made it.
+
+    What all of them have in common is left out. Blocks that are the same code have the same parts:
+    they are cut where regions begin in any of them, unless there are too many such places.
+
+    Args:
+      program: a traced function.
+      regions: their equations.
+    """
+    modules = [_modules(one) for one in program.equations]
+    functions = [_functions(one) for one in program.equations]
+    shared = _common([one for one in modules if one]), _common(functions)
+    found: list[tuple[Level, ...]] = []
+    block_of = {index: number for number, run in enumerate(blocks.blocks(program)) for index in run}
+    part_of = _parts(program, regions)
+    for index, (by_module, by_function) in enumerate(zip(modules, functions, strict=True)):
+        told = by_module[shared[0] :] if by_module else by_function[shared[1] :]
+        called = [(name, 0) for name in internals.names_of_calls(program.equations[index].calls)]
+        block = ("", block_of[index]) if index in block_of else _NO_BLOCK
+        part = [("", part_of[index])] if index in part_of else []
+        found.append((block, *part, *told, *called))
+    return found
+
+
+def _parts(program: Program, regions: Iterable[Sequence[int]]) -> dict[int, int]:
+    """For equations of blocks that are cut the number of their part."""
+    runs = blocks.blocks(program)
+    block_of = {index: run for run in runs for index in run}
+    kinds = {
+        run: tuple(program.equations[index].operation.primitive for index in run) for run in runs
+    }
+    cuts: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+    for indices in regions:
+        for run, group in itertools.groupby(indices, key=block_of.get):
+            if run is not None:
+                first = next(group)
+                cuts[kinds[run]].add(first - run.start)
+    found = {}
+    for run in runs:
+        places = sorted(cuts[kinds[run]] - {0})
+        if len(places) <= _MOST_CUTS:
+            found.update({index: bisect.bisect(places, index - run.start) for index in run})
+    return found
+
+
+def _modules(equation: Equation) -> tuple[Level, ...]:
+    parts = _TRANSFORMED.sub("", equation.module).split("/")
+    return tuple((part, 0) for part in parts if part.isidentifier())
+
+
+def _functions(equation: Equation) -> tuple[Level, ...]:
+    found = []
+    for name, line in internals.functions_around(equation.jax_equation, equation.calls):
+        word = name.rpartition("<locals>.")[2].removesuffix(".__call__").rpartition(".")[2]
+        if word.isidentifier():
+            found.append((word, line))
+    return tuple(found)
+
+
+def _common(paths: Sequence[tuple[Level, ...]]) -> int:
+    """How many levels all paths have in common."""
+    if not paths:
+        return 0
+    first, last = min(paths), max(paths)
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return sum(1 for _ in shared)
+
+
+class Region:
+    """A step that holds equations, as pieces.
+
+    Args:
+      program: a traced function.
+      step: of it.
+      turns: of its equations.
+      paths: of the program's equations.
+
+    Attributes:
+      step: the step.
+      turns: of its equations.
+      whole: all of it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        step: Step,
+        turns: Mapping[int, Turn],
+        paths: Sequence[tuple[Level, ...]],
+    ) -> None:
+        self.step, self.turns = step, turns
+        self._program, self._paths = program, paths
+        self._position = {index: n for n, index in enumerate(step.equations)}
+        self._made_at: dict[int, int] = {}
+        self._last_read: dict[int, int] = {}
+        for index, place in self._position.items():
+            self._made_at |= dict.fromkeys(program.equations[index].outputs, place)
+            self._last_read |= dict.fromkeys(self._reads(index), place)
+        self._last_read |= dict.fromkeys(step.outputs, len(step.equations))
+        self.whole = dataclasses.replace(
+            self.piece(step.equations, self._split(step.equations)),
+            inputs=step.inputs,
+            outputs=step.outputs,
+        )
+
+    def _reads(self, index: int) -> tuple[int, ...]:
+        turn = self.turns[index]
+        read = self._program.equations[index].value_inputs
+        return (*read, *(turn.waited or ()), *sorted(turn.behind))
+
+    def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:
+        """Equations in a row as a piece, which consists of these parts."""
+        start, stop = self._position[indices[0]], self._position[indices[-1]] + 1
+        inputs = dict.fromkeys(
+            value
+            for index in indices
+            for value in self._reads(index)
+            if not start <= self._made_at.get(value, -1) < stop
+        )
+        handed_on = dict.fromkeys(
+            value
+            for index in indices
+            for value in (
+                *sorted(self.turns[index].before | self.turns[index].behind),
+                *self._program.equations[index].outputs,
+            )
+        )
+        return Piece(
+            path=_shared_path([self._paths[index] for index in indices]),
+            indices=tuple(indices),
+            parts=parts,
+            inputs=tuple(inputs),
+            outputs=tuple(v for v in handed_on if self._last_read.get(v, -1) >= stop),
+        )
+
+    def _split(self, indices: Sequence[int]) -> tuple[int | Piece, ...]:
+        """Equations in a row as parts: those that come from the same place are a piece."""
+        shared = _common([self._paths[index] for index in indices])
+        groups = [
+            (level, list(group))
+            for level, group in itertools.groupby(
+                indices, key=lambda index: self._paths[index][shared : shared + 1]
+            )
+        ]
+        if len(groups) == 1:
+            return tuple(indices)
+        parts: list[int | Piece] = []
+        for level, group in groups:
+            if level == (_NO_BLOCK,):
+                parts += self._split(group)
+            elif level and len(group) >= _LEAST:
+                parts.append(self.piece(group, self._split(group)))
+            else:
+                parts += group
+        return tuple(parts)
+
+
+def _shared_path(paths: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:
+    """The levels that equations share: their block and its part, modules and functions."""
+    found: list[Level] = []
+    for of_block in (True, False):
+        levels = [tuple(one for one in path if (not one[0]) == of_block) for path in paths]
+        found += levels[0][: _common(levels)]
+    return tuple(found)

@@ -1,0 +1,562 @@
+"""A program and its regions -> functions, and the calls that run them in order.
+
+What is written is what ``transform.rewriting`` runs. What is the same code is written once: pieces
+(``pieces``) that come more than once become functions, named after their module or function, and
+regions that differ in their values and in what they keep alone share one. For this, all that is
+kept anywhere in a function has a name in it, and the policy of each region says which of the names
+it keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+from remat_opt import _jax_internals as internals
+from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.rewrites import rewrites
+from remat_opt.device import Platform
+from remat_opt.export import support
+from remat_opt.export.calls import Call
+from remat_opt.export.equations import Equations, Scope
+from remat_opt.export.functions import Functions
+from remat_opt.export.layout import assigned, checkpointed, listed, policy_decorator, returned
+from remat_opt.export.literals import quoted
+from remat_opt.export.naming import Distinct, snake_case, word_of
+from remat_opt.export.paths import Path
+from remat_opt.export.pieces import Piece, Region, paths_of, turns_of
+from remat_opt.export.reading import scan_inputs, scan_options, scan_reach, where_from
+from remat_opt.export.same import Function, Labels, Same
+from remat_opt.export.sequence import Item, lines_of
+from remat_opt.program import bodies
+from remat_opt.program.record import Program
+from remat_opt.schedule import Loop, Part, Stage
+from remat_opt.transform.steps import Rewriting, Step, steps_of
+from remat_opt.units import format_bytes
+
+
+class Printer:
+    """Writes programs as ``functions``."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+        self.functions = Functions()
+        self.equations = Equations(self.functions, self._opened)
+        # Loops are written once, however often the text of what is round them is asked for.
+        self._loops: dict[tuple[int, int], list[str]] = {}
+
+    def chain(
+        self,
+        program: Program,
+        arguments: Mapping[int, str | Path],
+        stages: Sequence[Stage],
+        *,
+        loops: Sequence[Loop] = (),
+        named: Set[int] = frozenset(),
+        label: str = "",
+        words: Mapping[int, str] | None = None,
+    ) -> tuple[list[str], dict[int, str], dict[int, tuple[str, ...]]]:
+        """Writes the regions of a program.
+
+        Args:
+          program: the program.
+          arguments: the text of its arguments and constants.
+          stages: of the program.
+          loops: those of it that are opened.
+          named: equations whose outputs carry names for a policy round all of it.
+          label: begins the names of what is kept.
+          words: for values of which it is known what to call them.
+
+        Returns:
+          The lines that run the regions, the text of every value that is known behind them, and
+          the names of what is kept, by equation.
+        """
+        one = _Chain(self, Same(), program, stages, loops, named, words or {})
+        return one.run(arguments, label)
+
+    def _opened(self, scope: Scope, index: int, inputs: Sequence[str]) -> Call:
+        """A scan in its parts, as ``transform.loops`` runs it."""
+        equation, loop = scope.program.equations[index], scope.loops[index]
+        scan = internals.scan_of(equation.jax_equation)
+        key = (id(scope.program), index)
+        if key not in self._loops:
+            program = bodies.body_of(equation, scope.summed)
+            label = self.functions.name(snake_case(equation.module.rpartition("/")[2]) or "loop")
+            self._loops[key] = self._parts(loop.parts, program, label)
+        self.functions.helpers |= {"one_part", "parts_in_order", "zero_of"}
+        options = scan_options(scan)
+        if len(loop.parts) > 1 or loop.parts[0].inside:
+            options.append(f"reach={scan_reach(equation, scan, scope.summed)}")
+        parts = f"[{', '.join(self._loops[key])}]"
+        planned = self.functions.helper(support.planned_scan)
+        return Call(planned, (parts, *scan_inputs(scan, inputs), *options))
+
+    def _parts(
+        self, parts: Sequence[Part], program: Program, label: str, same: Same | None = None
+    ) -> list[str]:
+        """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
+        same = Same() if same is None else same
+        chains = {
+            number: _Chain(self, same, program, part.stages, part.loops, frozenset(part.kept))
+            for number, part in enumerate(parts)
+            if not part.inside
+        }
+        found = []
+        for number, part in enumerate(parts):
+            own = f"{label}_part_{number + 1}" if len(parts) > 1 else f"{label}_iteration"
+            if part.inside:
+                inside = self._parts(part.inside, program, own, same)
+                found.append(f"({part.length}, [{', '.join(inside)}], (), None)")
+                continue
+            arguments = self.functions.distinct()
+            names = {value: arguments.name("x", numbered=True) for value in program.arguments}
+            constants = {v: arguments.name("constant", numbered=True) for v in program.constants}
+            lines, known, labels = chains[number].run(names | constants, f"{label}.", f"{label}_")
+            function = self.functions.name(own)
+            outputs = [self.equations.output(known, atom) for atom in program.outputs]
+            self.functions.define(
+                function,
+                list(names.values()),
+                [
+                    *self.equations.constants(program, constants),
+                    *lines,
+                    f"return {listed(outputs)}",
+                ],
+                said="One iteration: constants, carry and entries -> carry and entries made.",
+            )
+            kept = [quoted(name) for index in sorted(part.kept) for name in labels[index]]
+            found.append(f"({part.length}, [], {listed(kept)}, {function})")
+        return found
+
+
+def _leaves(steps: Sequence[Step]) -> Iterator[tuple[int, ...]]:
+    """The equations of each region without regions inside."""
+    for step in steps:
+        if step.inside:
+            yield from _leaves(step.inside)
+        else:
+            yield step.equations
+
+
+class _Chain:
+    """One program that is being written, with its regions."""
+
+    def __init__(
+        self,
+        printer: Printer,
+        same: Same,
+        program: Program,
+        stages: Sequence[Stage],
+        loops: Sequence[Loop],
+        named: Set[int],
+        words: Mapping[int, str] | None = None,
+    ) -> None:
+        self.words = words or {}
+        self.functions, self.equations = printer.functions, printer.equations
+        self.same = same
+        self.program = program
+        self.loops = {loop.root: loop for loop in loops}
+        rules = Rules(platform=printer.platform)
+        recomputes = any(stage.checkpointed for stage in stages)
+        self.rewriting = Rewriting(
+            program=program,
+            summed=bodies.varying(program),
+            ways=rewrites(program, rules, recomputes=recomputes),
+        )
+        self.steps = steps_of(program, stages, frozenset(named))
+        self.makers = program.makers()
+        self.arguments: Mapping[int, str | Path] = {}
+        # By the numbers of a region and those it is in.
+        self.regions: dict[tuple[int, ...], Region] = {}
+        self._paths = paths_of(program, _leaves(self.steps))
+        self._keys: dict[Piece, str] = {}
+        self._kept_as: dict[int, tuple[str, ...]] = {}
+        self._begin = ""
+        self._collect(self.steps, ())
+
+    def run(
+        self, arguments: Mapping[int, str | Path], label: str, begin: str = ""
+    ) -> tuple[list[str], dict[int, str], dict[int, tuple[str, ...]]]:
+        """Writes all regions; see ``Printer.chain``. ``begin`` begins the names of functions."""
+        self.arguments = arguments
+        self._begin = begin
+        items = self._calls(self.steps, (), label)
+        lines, known = lines_of(
+            items, arguments, self._hint, self.functions.distinct, self.program.output_values
+        )
+        return lines, known, self._kept_as
+
+    # --- what is the same -------------------------------------------------------------------
+
+    def _collect(self, steps: Sequence[Step], around: tuple[int, ...]) -> None:
+        """Goes through all regions and counts what comes more than once."""
+        for number, step in enumerate(steps):
+            place = (*around, number)
+            if step.inside:
+                self._collect(step.inside, place)
+                continue
+            turns = turns_of(self.rewriting, step)
+            region = self.regions[place] = Region(self.program, step, turns, self._paths)
+            self._note_names(region, region.whole)
+            key = self._keys[region.whole]
+            seen = self.same.uses(key) > 0
+            self.same.as_region[key] += 1
+            if not seen:
+                self._count(region.whole, told=step.checkpointed or bool(step.named))
+
+    def _note_names(self, region: Region, piece: Piece) -> None:
+        key = self._keys[piece] = self._key(region, piece)
+        self.same.named[key].update(
+            place for place, index in enumerate(piece.indices) if region.turns[index].named
+        )
+        self.same.still[key].update(
+            place
+            for place, index in enumerate(piece.indices)
+            if region.turns[index].named
+            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
+        )
+        self.same.reached[key].update(
+            (place, number)
+            for place, index in enumerate(piece.indices)
+            for number, atom in enumerate(self.program.equations[index].inputs)
+            if isinstance(atom, int) and atom in self.rewriting.summed
+        )
+        for part in piece.pieces():
+            self._note_names(region, part)
+
+    def _count(self, piece: Piece, *, told: bool) -> None:
+        """Counts the pieces of one; ``told`` is whether these are called where names matter."""
+        for part in piece.pieces():
+            key = self._keys[part]
+            seen = self.same.uses(key) > 0
+            self.same.inside[key] += 1
+            if told:
+                self.same.told.add(key)
+            if not seen:
+                self._count(part, told=True)
+
+    def _key(self, region: Region, piece: Piece) -> str:
+        """The code of a piece, but for names; what has the same is the same code."""
+        scope = self._scope(piece, Distinct(), ["x"] * len(piece.inputs))
+        lines = [f"def ({', '.join(scope.names[value] for value in piece.inputs)}):"]
+        for index in piece.indices:
+            turn = region.turns[index]
+            if index not in self.rewriting.ways.whole:
+                turn = dataclasses.replace(turn, named=False)
+            lines += self.equations.lines(scope, index, turn)
+        return "\n".join([*lines, returned([scope.names[value] for value in piece.outputs])])
+
+    def _shared(self, piece: Piece) -> bool:
+        """Whether a piece of another becomes a function of its own."""
+        key = self._keys[piece]
+        return self.same.inside[key] > 0 and self.same.uses(key) > 1
+
+    # --- functions ----------------------------------------------------------------------------
+
+    def _scope(self, piece: Piece, distinct: Distinct, wanted: Sequence[str]) -> Scope:
+        numbered = {word for word in wanted if wanted.count(word) > 1}
+        names = {
+            value: distinct.name(word, numbered=word in numbered)
+            for value, word in zip(piece.inputs, wanted, strict=True)
+        }
+        for index in piece.indices:
+            equation = self.program.equations[index]
+            for value in equation.outputs:
+                names[value] = distinct.name(word_of(equation), numbered=True)
+        return Scope(
+            program=self.program,
+            names=names,
+            distinct=distinct,
+            ways=self.rewriting.ways,
+            summed=self.rewriting.summed,
+            loops=self.loops,
+        )
+
+    def _function(
+        self,
+        region: Region,
+        piece: Piece,
+        wanted: str,
+        *,
+        label: str = "",
+        said: str = "",
+        decorated: bool = False,
+    ) -> Function:
+        """Writes a piece as a function, once.
+
+        Args:
+          region: where it is.
+          piece: the piece.
+          wanted: its name, where nothing tells what it is of.
+          label: begins the names in it, unless it is told.
+          said: its docstring.
+          decorated: whether it is to be under the region's checkpoint.
+        """
+        key = self._keys[piece]
+        takes_at = bool(self.same.named[key]) and key in self.same.told
+        found = self.same.written.get((key, "" if takes_at else label))
+        if found is not None:
+            return found
+        inputs = self._argument_names(piece)
+        scope = self._scope(piece, self.functions.distinct(["at"]), inputs)
+        reached = [
+            self.program.equations[piece.indices[place]].inputs[number]
+            for place, number in self.same.reached[key]
+        ]
+        scope = dataclasses.replace(
+            scope,
+            summed=scope.summed.union(one for one in reached if isinstance(one, int)),
+            still=frozenset(piece.indices[place] for place in self.same.still[key]),
+            label="" if takes_at else label,
+            takes_at=takes_at,
+        )
+        labels: Labels = {}
+        lines = self._body(region, piece, scope, labels)
+        name = self.functions.name(wanted)
+        arguments = ["at"] if takes_at else []
+        arguments += [scope.names[value] for value in piece.inputs]
+        # A label is part of the names where the function is not told.
+        self.functions.define(
+            name,
+            arguments,
+            [*lines, returned([scope.names[value] for value in piece.outputs])],
+            said=said,
+            decorator=self._decorator(region, labels, label) if decorated else (),
+        )
+        found = Function(name=name, takes_at=takes_at, labels=labels)
+        self.same.written[key, "" if takes_at else label] = found
+        return found
+
+    def _body(self, region: Region, piece: Piece, scope: Scope, labels: Labels) -> list[str]:
+        """The lines of a piece; to ``labels`` are added the names in it."""
+        named = self.same.named[self._keys[piece]]
+        place = {index: n for n, index in enumerate(piece.indices)}
+        lines: list[str] = []
+        said = ""
+        used: Counter[str] = Counter()
+
+        def write(parts: Sequence[int | Piece]) -> None:
+            nonlocal said
+            for part in parts:
+                if isinstance(part, int):
+                    where = where_from(self.program.equations[part])
+                    if where and where != said:
+                        lines.append(f"# {where}")
+                        said = where
+                    turn = dataclasses.replace(region.turns[part], named=place[part] in named)
+                    lines.extend(self.equations.lines(scope, part, turn))
+                    if turn.named:
+                        outputs = self.program.equations[part].outputs
+                        labels[place[part]] = tuple(scope.names[value] for value in outputs)
+                elif not self._shared(part):
+                    write(part.parts)
+                else:
+                    call_of(part)
+                    said = ""
+
+        def call_of(part: Piece) -> None:
+            function = self._function(region, part, self._wanted(part))
+            given = [scope.names[value] for value in part.inputs]
+            if function.takes_at:
+                used[function.name] += 1
+                number = used[function.name]
+                before = f"{function.name}_{number}." if number > 1 else f"{function.name}."
+                written = quoted(f"{scope.label}{before}")
+                given.insert(0, f"at + {written}" if scope.takes_at else written)
+                for inner, names in function.labels.items():
+                    own = place[part.indices[inner]]
+                    labels[own] = tuple(f"{before}{name}" for name in names)
+            results = [scope.names[value] for value in part.outputs]
+            lines.extend(assigned(results, Call(function.name, tuple(given)), unpack=True))
+
+        write(piece.parts)
+        return lines
+
+    def _wanted(self, piece: Piece, otherwise: str = "block") -> str:
+        """What to call a piece: after what it is of, without the number that tells it apart."""
+        if not piece.name and piece.in_block:
+            return piece.in_block
+        name = snake_case(re.sub(r"_?\d+$", "", piece.name))
+        several = not piece.path or piece.path[0][0] != ""
+        return f"{name}s" if name and several else name or otherwise
+
+    def _argument_names(self, piece: Piece) -> list[str]:
+        """What to call the inputs: arguments by the end of their paths."""
+        paths = {
+            value: given.words
+            for value in piece.inputs
+            if isinstance(given := self.arguments.get(value), Path)
+        }
+        # The same number of words for all, as few as tell them apart as far as words do.
+        most = max((len(words) for words in paths.values()), default=1)
+        told = [len({words[-n:] for words in paths.values()}) for n in range(1, most + 1)]
+        length = told.index(max(told)) + 1
+        return [
+            "_".join(paths[value][-length:]) if value in paths else self._hint(value)
+            for value in piece.inputs
+        ]
+
+    def _hint(self, value: int) -> str:
+        """A word for a value."""
+        given = self.arguments.get(value)
+        if isinstance(given, Path):
+            return given.words[-1]
+        if value in self.words:
+            return self.words[value]
+        maker = self.makers.get(value)
+        word = "x" if maker is None else word_of(self.program.equations[maker])
+        return "x" if word in ("add", "sum") else word
+
+    # --- regions ------------------------------------------------------------------------------
+
+    def _calls(self, steps: Sequence[Step], around: tuple[int, ...], label: str) -> list[Item]:
+        """The calls that run steps, as ``rewriting._run`` runs them."""
+        summed, arguments = self.rewriting.summed, set(self.program.arguments)
+        last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
+        items: list[Item] = []
+        for number, step in enumerate(steps):
+            items += self._step(step, (*around, number), label)
+
+            def behind(values: Sequence[int]) -> Item:
+                barrier = self.functions.helper(support.behind_barrier)
+                return Item(
+                    function=barrier, reads=tuple(values), writes=tuple(values), unpack=False
+                )
+
+            if self.rewriting.ways.stored and step.checkpointed:
+                items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
+            shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
+            weights = [v for v in shared if v in arguments]
+            items_of = [[v] for v in shared if v not in arguments]
+            if weights:
+                handed_on = [
+                    v for v in step.outputs if v in summed and last_reader.get(v, 0) > number
+                ]
+                items_of.append([*weights, *handed_on])
+            items += [behind(values) for values in items_of]
+        return items
+
+    def _step(self, step: Step, place: tuple[int, ...], label: str) -> list[Item]:
+        number = "_".join(str(one + 1) for one in place)
+        wanted = f"{self._begin}region_{number}"
+        if step.inside:
+            return [self._nested(step, place, label, wanted)]
+        region = self.regions[place]
+        if not step.checkpointed and not step.named:
+            return self._unchecked(region, wanted)
+        whole = region.whole
+        key = self._keys[whole]
+        first: tuple[str, ...] = ()
+        if not step.checkpointed:
+            function = self._function(region, whole, self._wanted(whole, wanted), label=label)
+            name = function.name
+            first = (quoted(label),) if function.takes_at else ()
+        elif self.same.uses(key) == 1:
+            function = self._function(
+                region, whole, wanted, label=label, said=self._said(step), decorated=True
+            )
+            name = function.name
+        else:
+            body = self._wanted(whole, f"body_of_{wanted}")
+            function = self._function(region, whole, body, label=label)
+            name = self._checkpointed(region, function, label, wanted)
+        self._kept_as |= {
+            whole.indices[inner]: tuple(f"{label}{one}" for one in names)
+            for inner, names in function.labels.items()
+        }
+        return [Item(function=name, first=first, reads=whole.inputs, writes=whole.outputs)]
+
+    def _kept(self, region: Region, labels: Labels, label: str) -> list[str]:
+        """The names that the policy of a region keeps."""
+        place = {index: n for n, index in enumerate(region.whole.indices)}
+        kept = sorted(region.step.kept)
+        return [f"{label}{name}" for index in kept for name in labels[place[index]]]
+
+    def _decorator(self, region: Region, labels: Labels, label: str) -> list[str]:
+        names = self._kept(region, labels, label)
+        return policy_decorator(names) if names else ["@jax.checkpoint"]
+
+    def _checkpointed(self, region: Region, function: Function, label: str, wanted: str) -> str:
+        """Puts a function under the checkpoint of a region; what that is called."""
+        names = self._kept(region, function.labels, label)
+        run = function.name
+        if function.takes_at:
+            run = f"functools.partial({run}, {quoted(label)})"
+
+        def write(name: str) -> None:
+            said = f"# {self._said(region.step)}"
+            lines = checkpointed(name, run, names)
+            self.functions.texts.append("\n".join([said, *lines]))
+
+        return self.functions.once(f"{run} {names}", wanted, write)
+
+    def _unchecked(self, region: Region, wanted: str) -> list[Item]:
+        """The calls of a region without a checkpoint: of its pieces, where some are shared."""
+        pieces: list[Piece] = []
+        between: list[int | Piece] = []
+
+        def close() -> None:
+            if between:
+                indices = [
+                    index
+                    for part in between
+                    for index in ([part] if isinstance(part, int) else part.indices)
+                ]
+                pieces.append(region.piece(indices, tuple(between)))
+                between.clear()
+
+        for part in region.whole.parts:
+            if isinstance(part, Piece) and self._shared(part):
+                close()
+                pieces.append(part)
+            else:
+                between.append(part)
+        close()
+        # A function renews its arguments for itself alone; what comes out of it is another matter.
+        if len(pieces) == 1 or any(set(one.inputs) & set(one.outputs) for one in pieces):
+            pieces = [region.whole]
+        items = []
+        for piece in pieces:
+            if piece not in self._keys:
+                self._note_names(region, piece)
+            function = self._function(region, piece, self._wanted(piece, wanted))
+            first = ('""',) if function.takes_at else ()
+            items.append(
+                Item(function=function.name, first=first, reads=piece.inputs, writes=piece.outputs)
+            )
+        return items
+
+    def _nested(self, step: Step, place: tuple[int, ...], label: str, wanted: str) -> Item:
+        """Writes a region with regions inside."""
+        name = self.functions.name(wanted)
+        items = self._calls(step.inside, place, f"{label}{place[-1] + 1}.")
+        hints = [self._hint(value) for value in step.inputs]
+        distinct = self.functions.distinct()
+        given = {
+            value: distinct.name(hint, numbered=hints.count(hint) > 1)
+            for value, hint in zip(step.inputs, hints, strict=True)
+        }
+        lines, known = lines_of(items, given, self._hint, self.functions.distinct, step.outputs)
+        names = [one for index in sorted(step.kept) for one in self._kept_as[index]]
+        self.functions.define(
+            name,
+            list(given.values()),
+            [*lines, returned([known[value] for value in step.outputs])],
+            said=self._said(step),
+            decorator=policy_decorator(names) if names else ["@jax.checkpoint"],
+        )
+        return Item(function=name, reads=step.inputs, writes=step.outputs)
+
+    def _said(self, step: Step) -> str:
+        """What a region does, in a sentence."""
+        sizes = [
+            self.program.types[value].bytes
+            for index in step.kept
+            for value in self.program.equations[index].outputs
+        ]
+        if not sizes:
+            return "Keeps nothing but what it is handed; all is computed again."
+        kept = format_bytes(sum(sizes))
+        return f"Keeps {kept} by name; the rest is computed again in the backward pass."

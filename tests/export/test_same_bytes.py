@@ -1,0 +1,193 @@
+"""Exported code compiles to the bytes of the decorated function, whatever it is compiled for."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat_opt
+from tests.devices import needs_cuda_plugin, needs_libtpu
+
+Array = jax.ShapeDtypeStruct
+
+
+def residual_mlp(layers, x):
+    for layer in layers:
+        y = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        x = x + jax.nn.gelu(y @ layer["up"] + layer["bias"]) @ layer["down"]
+    return jnp.mean(x**2)
+
+
+class Block(nn.Module):
+    channels: int
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Conv(self.channels, (3, 3), use_bias=False)(x)
+        y = nn.relu(nn.BatchNorm(use_running_average=False)(y))
+        y = nn.Conv(self.channels, (3, 3), use_bias=False)(y)
+        return nn.relu(x + nn.BatchNorm(use_running_average=False)(y))
+
+
+class ConvolutionalNet(nn.Module):
+    @nn.compact
+    def __call__(self, images):
+        x = nn.relu(nn.Conv(16, (3, 3))(images))
+        for _ in range(4):
+            x = Block(16)(x)
+        x = nn.max_pool(nn.Conv(8, (3, 3))(x), (2, 2), strides=(2, 2))
+        return nn.Dense(10)(jnp.mean(x, axis=(1, 2)))
+
+
+def convolutional(variables, images):
+    logits, updates = ConvolutionalNet().apply(variables, images, mutable="batch_stats")
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1)), updates["batch_stats"]
+
+
+def layer_norm(x, scale):
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def attention(layer, x):
+    batch, length, width = x.shape
+    qkv = (x @ layer["qkv"]).reshape(batch, length, 3, 4, width // 4)
+    query, key, value = (qkv[:, :, n] for n in range(3))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(width // 4)
+    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+    return mixed.reshape(batch, length, width) @ layer["out"]
+
+
+def transformer(params, tokens):
+    x = params["tokens"][tokens]
+    for layer in params["layers"]:
+        x = x + attention(layer, layer_norm(x, layer["first"]))
+        x = x + jax.nn.gelu(layer_norm(x, layer["second"]) @ layer["up"]) @ layer["down"]
+    return jnp.mean(jax.nn.logsumexp(x @ params["tokens"].T, axis=-1))
+
+
+def recurrent(params, sequence):
+    def cell(state, x):
+        hidden, memory = state
+        gates = x @ params["input"] + hidden @ params["state"] + params["bias"]
+        enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
+        memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
+        hidden = jax.nn.sigmoid(leave) * jnp.tanh(memory)
+        return (hidden, memory), hidden
+
+    zeros = jnp.zeros((sequence.shape[1], params["state"].shape[0]))
+    return jnp.mean(jax.lax.scan(cell, (zeros, zeros), sequence)[1] ** 2)
+
+
+def array(*shape):
+    return Array(shape, "float32")
+
+
+def _variables():
+    shapes = jax.eval_shape(
+        ConvolutionalNet().init, jax.random.key(0), jnp.ones((1, 32, 32, 3), "float32")
+    )
+    return shapes
+
+
+#: Functions, their arguments, and whether they have auxiliary results.
+NETWORKS = {
+    "residual_mlp": (
+        residual_mlp,
+        (
+            [{"up": array(256, 1024), "bias": array(1024), "down": array(1024, 256)}] * 6,
+            array(2048, 256),
+        ),
+        False,
+    ),
+    "convolutional": (convolutional, (_variables(), array(16, 64, 64, 3)), True),
+    "transformer": (
+        transformer,
+        (
+            {
+                "tokens": array(512, 128),
+                "layers": [
+                    {
+                        "first": array(128),
+                        "qkv": array(128, 384),
+                        "out": array(128, 128),
+                        "second": array(128),
+                        "up": array(128, 512),
+                        "down": array(512, 128),
+                    }
+                ]
+                * 4,
+            },
+            Array((8, 128), "int32"),
+        ),
+        False,
+    ),
+    "recurrent": (
+        recurrent,
+        (
+            {"input": array(64, 512), "state": array(128, 512), "bias": array(512)},
+            array(64, 32, 64),
+        ),
+        False,
+    ),
+}
+
+DEVICES = [
+    pytest.param("cpu", marks=[pytest.mark.slow, pytest.mark.versions]),
+    pytest.param(
+        "v5e", marks=[pytest.mark.tpu, pytest.mark.slow, pytest.mark.versions, needs_libtpu]
+    ),
+    pytest.param("h200", marks=[pytest.mark.cuda, pytest.mark.slow, needs_cuda_plugin]),
+]
+
+
+def adam_step(loss, has_aux):
+    """A step of Adam as a function of (parameters, moments, batch)."""
+
+    def step(params, moments, batch):
+        gradient = jax.grad(loss, has_aux=has_aux, allow_int=True)(params, batch)
+        gradient = gradient[0] if has_aux else gradient
+
+        def update(parameter, moment, slope):
+            first, second = moment
+            first, second = 0.9 * first + 0.1 * slope, 0.99 * second + 0.01 * slope**2
+            return parameter - 1e-3 * first / (jnp.sqrt(second) + 1e-8), (first, second)
+
+        is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
+        both = jax.tree.map(update, params, moments, gradient)
+        return (
+            jax.tree.map(lambda one: one[0], both, is_leaf=is_pair),
+            jax.tree.map(lambda one: one[1], both, is_leaf=is_pair),
+        )
+
+    return step
+
+
+@pytest.mark.parametrize("budget", [0.7, 0.45])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_to_the_same_bytes(device, name, budget):
+    fn, (params, batch), has_aux = NETWORKS[name]
+    plan = remat_opt.make_plan(fn, params, batch, budget=budget, device=device, has_aux=has_aux)
+    decorated = remat_opt.apply_plan(plan, fn, has_aux=has_aux)
+    exported = remat_opt.to_source(plan, fn, params, batch, has_aux=has_aux).load()
+    moments = jax.tree.map(lambda one: (one, one), params)
+
+    def temporaries(loss):
+        gradient = remat_opt.measure(
+            jax.grad(loss, has_aux=has_aux, allow_int=True), params, batch, device=device
+        )
+        step = remat_opt.measure(
+            adam_step(loss, has_aux),
+            params,
+            moments,
+            batch,
+            device=device,
+            donate_argnums=(0, 1),
+        )
+        return gradient.temporary_bytes, step.temporary_bytes
+
+    assert temporaries(exported) == temporaries(decorated)
