@@ -21,7 +21,7 @@ from remat_opt.plan import Plan
 from remat_opt.planning import Problem
 from remat_opt.program import blocks, bodies
 from remat_opt.program.record import Program
-from remat_opt.schedule import Schedule
+from remat_opt.schedule import Loop, Schedule
 from remat_opt.solvers.base import Candidate
 from remat_opt.units import format_bytes, format_share
 
@@ -230,17 +230,24 @@ def _loops(problem: Problem, plan: Plan) -> Iterator[_ByHand]:
     """Those of the planner's own candidates that have one policy for all iterations of a scan."""
     for candidate in problem.candidates:
         schedule = candidate.schedule
+        scans = [loop for loop in schedule.loops if isinstance(loop, Loop)]
         plain = all(
             len(loop.parts) == 1 and not loop.parts[0].inside and not loop.parts[0].loops
-            for loop in schedule.loops
+            for loop in scans
         )
-        one_stage = all(len(loop.parts[0].stages) == 1 for loop in schedule.loops)
+        one_stage = all(len(loop.parts[0].stages) == 1 for loop in scans)
         checkpointed = any(region.checkpointed for region in schedule.regions)
-        if not schedule.loops or not plain or not one_stage or checkpointed:
+        if (
+            not scans
+            or len(scans) < len(schedule.loops)
+            or not plain
+            or not one_stage
+            or checkpointed
+        ):
             continue
         names = tuple(
             name
-            for loop in schedule.loops
+            for loop in scans
             for name in _names_in_loop(problem, loop.root, loop.parts[0].kept)
         )
         inside = ", ".join(f'"{one.name}"' for one in names)

@@ -96,7 +96,7 @@ class PlanDifference:
         lines.append(figures.text())
         for root, (before, after) in self.loops.items():
             lines.append(
-                f"Loop at equation {root}: {before or 'as it is'} -> {after or 'as it is'}"
+                f"Loop or cond at equation {root}: {before or 'as it is'} -> {after or 'as it is'}"
             )
         if self.changes:
             shown, left = self.changes[:_MOST_ROWS], self.changes[_MOST_ROWS:]
@@ -211,6 +211,11 @@ def _loops(first: Data, second: Data) -> dict[int, tuple[str, str]]:
 
 
 def _parts(loop: Data) -> str:
+    if "branches" in loop:
+        return ", or ".join(
+            f"one that keeps {format_bytes(one['kept_bytes'])} in {len(one['stages'])} region(s)"
+            for one in loop["branches"]
+        )
     return ", then ".join(map(_part, loop["parts"]))
 
 

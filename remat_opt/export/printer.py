@@ -44,7 +44,7 @@ from remat_opt.export.reading import (
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import bodies
 from remat_opt.program.record import Atom, Constant, Equation, Program
-from remat_opt.schedule import Loop, Part, Stage
+from remat_opt.schedule import Choice, Loop, Part, Stage
 from remat_opt.transform.equations import stands_in
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
@@ -73,7 +73,7 @@ class Scope:
     distinct: Distinct
     label: str
     rewriting: Rewriting | None = None
-    loops: Mapping[int, Loop] = dataclasses.field(default_factory=dict)
+    loops: Mapping[int, Loop | Choice] = dataclasses.field(default_factory=dict)
     apart: bool = False
 
 
@@ -110,7 +110,7 @@ class Printer:
         program: Program,
         arguments: Sequence[str],
         stages: Sequence[Stage],
-        loops: Sequence[Loop],
+        loops: Sequence[Loop | Choice],
         named: Set[int],
         label: str,
     ) -> tuple[list[str], Scope]:
@@ -600,12 +600,14 @@ class Printer:
         self,
         scope: Scope,
         equation: Equation,
-        loop: Loop,
+        loop: Loop | Choice,
         inputs: Sequence[str],
         results: Sequence[str],
     ) -> list[str]:
-        """A scan in its parts, as ``transform.loops`` runs it."""
+        """A scan in its parts, as ``transform.loops`` runs it, or a choice."""
         assert scope.rewriting is not None
+        if isinstance(loop, Choice):
+            return self._choice(scope, equation, loop, inputs, results)
         scan = internals.scan_of(equation.jax_equation)
         summed = scope.rewriting.summed
         program = bodies.body_of(equation, summed)
@@ -623,6 +625,50 @@ class Printer:
             ),
         )
 
+    def _choice(
+        self,
+        scope: Scope,
+        equation: Equation,
+        choice: Choice,
+        inputs: Sequence[str],
+        results: Sequence[str],
+    ) -> list[str]:
+        """A choice with its branches, as ``transform.choices`` runs it."""
+        assert scope.rewriting is not None
+        label = f"{scope.label}{results[0]}" if results else f"{scope.label}cond"
+        programs = bodies.branches_of(equation, scope.rewriting.summed)
+        functions = []
+        for number, (program, branch) in enumerate(
+            zip(programs, choice.branches, strict=True), start=1
+        ):
+            own = f"{label}_branch_{number}"
+            told = "One branch."
+            functions.append(
+                self._body(program, branch.stages, branch.loops, frozenset(), own, told)[0]
+            )
+        return assigned(
+            results, Call("lax.switch", (inputs[0], f"[{', '.join(functions)}]", *inputs[1:]))
+        )
+
+    def _body(
+        self,
+        program: Program,
+        stages: Sequence[Stage],
+        loops: Sequence[Loop | Choice],
+        kept: Set[int],
+        own: str,
+        told: str,
+    ) -> tuple[str, Scope]:
+        """Writes an inner program in its stages as a function; its name, and its scope."""
+        arguments = self.distinct()
+        names = [arguments.name("x", numbered=True) for _ in program.arguments]
+        lines, inner = self.chain(program, names, stages, loops, kept, f"{own}_")
+        lines = [*self._constants(program, inner.names), *lines]
+        outputs = [self._atom_of_output(inner.names, atom) for atom in program.outputs]
+        function = self.name(own)
+        self._define(function, names, told, lines, f"return {listed(outputs)}")
+        return function, inner
+
     def _parts(self, parts: Sequence[Part], program: Program, label: str) -> list[str]:
         """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
         found = []
@@ -632,16 +678,10 @@ class Printer:
                 inside = self._parts(part.inside, program, own)
                 found.append(f"({part.length}, [{', '.join(inside)}], (), None)")
                 continue
-            arguments = self.distinct()
-            names = [arguments.name("x", numbered=True) for _ in program.arguments]
-            lines, inner = self.chain(
-                program, names, part.stages, part.loops, frozenset(part.kept), f"{own}_"
-            )
-            lines = [*self._constants(program, inner.names), *lines]
-            outputs = [self._atom_of_output(inner.names, atom) for atom in program.outputs]
-            function = self.name(own)
             told = "One iteration: constants, carry and entries -> carry and entries made."
-            self._define(function, names, told, lines, f"return {listed(outputs)}")
+            function, inner = self._body(
+                program, part.stages, part.loops, frozenset(part.kept), own, told
+            )
             kept = [
                 quoted(f"{own}_{inner.names[value]}")
                 for index in sorted(part.kept)
