@@ -134,7 +134,8 @@ class LoopValue(_Named):
       fate: as for ``Decision``.
       handed_on: whether it is what one iteration hands to the next.
       times: how often each iteration computes it again.
-      runs: how many iterations of this kind there are; 1 in a branch. Where it is kept, so many are in memory.
+      runs: how many iterations of this kind there are; 1 in a branch. Where it is kept, so many
+        are in memory.
       bytes: of the value, in one iteration.
       seconds: what computing it once takes.
       flops: what computing it once takes.
@@ -470,10 +471,10 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
     if origin is UnionType or origin is typing.Union:
         if data is None and NoneType in typing.get_args(kind):
             return None
-        options = [option for option in typing.get_args(kind) if option is not NoneType]
+        kinds_left = [option for option in typing.get_args(kind) if option is not NoneType]
         # Records are told apart by their fields.
-        fitting = (one for one in options[1:] if set(data) == set(_fields(one)))
-        return _rebuild(next(fitting, options[0]), data, where)
+        fitting = (one for one in kinds_left[1:] if set(data) == set(_fields(one)))
+        return _rebuild(next(fitting, kinds_left[0]), data, where)
     if origin is tuple:
         if not isinstance(data, list):
             raise TypeError(f"{where} is {data!r:.40}, not a list")
