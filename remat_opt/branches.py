@@ -177,8 +177,9 @@ def _ways(body: Program, search: Search) -> tuple[list[_Way], float]:
         # All of it runs under checkpoints.
         return [], 0.0
     schedules = dict.fromkeys(
-        _kept_by_name(expected.graph_of(one.schedule), one.schedule)
+        schedule
         for one in thinned(candidates, _MOST_SCHEDULES)
+        for schedule in _checkpointed(expected.graph_of(one.schedule), one.schedule)
     )
     found = [_way(body, expected, schedule) for schedule in schedules]
     figures = [
@@ -196,24 +197,25 @@ def _ways(body: Program, search: Search) -> tuple[list[_Way], float]:
     return best, expected.graph.forward_seconds
 
 
-def _kept_by_name(graph: Graph, schedule: Schedule) -> Schedule:
-    """The schedule with all under checkpoints; what was under none is kept by name.
+def _checkpointed(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
+    """The schedule with all under checkpoints: what was under none is kept by name, or is not.
 
     But for what has residuals that no name reaches, as loops have: these stay under none.
     """
     stored = demand(graph, schedule).stored
-    regions: list[Region] = []
-    for region in schedule.regions:
-        if region.checkpointed:
-            regions.append(region)
-            continue
-        for nameless, run in itertools.groupby(
-            region.vertices, lambda vertex: graph.internal_bytes[vertex] > 0
-        ):
-            vertices = tuple(run)
-            kept = () if nameless else tuple(v for v in vertices if v in stored)
-            regions.append(Region(vertices=vertices, kept=kept, checkpointed=not nameless))
-    return dataclasses.replace(schedule, regions=tuple(regions))
+    for named in (stored, frozenset[int]()):
+        regions: list[Region] = []
+        for region in schedule.regions:
+            if region.checkpointed:
+                regions.append(region)
+                continue
+            for nameless, run in itertools.groupby(
+                region.vertices, lambda vertex: graph.internal_bytes[vertex] > 0
+            ):
+                vertices = tuple(run)
+                kept = () if nameless else tuple(v for v in vertices if v in named)
+                regions.append(Region(vertices=vertices, kept=kept, checkpointed=not nameless))
+        yield dataclasses.replace(schedule, regions=tuple(regions))
 
 
 def _way(body: Program, expected: Model, schedule: Schedule) -> _Way:
@@ -240,7 +242,7 @@ def _way(body: Program, expected: Model, schedule: Schedule) -> _Way:
             stages=expected.stages(schedule), kept_bytes=kept_bytes, loops=schedule.loops
         ),
         kept=kept,
-        workspace_bytes=max(0, expected.peak_bytes(schedule) - kept_bytes),
+        workspace_bytes=max(0, expected.branch_peak_bytes(schedule) - kept_bytes),
         seconds=sum(graph.seconds[vertex] for vertex in again) + seconds,
         flops=sum(graph.flops[vertex] for vertex in again) + flops,
     )

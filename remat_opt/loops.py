@@ -406,17 +406,22 @@ def _part(iterations: Sequence[_Iteration], piece: Piece) -> Part:
 def _front(
     body: Program, *, compiler: Compiler, measure: Overhead, depth: int
 ) -> tuple[Model, list[Candidate]]:
-    """The model of a branch, and candidates for all budgets, as of a whole program."""
-    linearization, expected = body_model(body, compiler)
+    """The model of a branch, and candidates for all budgets, as of a whole program.
+
+    Those of the policies are all there: what is best where residuals go one by one need not be in a
+    branch.
+    """
+    # What becomes of the gradients that a branch hands out is counted round it.
+    linearization, expected = body_model(body, compiler, Gradients.RESULTS)
     graph = expected.graph
     search = functools.partial(portfolio.frontier, measure=measure)
-    alone = policies.alone(body, expected.roots, graph)
-    front = pareto([*search(graph), *judged(graph, alone)], measure)
+    alone = judged(graph, policies.alone(body, expected.roots, graph))
+    front = pareto([*search(graph), *alone], measure)
     inside = ways(body, linearization, expected, measure, depth - 1)
     if inside:
         expected = opened(expected, inside)
         front = pareto([*front, *together(graph, inside, front, search, measure)], measure)
-    return expected, front
+    return expected, [*alone, *front]
 
 
 # --- one iteration ------------------------------------------------------------------------
@@ -468,10 +473,12 @@ def _iterations(
     return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
 
 
-def body_model(body: Program, compiler: Compiler) -> tuple[Linearization, Model]:
-    """What the backward steps of a loop's body read, and its model."""
+def body_model(
+    body: Program, compiler: Compiler, gradients: Gradients = Gradients.CONSUMED
+) -> tuple[Linearization, Model]:
+    """What the backward steps of a loop's body, or of a branch, read, and its model."""
     linearization = linearize(body)
-    expected = inner.model(body, linearization, compiler, Gradients.CONSUMED)
+    expected = inner.model(body, linearization, compiler, gradients)
     return linearization, dataclasses.replace(expected, graph=_with_outputs(body, expected))
 
 

@@ -113,6 +113,8 @@ class Printer:
         loops: Sequence[Loop | Choice],
         named: Set[int],
         label: str,
+        *,
+        in_branch: bool = False,
     ) -> tuple[list[str], Scope]:
         """Writes the regions of a program; the lines that call them, and its scope."""
         distinct = self.distinct(arguments)
@@ -121,6 +123,7 @@ class Printer:
             program,
             Rules(platform=self.platform),
             recomputes=any(stage.checkpointed for stage in stages),
+            in_branch=in_branch,
         )
         scope = Scope(
             program=program,
@@ -641,11 +644,16 @@ class Printer:
         for number, (program, branch) in enumerate(
             zip(programs, choice.branches, strict=True), start=1
         ):
-            own = f"{label}_branch_{number}"
-            told = "One branch."
-            functions.append(
-                self._body(program, branch.stages, branch.loops, frozenset(), own, told)[0]
+            function, _ = self._body(
+                program,
+                branch.stages,
+                branch.loops,
+                frozenset(),
+                f"{label}_branch_{number}",
+                f"Branch {number} of {len(programs)}.",
+                in_branch=True,
             )
+            functions.append(function)
         return assigned(
             results, Call("lax.switch", (inputs[0], f"[{', '.join(functions)}]", *inputs[1:]))
         )
@@ -658,11 +666,15 @@ class Printer:
         kept: Set[int],
         own: str,
         told: str,
+        *,
+        in_branch: bool = False,
     ) -> tuple[str, Scope]:
         """Writes an inner program in its stages as a function; its name, and its scope."""
         arguments = self.distinct()
         names = [arguments.name("x", numbered=True) for _ in program.arguments]
-        lines, inner = self.chain(program, names, stages, loops, kept, f"{own}_")
+        lines, inner = self.chain(
+            program, names, stages, loops, kept, f"{own}_", in_branch=in_branch
+        )
         lines = [*self._constants(program, inner.names), *lines]
         outputs = [self._atom_of_output(inner.names, atom) for atom in program.outputs]
         function = self.name(own)

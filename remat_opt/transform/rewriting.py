@@ -49,6 +49,7 @@ def rewrite(
     loops: Sequence[Loop | Choice] = (),
     named: Set[int] = frozenset(),
     within: str = "",
+    in_branch: bool = False,
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
 
@@ -62,6 +63,7 @@ def rewrite(
       loops: those of the program that are opened, choices among them; the others run as they are.
       named: equations whose outputs carry a name for a policy round all of it.
       within: what to put into names, so that they are not those of the program round this one.
+      in_branch: whether the program is a branch of a ``cond``.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -76,6 +78,7 @@ def rewrite(
         program,
         Rules(platform=platform, off=frozenset(off)),
         recomputes=any(stage.checkpointed for stage in stages),
+        in_branch=in_branch,
     )
     summed = bodies.varying(program)
     opened = {
@@ -159,6 +162,7 @@ def _run_choice(
             off,
             loops=branch.loops,
             within=f"{within}{choice.root}_in_{number}_",
+            in_branch=True,
         )
         return lambda *given: run(program.constant_values, given)
 
