@@ -156,7 +156,7 @@ def _loop(own: Sequence[_Numbered]) -> Node:
         for part, inner in parts.items()
     )
     outer = own[0][1]
-    label = f"inside the {outer['outer_primitive']}"
+    label = "inside the cond" if outer["outer_primitive"] == "cond" else "inside the scan"
     return _summed(label, outer["outer_source"], own, children, ())
 
 
