@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -102,6 +103,29 @@ def checkpoint_of(equation: Any) -> Checkpoint | None:
 def branches_of(equation: Any) -> tuple[Any, ...]:
     """The closed jaxprs of the branches of a ``cond``, each of all its inputs but the first."""
     return tuple(equation.params["branches"])
+
+
+def is_choice_of_platform(equation: Any) -> bool:
+    """Whether a ``cond`` chooses by the platform it is compiled for (``platform_dependent``)."""
+    return equation.params.get("branches_platforms") is not None
+
+
+@functools.cache
+def branches_copy_inputs() -> bool:
+    """Whether a ``cond`` hands out copies of its inputs where checkpoints in branches read them.
+
+    JAX before 0.11 does; later the inputs themselves wait for the backward pass.
+    """
+
+    def residuals(flag: Any, x: Any) -> Any:
+        branches = jax.checkpoint(jnp.sin), jax.checkpoint(jnp.cos)
+        return jax.tree.leaves(jax.vjp(lambda x: jax.lax.cond(flag, *branches, x), x)[1])
+
+    closed, _ = make_jaxpr(
+        residuals, jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((2,), "float32")
+    )
+    _, _, inputs, _, outputs = parts(closed)
+    return inputs[1] not in [one for one in outputs if not isinstance(one, Literal)]
 
 
 def without_checkpoints(equation: Any) -> Any:

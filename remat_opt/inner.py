@@ -161,12 +161,7 @@ def _inside(
         return _backward(bodies.body_of(equation, given), compiler, depth)
     if equation.operation.primitive == "cond":
         branches = [
-            _backward(
-                inner_program(branch, sorted(p - 1 for p in varying if p), "a branch of a cond"),
-                compiler,
-                depth,
-            )
-            for branch in internals.branches_of(equation.jax_equation)
+            _backward(branch, compiler, depth) for branch in bodies.branches_of(equation, given)
         ]
         return _Inside(
             workspace_bytes=max(one.workspace_bytes for one in branches),

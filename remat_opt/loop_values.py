@@ -1,8 +1,8 @@
-"""What becomes of the values inside opened loops, one by one: for those who read a plan.
+"""What becomes of the values inside opened loops and choices: for those who read a plan.
 
 Of a loop, a schedule says what its iterations keep by name and how they run again. Here the body is
 modelled once more, the same as when the loop was opened, and each of its values gets its fate, in
-each part of the loop that runs in a way of its own.
+each part of the loop that runs in a way of its own. The branches of a choice are told likewise.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from remat_opt.plan import LoopValue
 from remat_opt.program import bodies
 from remat_opt.program.names import Names
 from remat_opt.program.record import Program
-from remat_opt.schedule import Loop, Part, Schedule, Stage
+from remat_opt.schedule import Branch, Choice, Loop, Part, Schedule, Stage
 from remat_opt.simulator import demand
 
 
 def loop_values(program: Program, expected: Model, schedule: Schedule) -> tuple[LoopValue, ...]:
-    """The fate of every value inside the loops that a schedule opens.
+    """The fate of every value inside the loops and choices that a schedule opens.
 
     Args:
       program: a traced function; on a mesh, as one device has it.
@@ -31,8 +31,38 @@ def loop_values(program: Program, expected: Model, schedule: Schedule) -> tuple[
       schedule: what is done with it.
     """
     return tuple(
-        value for loop in schedule.loops for value in _of_loop(program, expected, loop, loop.root)
+        value for loop in schedule.loops for value in _inside(program, expected, loop, loop.root)
     )
+
+
+def _inside(
+    program: Program, expected: Model, loop: Loop | Choice, root: int
+) -> Iterator[LoopValue]:
+    """Those of one loop or choice; see ``_of_loop``."""
+    if isinstance(loop, Choice):
+        return _of_choice(program, expected, loop, root)
+    return _of_loop(program, expected, loop, root)
+
+
+def _of_choice(program: Program, expected: Model, choice: Choice, root: int) -> Iterator[LoopValue]:
+    """Those of one choice, branch by branch; see ``_of_loop``."""
+    equation = program.equations[choice.root]
+    branches = bodies.branches_of(equation, bodies.varying(program))
+    models = [loops.body_model(one, expected.compiler)[1] for one in branches]
+    forward = max(one.graph.forward_seconds for one in models)
+    scale = expected.graph.seconds[expected.roots.index(choice.root)] / forward if forward else 0.0
+    for number, (one, inside, branch) in enumerate(
+        zip(branches, models, choice.branches, strict=True), start=1
+    ):
+        reading = _Body(
+            program=one,
+            model=inside,
+            names=Names(one),
+            root=root,
+            handed_on=frozenset(),
+            scale=scale,
+        )
+        yield from reading.of_branch(branch, f"branch {number} of {len(branches)}")
 
 
 def _of_loop(program: Program, expected: Model, loop: Loop, root: int) -> Iterator[LoopValue]:
@@ -42,7 +72,7 @@ def _of_loop(program: Program, expected: Model, loop: Loop, root: int) -> Iterat
       program: that it is in.
       expected: of that.
       loop: how it is opened.
-      root: position of the outermost loop round it.
+      root: position of the outermost loop or choice round it.
     """
     equation = program.equations[loop.root]
     body = bodies.body_of(equation, bodies.varying(program))
@@ -80,15 +110,15 @@ def _iterations(start: int, length: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """The body of a loop.
+    """The body of a loop, or a branch of a choice.
 
     Attributes:
-      program: what an iteration does.
+      program: what an iteration, or the branch, does.
       model: of that.
       names: of its values.
-      root: position of the outermost loop round it.
+      root: position of the outermost loop or choice round it.
       handed_on: vertices that make what one iteration hands to the next.
-      scale: seconds of the loop's rates for each of the body's.
+      scale: seconds of the loop's or choice's rates for each of the body's.
     """
 
     program: Program
@@ -144,7 +174,7 @@ class _Body:
             again = times[vertex] + (depth if fate == "recomputed" else 0)
             yield self._value(vertex, where, fate, again, runs)
         for loop in part.loops:
-            for value in _of_loop(self.program, self.model, loop, self.root):
+            for value in _inside(self.program, self.model, loop, self.root):
                 needed = value.fate != "not needed"
                 yield dataclasses.replace(
                     value,
@@ -152,6 +182,32 @@ class _Body:
                     fate="recomputed" if needed else value.fate,
                     times=value.times + (depth + 1 if needed else 0),
                     runs=value.runs * runs,
+                    seconds=value.seconds * self.scale,
+                )
+
+    def of_branch(self, branch: Branch, where: str) -> Iterator[LoopValue]:
+        """The values of a branch.
+
+        Args:
+          branch: how it runs.
+          where: what to call it.
+        """
+        schedule = Schedule(regions=self.model.regions(branch.stages), loops=branch.loops)
+        found = demand(self.model.graph_of(schedule), schedule)
+        times = Counter(found.all_recomputed())
+        for vertex in sorted(schedule.region_of()):
+            again = "recomputed" if times[vertex] else "not needed"
+            fate = "kept" if vertex in found.stored else again
+            yield self._value(vertex, where, fate, times[vertex], 1)
+        for loop in branch.loops:
+            runs_again = times[self.model.roots.index(loop.root)]
+            for value in _inside(self.program, self.model, loop, self.root):
+                needed = runs_again and value.fate != "not needed"
+                yield dataclasses.replace(
+                    value,
+                    part=f"{where}; inside, {value.part}",
+                    fate="recomputed" if needed else value.fate,
+                    times=value.times + (runs_again if needed else 0),
                     seconds=value.seconds * self.scale,
                 )
 

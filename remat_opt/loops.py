@@ -1,5 +1,7 @@
 """What to do inside the loops of a program: how each ``scan`` is opened, and with what else.
 
+Choices are opened together with the loops (``branches``).
+
 Problem. An iteration of a ``scan`` keeps the same as every other one, so what it keeps counts as
 often as the loop is long. Beside that may be decided how many iterations share one checkpoint
 (chunks), and where one way of doing it gives way to another (parts).
@@ -27,12 +29,13 @@ Guarantee: none of optimality. Deterministic.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from remat_opt import _jax_internals as internals
-from remat_opt import inner, policies
+from remat_opt import branches, inner, policies
 from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
@@ -43,10 +46,10 @@ from remat_opt.graph import Graph
 from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Linearization, Program
-from remat_opt.schedule import Loop, Part, Region, Schedule, Stage
+from remat_opt.schedule import Choice, Loop, Part, Region, Schedule, Stage
 from remat_opt.simulator import demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
-from remat_opt.solvers.base import Candidate, Overhead, judged, priced, thinned
+from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
 
 #: A loop is opened where its residuals take at least this share of what the function as it is does.
@@ -80,7 +83,7 @@ class _Iteration:
 
     kept: tuple[int, ...]
     stages: tuple[Stage, ...]
-    loops: tuple[Loop, ...]
+    loops: tuple[Loop | Choice, ...]
     kept_bytes: int
     workspace_bytes: int
     seconds: float
@@ -145,7 +148,9 @@ def ways(
     *,
     alike: bool = False,
 ) -> list[tuple[Opening, ...]]:
-    """For each loop of a program that is worth it the ways to open it, by ascending memory.
+    """For each loop or choice of a program that is worth it the ways to open it.
+
+    By ascending memory.
 
     Args:
       program: a traced function.
@@ -156,7 +161,9 @@ def ways(
       alike: whether to give only those in which each iteration is under one checkpoint, all of
         them with the same policy, as one writes them by hand.
     """
-    if not depth or not any(one.operation.primitive == "scan" for one in program.equations):
+    if not depth or not any(
+        one.operation.primitive in ("scan", "cond") for one in program.equations
+    ):
         return []
     least_bytes = _LEAST_SHARE * expected.unchanged_peak_bytes()
     given = bodies.varying(program)
@@ -165,18 +172,39 @@ def ways(
         equation = program.equations[root]
         derivative = linearization.derivatives.get(root)
         if (
+            derivative is None
+            or derivative.assumed
+            or not 0 < derivative.internal_bytes >= least_bytes
+        ):
+            continue
+        drafts: Iterable[Opening] = ()
+        if branches.can_be_opened(program, root):
+            search = functools.partial(
+                _front, compiler=expected.compiler, measure=measure, depth=depth
+            )
+            drafts = branches.openings(program, vertex, root, derivative, expected, measure, search)
+        elif (
             equation.operation.primitive == "scan"
             and not equation.once
-            and derivative is not None
-            and not derivative.assumed
-            and 0 < derivative.internal_bytes >= least_bytes
             and internals.scan_of(equation.jax_equation).length > 1
         ):
             body = bodies.body_of(equation, given)
-            of_loop = _ways_of(program, body, vertex, root, expected, measure, depth, alike=alike)
-            if of_loop:
-                found.append(of_loop)
+            drafts = _openings(program, body, vertex, root, expected, measure, depth)
+        if alike:
+            # By hand one writes a checkpoint round a body, and none into a branch.
+            drafts = (way for way in drafts if isinstance(way.loop, Loop) and _is_alike(way.loop))
+        if of_loop := _best(drafts, measure):
+            found.append(of_loop)
     return found
+
+
+def _best(drafts: Iterable[Opening], measure: Overhead) -> tuple[Opening, ...]:
+    """The ways that no other beats in memory and recomputation, by ascending memory."""
+    found: list[Opening] = []
+    for way in sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure))):
+        if not found or _cost(way, measure) < _cost(found[-1], measure):
+            found.append(way)
+    return tuple(_spread(found))
 
 
 def together(
@@ -271,7 +299,7 @@ def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 # --- one loop -----------------------------------------------------------------------------
 
 
-def _ways_of(
+def _openings(
     program: Program,
     body: Program,
     vertex: int,
@@ -279,17 +307,15 @@ def _ways_of(
     expected: Model,
     measure: Overhead,
     depth: int,
-    *,
-    alike: bool,
-) -> tuple[Opening, ...]:
-    """The ways to open one loop; none if it cannot be."""
+) -> Iterator[Opening]:
+    """Ways to open one loop, in any order; none if it cannot be."""
     if computes_nothing(body) or not body.differentiated:
-        return ()
+        return
     scan = internals.scan_of(program.equations[root].jax_equation)
     compiler = expected.compiler
     iterations, forward = _iterations(body, compiler, measure, depth)
     if not iterations:
-        return ()
+        return
 
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(body.types[value]) for value in values)
@@ -312,17 +338,8 @@ def _ways_of(
     )
     iterations = [dataclasses.replace(one, seconds=one.seconds * scale) for one in iterations]
     closed_bytes = expected.inside.get(vertex, 0)
-    drafts = [
-        _opening(vertex, root, shape, used, pieces, closed_bytes)
-        for used, pieces in _drafts(shape, iterations, measure)
-    ]
-    if alike:
-        drafts = [way for way in drafts if _is_alike(way.loop)]
-    found: list[Opening] = []
-    for way in sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure))):
-        if not found or _cost(way, measure) < _cost(found[-1], measure):
-            found.append(way)
-    return tuple(_spread(found))
+    for used, pieces in _drafts(shape, iterations, measure):
+        yield _opening(vertex, root, shape, used, pieces, closed_bytes)
 
 
 def _is_alike(loop: Loop) -> bool:
@@ -396,6 +413,30 @@ def _part(iterations: Sequence[_Iteration], piece: Piece) -> Part:
     )
 
 
+# --- one branch ---------------------------------------------------------------------------
+
+
+def _front(
+    body: Program, *, compiler: Compiler, measure: Overhead, depth: int
+) -> tuple[Model, list[Candidate]]:
+    """The model of a branch, and candidates for all budgets, as of a whole program.
+
+    Those of the policies are all there: what is best where residuals go one by one need not be in a
+    branch.
+    """
+    # What becomes of the gradients that a branch hands out is counted round it.
+    linearization, expected = body_model(body, compiler, Gradients.RESULTS)
+    graph = expected.graph
+    search = functools.partial(portfolio.frontier, measure=measure)
+    alone = judged(graph, policies.alone(body, expected.roots, graph))
+    front = pareto([*search(graph), *alone], measure)
+    inside = ways(body, linearization, expected, measure, depth - 1)
+    if inside:
+        expected = opened(expected, inside)
+        front = pareto([*front, *together(graph, inside, front, search, measure)], measure)
+    return expected, [*alone, *front]
+
+
 # --- one iteration ------------------------------------------------------------------------
 
 
@@ -445,10 +486,12 @@ def _iterations(
     return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
 
 
-def body_model(body: Program, compiler: Compiler) -> tuple[Linearization, Model]:
-    """What the backward steps of a loop's body read, and its model."""
+def body_model(
+    body: Program, compiler: Compiler, gradients: Gradients = Gradients.CONSUMED
+) -> tuple[Linearization, Model]:
+    """What the backward steps of a loop's body, or of a branch, read, and its model."""
     linearization = linearize(body)
-    expected = inner.model(body, linearization, compiler, Gradients.CONSUMED)
+    expected = inner.model(body, linearization, compiler, gradients)
     return linearization, dataclasses.replace(expected, graph=_with_outputs(body, expected))
 
 

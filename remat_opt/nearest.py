@@ -24,7 +24,7 @@ from remat_opt.program import blocks, bodies
 from remat_opt.program.linearization import linearize
 from remat_opt.program.names import Names
 from remat_opt.program.record import Program
-from remat_opt.schedule import Schedule, plain
+from remat_opt.schedule import Loop, Schedule, plain
 from remat_opt.solvers.base import Candidate
 from remat_opt.units import format_bytes, format_share
 
@@ -278,6 +278,7 @@ def _loops(problem: Problem, plan: Plan) -> tuple[Problem, list[_ByHand]]:
         names = tuple(
             name
             for way in choice
+            if isinstance(way.loop, Loop)
             for name in _named_in_loop(problem, way.loop.root, way.loop.parts[0].kept)
         )
         inside = ", ".join(f'"{one.name}"' for one in names)

@@ -26,7 +26,7 @@ from remat_opt.gradients import Gradients
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.naming import ValueName
 from remat_opt.plan_difference import PlanDifference, difference
-from remat_opt.schedule import Loop, Stage
+from remat_opt.schedule import Choice, Loop, Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.timeline import Resident, Timeline
 from remat_opt.view import (
@@ -124,16 +124,18 @@ class Decision(_Named):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoopValue(_Named):
-    """The fate of one value inside an opened loop, in iterations that run alike.
+    """The fate of one value inside an opened loop, in iterations that run alike, or in a branch.
 
     Attributes:
-      loop: position, in the program, of the equation of the loop; of nested ones the outermost.
-      part: which iterations, in words.
+      loop: position, in the program, of the equation of the loop or choice; of nested ones the
+        outermost.
+      part: which iterations or branch, in words.
       name: what to call the value.
       fate: as for ``Decision``.
       handed_on: whether it is what one iteration hands to the next.
       times: how often each iteration computes it again.
-      runs: how many iterations of this kind there are. Where it is kept, so many are in memory.
+      runs: how many iterations of this kind there are; 1 in a branch. Where it is kept, so many
+        are in memory.
       bytes: of the value, in one iteration.
       seconds: what computing it once takes.
       flops: what computing it once takes.
@@ -220,7 +222,7 @@ class Plan:
       budget_bytes: the budget in bytes, or None where none was given.
       solver: name of the solver.
       stages: the regions in terms of equations; what ``apply_plan`` executes.
-      loops: those that are opened, and what their iterations keep.
+      loops: those that are opened, choices among them, and what iterations or branches keep.
       decisions: the fate of every vertex.
       loop_values: likewise of the values inside loops that are opened.
       predicted: what the simulator says.
@@ -243,7 +245,7 @@ class Plan:
     budget_bytes: int | None
     solver: str
     stages: tuple[Stage, ...]
-    loops: tuple[Loop, ...]
+    loops: tuple[Loop | Choice, ...]
     decisions: tuple[Decision, ...]
     loop_values: tuple[LoopValue, ...]
     predicted: Prediction
@@ -469,8 +471,10 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
     if origin is UnionType or origin is typing.Union:
         if data is None and NoneType in typing.get_args(kind):
             return None
-        (kind,) = [option for option in typing.get_args(kind) if option is not NoneType]
-        return _rebuild(kind, data, where)
+        kinds_left = [option for option in typing.get_args(kind) if option is not NoneType]
+        # Records are told apart by their fields.
+        fitting = (one for one in kinds_left[1:] if set(data) == set(_fields(one)))
+        return _rebuild(next(fitting, kinds_left[0]), data, where)
     if origin is tuple:
         if not isinstance(data, list):
             raise TypeError(f"{where} is {data!r:.40}, not a list")

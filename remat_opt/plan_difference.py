@@ -102,7 +102,7 @@ class PlanDifference:
         lines.append(figures.text())
         for root, (before, after) in self.loops.items():
             lines.append(
-                f"{self.loop_names.get(root, f'Loop at equation {root}')}: "
+                f"{self.loop_names.get(root, f'Loop or cond at equation {root}')}: "
                 f"{before or 'as it is'} -> {after or 'as it is'}"
             )
         if self.changes:
@@ -265,6 +265,11 @@ def _loops(first: Data, second: Data) -> dict[int, tuple[str, str]]:
 
 
 def _parts(loop: Data) -> str:
+    if "branches" in loop:
+        return ", or ".join(
+            f"one that keeps {format_bytes(one['kept_bytes'])} in {len(one['stages'])} region(s)"
+            for one in loop["branches"]
+        )
     return ", then ".join(map(_part, loop["parts"]))
 
 

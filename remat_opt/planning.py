@@ -183,7 +183,8 @@ def _sweep(
     expected = inner.model(program, linearization, compiler, gradients)
     graph = expected.graph
     # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
-    alone = _policies(program, expected) if isinstance(solver, Portfolio) else ()
+    default = isinstance(solver, Portfolio)
+    alone = policies.alone(program, expected.roots, graph) if default else ()
     front = pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
     ways = loops.ways(program, linearization, expected, measure)
     if ways:
@@ -201,16 +202,6 @@ def _sweep(
     )
 
 
-def _policies(program: Program, expected: Model) -> tuple[Schedule, ...]:
-    """What the policies of ``jax.checkpoint`` do alone, round the whole and round every block."""
-    return (
-        *policies.schedules(program, expected.roots, expected.graph),
-        *policies.schedules_per_block(
-            program, expected.roots, expected.graph, blocks.blocks(program)
-        ),
-    )
-
-
 def expected(of: Problem, schedules: Sequence[Schedule]) -> tuple[Candidate, ...]:
     """Schedules as candidates, with the temporaries that the model expects of each."""
     return tuple(_modelled(of.model, _judged(of.model, one)) for one in schedules)
@@ -218,7 +209,8 @@ def expected(of: Problem, schedules: Sequence[Schedule]) -> tuple[Candidate, ...
 
 def defaults(of: Problem) -> tuple[Candidate, ...]:
     """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
-    found = judged(of.model.graph, _policies(of.program, of.model))
+    alone = policies.alone(of.program, of.model.roots, of.model.graph)
+    found = judged(of.model.graph, alone)
     if of.corrections is not None:
         return tuple(_expected(of, _admitted(of.model, one)) for one in found)
     return tuple(_modelled(of.model, one) for one in found)

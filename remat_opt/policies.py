@@ -14,7 +14,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.graph import Graph
-from remat_opt.program import dataflow
+from remat_opt.program import blocks, dataflow
 from remat_opt.program.record import Atom, Program
 from remat_opt.schedule import Region, Schedule, merged
 
@@ -52,6 +52,20 @@ def policy_of(name: str) -> Callable[..., Any] | None:
         return None
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return thing if takes_any else None
+
+
+def alone(program: Program, roots: Sequence[int], graph: Graph) -> tuple[Schedule, ...]:
+    """What the default policies do alone: round the whole function, and round every block.
+
+    Args:
+      program: a traced function.
+      roots: for each vertex its equation.
+      graph: of these vertices.
+    """
+    return (
+        *schedules(program, roots, graph),
+        *schedules_per_block(program, roots, graph, blocks.blocks(program)),
+    )
 
 
 def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[Schedule]:

@@ -36,11 +36,11 @@ class Schedule:
 
     Attributes:
       regions: the chain.
-      loops: those that are opened; the others run as they are.
+      loops: those that are opened, choices among them; the others run as they are.
     """
 
     regions: tuple[Region, ...]
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[Loop | Choice, ...] = ()
 
     @property
     def has_checkpoints(self) -> bool:
@@ -189,7 +189,7 @@ class Part:
       kept: positions of the equations whose results are saved by name in every iteration.
       kept_bytes: of these, in one iteration.
       stages: the chain in which the body runs, and runs again.
-      loops: those of the body that are opened.
+      loops: those of the body that are opened, choices among them.
     """
 
     length: int
@@ -197,7 +197,7 @@ class Part:
     kept: tuple[int, ...] = ()
     kept_bytes: int = 0
     stages: tuple[Stage, ...] = ()
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[Loop | Choice, ...] = ()
 
     @property
     def chunk(self) -> int:
@@ -216,6 +216,36 @@ class Loop:
 
     root: int
     parts: tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One branch of a choice, as a chain of its own.
+
+    Equations are those of the branch, numbered as a program of its own.
+
+    Attributes:
+      stages: the chain; empty where the branch runs as it is.
+      kept_bytes: of what waits for the backward pass if this is the branch that runs.
+      loops: those of the branch that are opened, choices among them.
+    """
+
+    stages: tuple[Stage, ...]
+    kept_bytes: int = 0
+    loops: tuple[Loop | Choice, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A choice, ``lax.cond`` or ``lax.switch``, that is opened: what its branches keep.
+
+    Attributes:
+      root: position of its equation.
+      branches: in the order of the equation's.
+    """
+
+    root: int
+    branches: tuple[Branch, ...]
 
 
 def plain(graph: Graph) -> Schedule:

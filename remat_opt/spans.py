@@ -55,6 +55,11 @@ class Spans:
         """The most bytes alive at once."""
         return int(self.live_bytes(int(self.last.max(initial=-1)) + 1).max(initial=0))
 
+    def held_to_the_end(self) -> Spans:
+        """The lives where all that waits for the backward pass is there until that ends."""
+        waits = (self.first < self.backward) & (self.last >= self.backward)
+        return dataclasses.replace(self, last=np.where(waits, self.last.max(initial=0), self.last))
+
     def live_bytes(self, steps: int) -> np.ndarray:
         """The bytes alive at each of so many steps, no fewer than there are."""
         # As floating-point numbers: sums of whole ones below 2**53 are exact.

@@ -473,7 +473,30 @@ def _while_before() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss, (weights(), rows())
 
 
+def _cond_with_layers(x: jax.Array, w: jax.Array) -> jax.Array:
+    def block(x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = x + jnp.tanh(x @ w)
+        return x
+
+    return jax.lax.cond(w[0, 0] > 0, block, lambda x: jnp.sin(block(x)), x)
+
+
+def _one_cond() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        def first(x: jax.Array) -> jax.Array:
+            for w in params:
+                x = x + jnp.tanh(x @ w)
+            return x
+
+        return jnp.mean(jax.lax.cond(x[0, 0] > 0, first, lambda x: jnp.sin(first(x)), x) ** 2)
+
+    return loss, (weights(), rows())
+
+
 row("Control flow", "`cond`", layers(_cond))
+row("Control flow", "`cond` with layers in its branches", layers(_cond_with_layers))
+row("Control flow", "`cond` round the whole network", _one_cond)
 row("Control flow", "`switch`", layers(_switch))
 row("Control flow", "`while_loop` where nothing is differentiated", _while_before)
 

@@ -72,6 +72,11 @@ class Model:
         lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
         return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
 
+    def branch_peak_bytes(self, schedule: Schedule) -> int:
+        """Those of the program as a branch: what is handed to it stays until it ends."""
+        lives = spans(self.graph_of(schedule), schedule).held_to_the_end()
+        return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
+
     def unchanged_peak_bytes(self) -> int:
         """Those of the function as it is, whose graph may be another one."""
         return (self.as_it_is or self).peak_bytes(None)

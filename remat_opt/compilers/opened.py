@@ -1,4 +1,4 @@
-"""Loops that are opened: what a vertex takes then, by what is decided inside it."""
+"""Loops and choices that are opened: what a vertex takes then, by what is decided inside it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 from collections.abc import Mapping
 
 from remat_opt.compilers.effects import Effect, Figures
-from remat_opt.schedule import Loop, Schedule
+from remat_opt.schedule import Choice, Loop, Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """One way to open a loop.
+    """One way to open a loop or a choice.
 
     Attributes:
-      vertex: the loop.
+      vertex: the loop or choice.
       loop: what is decided.
-      stacked_bytes: what its iterations keep for the backward pass, all together.
+      stacked_bytes: what its iterations, or branches, keep for the backward pass, all together.
       workspace_bytes: what its backward pass takes beside that.
       closed_bytes: what it takes beside what it keeps where the loop is not opened.
       seconds: what is computed again.
@@ -25,7 +25,7 @@ class Opening:
     """
 
     vertex: int
-    loop: Loop
+    loop: Loop | Choice
     stacked_bytes: int
     workspace_bytes: int
     closed_bytes: int
@@ -40,13 +40,13 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Opened(Effect):
-    """All ways to open the loops of a program.
+    """All ways to open the loops and choices of a program.
 
     Attributes:
       ways: by what is decided.
     """
 
-    ways: Mapping[Loop, Opening]
+    ways: Mapping[Loop | Choice, Opening]
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
         """Writes what the opened loops take."""

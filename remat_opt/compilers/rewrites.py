@@ -49,7 +49,9 @@ class Rewrites:
     in_turn: bool
 
 
-def rewrites(program: Program, rules: Rules, *, recomputes: bool) -> Rewrites:
+def rewrites(
+    program: Program, rules: Rules, *, recomputes: bool, in_branch: bool = False
+) -> Rewrites:
     """What pays for a program.
 
     Args:
@@ -57,8 +59,10 @@ def rewrites(program: Program, rules: Rules, *, recomputes: bool) -> Rewrites:
       rules: those about the compiler that is expected. On another the results are
         the same, and the memory may not be.
       recomputes: whether anything is under a checkpoint.
+      in_branch: whether the program is a branch of a ``cond``. XLA for NVIDIA puts off no gradients
+        there, and to order them costs an array as large as the widest layer (16 of 92 MiB).
     """
-    ordered = recomputes and rules.has("gradients_in_turn")
+    ordered = recomputes and not in_branch and rules.has("gradients_in_turn")
     sums = dict(product_sums.stored_sums(program, rules))
     maxima: set[int] = set()
     if rules.has("maxima_stored"):

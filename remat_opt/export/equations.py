@@ -31,7 +31,7 @@ from remat_opt.export.reading import (
 )
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Atom, Equation, Program
-from remat_opt.schedule import Loop
+from remat_opt.schedule import Choice, Loop
 from remat_opt.transform.equations import stands_in
 
 
@@ -85,7 +85,7 @@ class Scope:
     ways: Rewrites | None = None
     summed: frozenset[int] = frozenset()
     still: frozenset[int] = frozenset()
-    loops: Mapping[int, Loop] = dataclasses.field(default_factory=dict)
+    loops: Mapping[int, Loop | Choice] = dataclasses.field(default_factory=dict)
     label: str = ""
     takes_at: bool = False
     apart: bool = False

@@ -31,8 +31,8 @@ from remat_opt.export.reading import scan_inputs, scan_options, scan_reach, wher
 from remat_opt.export.same import Function, Labels, Same
 from remat_opt.export.sequence import Item, lines_of
 from remat_opt.program import bodies
-from remat_opt.program.record import Program
-from remat_opt.schedule import Loop, Part, Stage
+from remat_opt.program.record import Equation, Program
+from remat_opt.schedule import Choice, Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
 from remat_opt.units import format_bytes
 
@@ -53,7 +53,7 @@ class Printer:
         arguments: Mapping[int, str | Path],
         stages: Sequence[Stage],
         *,
-        loops: Sequence[Loop] = (),
+        loops: Sequence[Loop | Choice] = (),
         named: Set[int] = frozenset(),
         label: str = "",
         words: Mapping[int, str] | None = None,
@@ -77,21 +77,68 @@ class Printer:
         return one.run(arguments, label)
 
     def _opened(self, scope: Scope, index: int, inputs: Sequence[str]) -> Call:
-        """A scan in its parts, as ``transform.loops`` runs it."""
+        """A scan in its parts, as ``transform.loops`` runs it, or a choice and its branches."""
         equation, loop = scope.program.equations[index], scope.loops[index]
-        scan = internals.scan_of(equation.jax_equation)
         key = (id(scope.program), index)
         if key not in self._loops:
-            program = bodies.body_of(equation, scope.summed)
-            label = self.functions.name(snake_case(equation.module.rpartition("/")[2]) or "loop")
-            self._loops[key] = self._parts(loop.parts, program, label)
+            name = snake_case(equation.module.rpartition("/")[2])
+            if isinstance(loop, Choice):
+                label = self.functions.name(name or "cond")
+                self._loops[key] = self._branches(equation, loop, scope.summed, label)
+            else:
+                label = self.functions.name(name or "loop")
+                program = bodies.body_of(equation, scope.summed)
+                self._loops[key] = self._parts(loop.parts, program, label)
+        inner = f"[{', '.join(self._loops[key])}]"
+        if isinstance(loop, Choice):
+            return Call("lax.switch", (inputs[0], inner, *inputs[1:]))
+        scan = internals.scan_of(equation.jax_equation)
         self.functions.helpers |= {"one_part", "parts_in_order", "zero_of"}
         options = scan_options(scan)
         if len(loop.parts) > 1 or loop.parts[0].inside:
             options.append(f"reach={scan_reach(equation, scan, scope.summed)}")
-        parts = f"[{', '.join(self._loops[key])}]"
         planned = self.functions.helper(support.planned_scan)
-        return Call(planned, (parts, *scan_inputs(scan, inputs), *options))
+        return Call(planned, (inner, *scan_inputs(scan, inputs), *options))
+
+    def _branches(
+        self, equation: Equation, choice: Choice, summed: Set[int], label: str
+    ) -> list[str]:
+        """Writes each branch of a choice, as ``transform.choices`` runs it; their names."""
+        programs = bodies.branches_of(equation, summed)
+        found = []
+        for number, (program, branch) in enumerate(
+            zip(programs, choice.branches, strict=True), start=1
+        ):
+            chain = _Chain(
+                self, Same(), program, branch.stages, branch.loops, frozenset(), in_branch=True
+            )
+            own = f"{label}_branch_{number}"
+            function, _ = self._inner(chain, own, own, f"Branch {number} of {len(programs)}.")
+            found.append(function)
+        return found
+
+    def _inner(
+        self, chain: _Chain, own: str, label: str, told: str
+    ) -> tuple[str, dict[int, tuple[str, ...]]]:
+        """Writes an inner program as a function; its name, and the names of what is kept."""
+        program = chain.program
+        arguments = self.functions.distinct()
+        names = {value: arguments.name("x", numbered=True) for value in program.arguments}
+        constants = {v: arguments.name("constant", numbered=True) for v in program.constants}
+        lines, known, labels = chain.run(names | constants, f"{label}.", f"{label}_")
+        function = self.functions.name(own)
+        outputs = [self.equations.output(known, atom) for atom in program.outputs]
+        self.functions.define(
+            function,
+            list(names.values()),
+            [
+                *self.equations.constants(program, constants),
+                *lines,
+                f"return {listed(outputs)}",
+            ],
+            said=told,
+        )
+        return function, labels
 
     def _parts(
         self, parts: Sequence[Part], program: Program, label: str, same: Same | None = None
@@ -110,22 +157,8 @@ class Printer:
                 inside = self._parts(part.inside, program, own, same)
                 found.append(f"({part.length}, [{', '.join(inside)}], (), None)")
                 continue
-            arguments = self.functions.distinct()
-            names = {value: arguments.name("x", numbered=True) for value in program.arguments}
-            constants = {v: arguments.name("constant", numbered=True) for v in program.constants}
-            lines, known, labels = chains[number].run(names | constants, f"{label}.", f"{label}_")
-            function = self.functions.name(own)
-            outputs = [self.equations.output(known, atom) for atom in program.outputs]
-            self.functions.define(
-                function,
-                list(names.values()),
-                [
-                    *self.equations.constants(program, constants),
-                    *lines,
-                    f"return {listed(outputs)}",
-                ],
-                said="One iteration: constants, carry and entries -> carry and entries made.",
-            )
+            told = "One iteration: constants, carry and entries -> carry and entries made."
+            function, labels = self._inner(chains[number], own, label, told)
             kept = [quoted(name) for index in sorted(part.kept) for name in labels[index]]
             found.append(f"({part.length}, [], {listed(kept)}, {function})")
         return found
@@ -149,9 +182,11 @@ class _Chain:
         same: Same,
         program: Program,
         stages: Sequence[Stage],
-        loops: Sequence[Loop],
+        loops: Sequence[Loop | Choice],
         named: Set[int],
         words: Mapping[int, str] | None = None,
+        *,
+        in_branch: bool = False,
     ) -> None:
         self.words = words or {}
         self.functions, self.equations = printer.functions, printer.equations
@@ -163,7 +198,7 @@ class _Chain:
         self.rewriting = Rewriting(
             program=program,
             summed=bodies.varying(program),
-            ways=rewrites(program, rules, recomputes=recomputes),
+            ways=rewrites(program, rules, recomputes=recomputes, in_branch=in_branch),
         )
         self.steps = steps_of(program, stages, frozenset(named))
         self.makers = program.makers()

@@ -1,4 +1,4 @@
-"""The body of a ``scan`` as a program of its own: from constants, carry and entries to the same."""
+"""The body of a ``scan``, and the branches of a ``cond``, as programs of their own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def varying(program: Program) -> frozenset[int]:
 
 
 def body_of(equation: Equation, given: Set[int]) -> Program:
-    """The body of a ``scan`` equation.
+    """The body of a ``scan`` equation: from constants, carry and entries to the same.
 
     Its arguments are one for each input of the equation, and its outputs one for each output: of
     what is stacked, one entry. What is carried is differentiated if the first or any later one
@@ -42,6 +42,24 @@ def body_of(equation: Equation, given: Set[int]) -> Program:
     return _body_at(
         equation,
         {p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given},
+    )
+
+
+def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
+    """The branches of a ``cond`` equation: from all its inputs but the first to its outputs.
+
+    Args:
+      equation: a ``cond``.
+      given: the values, in the program round it, that depend on a differentiated argument.
+    """
+    positions = [
+        place
+        for place, atom in enumerate(equation.inputs[1:])
+        if isinstance(atom, int) and atom in given
+    ]
+    return tuple(
+        body_per_device(inner_program(branch, positions, "a branch of a cond"), equation)
+        for branch in internals.branches_of(equation.jax_equation)
     )
 
 

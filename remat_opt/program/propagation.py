@@ -74,16 +74,18 @@ def is_split(program: Program) -> bool:
 
 
 def body_per_device(body: Program, equation: Equation) -> Program:
-    """The body of a ``scan`` likewise, if the equation is of such a program.
+    """The body of a ``scan``, or a branch, likewise, if the equation is of such a program.
 
     Args:
       body: of the whole.
-      equation: the ``scan``.
+      equation: the ``scan`` or ``cond``.
     """
     placement = equation.placement
     if placement is None:
         return body
-    return per_device(_placed(body, placement, _scan_specs(equation, placement.specs)))
+    specs = _body_specs(equation, 0, placement.specs)
+    assert specs is not None, "how the inputs of a body are split is known"
+    return per_device(_placed(body, placement, specs))
 
 
 def share_inside(equation: Equation) -> float:

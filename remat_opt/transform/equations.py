@@ -40,6 +40,16 @@ def stands_in(equation: Equation, *, waiting: bool, weight: int | None) -> bool:
     return equation.derivative_reads_kept and not waiting and weight is None
 
 
+def arrays_of(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of an equation with literals as the arrays that they stand for."""
+    return [
+        value if isinstance(atom, int) else internals.array_of(value, variable.aval)
+        for value, atom, variable in zip(
+            inputs, equation.inputs, equation.jax_equation.invars, strict=True
+        )
+    ]
+
+
 def run_one(
     rewriting: Rewriting,
     index: int,

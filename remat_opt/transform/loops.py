@@ -25,6 +25,7 @@ from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Loop, Part
+from remat_opt.transform.equations import arrays_of
 
 
 def check_loop(equation: Equation, loop: Loop) -> None:
@@ -78,12 +79,7 @@ def run_loop(
       Its outputs.
     """
     scan = internals.scan_of(equation.jax_equation)
-    given = [
-        value if isinstance(atom, int) else internals.array_of(value, variable.aval)
-        for value, atom, variable in zip(
-            inputs, equation.inputs, equation.jax_equation.invars, strict=True
-        )
-    ]
+    given = arrays_of(equation, inputs)
     reads, carry = (
         [*given[: scan.constants], *given[scan.constants + scan.carries :]],
         given[scan.constants : scan.constants + scan.carries],

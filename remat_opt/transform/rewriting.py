@@ -16,6 +16,7 @@ function has it, so that a compiler does as planned, is said by ``compilers.rewr
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
@@ -29,9 +30,10 @@ from remat_opt.errors import PlanFileError, RewriteError
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.program.tracing import array_type
-from remat_opt.schedule import Loop, Part, Stage
+from remat_opt.schedule import Branch, Choice, Loop, Part, Stage
 from remat_opt.scopes import equation_scope, region_scope
 from remat_opt.transform.barriers import behind_barrier, cotangents_together
+from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
@@ -44,9 +46,10 @@ def rewrite(
     platform: Platform,
     off: Set[str] = frozenset(),
     *,
-    loops: Sequence[Loop] = (),
+    loops: Sequence[Loop | Choice] = (),
     named: Set[int] = frozenset(),
     within: str = "",
+    in_branch: bool = False,
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
 
@@ -57,9 +60,10 @@ def rewrite(
       platform: whose compiler is expected. On another the results are the same, and the memory may
         not be.
       off: names of rules about compilers that are switched off.
-      loops: those of the program that are opened; the others run as they are.
+      loops: those of the program that are opened, choices among them; the others run as they are.
       named: equations whose outputs carry a name for a policy round all of it.
       within: what to put into names, so that they are not those of the program round this one.
+      in_branch: whether the program is a branch of a ``cond``.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -74,6 +78,7 @@ def rewrite(
         program,
         Rules(platform=platform, off=frozenset(off)),
         recomputes=any(stage.checkpointed for stage in stages),
+        in_branch=in_branch,
     )
     summed = bodies.varying(program)
     opened = {
@@ -96,6 +101,21 @@ def rewrite(
 
 
 def _run_opened(
+    equation: Equation,
+    loop: Loop | Choice,
+    summed: Set[int],
+    platform: Platform,
+    off: Set[str],
+    within: str,
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """Runs a loop or a choice as planned."""
+    if isinstance(loop, Choice):
+        return _run_choice(equation, loop, summed, platform, off, within, inputs)
+    return _run_loop(equation, loop, summed, platform, off, within, inputs)
+
+
+def _run_loop(
     equation: Equation,
     loop: Loop,
     summed: Set[int],
@@ -123,6 +143,34 @@ def _run_opened(
     return run_loop(equation, loop, inputs, body)
 
 
+def _run_choice(
+    equation: Equation,
+    choice: Choice,
+    summed: Set[int],
+    platform: Platform,
+    off: Set[str],
+    within: str,
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """Runs a choice, each branch by its own plan."""
+
+    def runner(number: int, program: Program, branch: Branch) -> Callable[..., list[Any]]:
+        run = rewrite(
+            program,
+            branch.stages,
+            platform,
+            off,
+            loops=branch.loops,
+            within=f"{within}{choice.root}_in_{number}_",
+            in_branch=True,
+        )
+        return lambda *given: run(program.constant_values, given)
+
+    programs = bodies.branches_of(equation, summed)
+    runs = map(runner, itertools.count(), programs, choice.branches)
+    return run_choice(equation, inputs, list(runs))
+
+
 def _policy(program: Program, kept: Iterable[int], within: str) -> Callable[..., Any]:
     """What keeps the outputs of these equations."""
     names = [
@@ -134,7 +182,7 @@ def _policy(program: Program, kept: Iterable[int], within: str) -> Callable[...,
     return policy
 
 
-def _check_loops(program: Program, loops: Sequence[Loop], named: Set[int]) -> None:
+def _check_loops(program: Program, loops: Sequence[Loop | Choice], named: Set[int]) -> None:
     """Raises PlanFileError unless the loops are some of the program's, each once."""
     roots = [loop.root for loop in loops]
     strange = [root for root in (*roots, *named) if not 0 <= root < len(program.equations)]
@@ -144,7 +192,10 @@ def _check_loops(program: Program, loops: Sequence[Loop], named: Set[int]) -> No
             f"program with {len(program.equations)}. Make the plan again."
         )
     for loop in loops:
-        check_loop(program.equations[loop.root], loop)
+        if isinstance(loop, Choice):
+            check_choice(program.equations[loop.root], loop)
+        else:
+            check_loop(program.equations[loop.root], loop)
 
 
 def _run(

@@ -67,8 +67,9 @@ def value_title(name: Mapping[str, Any]) -> str:
 def values(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The decisions of a plan, each loop's followed by those inside it, with the same keys.
 
-    ``part`` says which iterations, and is "" outside of loops; ``count`` how many values alike
-    there are; ``outer_module`` and ``outer_source`` are those of the loop.
+    ``part`` says which iterations or branch, and is "" outside of loops and choices; ``count`` how
+    many values alike there are; ``outer_module``, ``outer_source`` and ``outer_primitive`` are
+    those of the loop or choice.
 
     Args:
       plan: what ``Plan.to_dict`` gives.
@@ -81,6 +82,7 @@ def values(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
         outer = {
             "outer_module": one["name"]["module"],
             "outer_source": one["name"]["source"],
+            "outer_primitive": one["name"]["primitive"],
         }
         found.append({**one, **outer, "part": "", "count": 1, "handed_on": False})
         found += [
@@ -125,7 +127,8 @@ def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     sources = {one["root"]: one["name"]["source"] for one in plan["decisions"]}
     for loop in plan["loops"]:
         source = sources.get(loop["root"])
-        found.append(("loop", loop_words(loop) + (f"; {source}" if source else "")))
+        kind = "branches" if "branches" in loop else "loop"
+        found.append((kind, loop_words(loop) + (f"; {source}" if source else "")))
     if plan["measured"] is not None:
         found += _measured(plan["measured"], predicted)
     found.append(
@@ -202,7 +205,10 @@ def asked(plan: Mapping[str, Any]) -> str:
 
 
 def loop_words(loop: Mapping[str, Any]) -> str:
-    """What the iterations of an opened loop keep."""
+    """What the iterations of an opened loop, or the branches of an opened choice, keep."""
+    if "branches" in loop:
+        branches = loop["branches"]
+        return f"cond of {len(branches)}: " + ", or ".join(map(_branch, branches))
     return f"scan of {_length(loop['parts'])}: " + ", then ".join(map(_part, loop["parts"]))
 
 
@@ -382,6 +388,15 @@ def _part(part: Mapping[str, Any]) -> str:
     else:
         said += f" that {keep} nothing but what {they_are} handed"
     nested = [loop_words(one) for one in part["loops"]]
+    return said + (f" (inside: {'; '.join(nested)})" if nested else "")
+
+
+def _branch(branch: Mapping[str, Any]) -> str:
+    if not branch["stages"]:
+        return "one as it is"
+    regions = counted(len(branch["stages"]), "region")
+    said = f"one that keeps {format_bytes(branch['kept_bytes'])} in {regions}"
+    nested = [loop_words(one) for one in branch["loops"]]
     return said + (f" (inside: {'; '.join(nested)})" if nested else "")
 
 

@@ -147,7 +147,7 @@ def _node(
 
 
 def _loop(own: Sequence[_Numbered]) -> Node:
-    """The values inside an opened loop, by the iterations that run alike."""
+    """The values inside an opened loop or choice, by iterations that run alike, or branches."""
     parts: dict[str, list[_Numbered]] = {}
     for number, one in own:
         parts.setdefault(one["part"], []).append((number, one))
@@ -155,7 +155,9 @@ def _loop(own: Sequence[_Numbered]) -> Node:
         _summed(part, "", inner, (), tuple(number for number, _ in inner))
         for part, inner in parts.items()
     )
-    return _summed("inside the scan", own[0][1]["outer_source"], own, children, ())
+    outer = own[0][1]
+    label = "inside the cond" if outer["outer_primitive"] == "cond" else "inside the scan"
+    return _summed(label, outer["outer_source"], own, children, ())
 
 
 def _summed(

@@ -195,6 +195,17 @@ def test_loops_say_what_their_iterations_keep() -> None:
     )
 
 
+def test_choices_say_what_their_branches_keep() -> None:
+    stage = {"roots": [0], "kept": [], "checkpointed": True, "inside": []}
+    kept = {"stages": [stage, stage], "kept_bytes": 2**20, "loops": []}
+    nested = {**kept, "loops": [{"root": 5, "branches": [kept, kept]}]}
+    bare = {**kept, "stages": [], "kept_bytes": 0}
+    assert plan_words.loop_words({"root": 0, "branches": [nested, bare]}) == (
+        "cond of 2: one that keeps 1.00 MiB in 2 regions (inside: cond of 2: one that keeps "
+        "1.00 MiB in 2 regions, or one that keeps 1.00 MiB in 2 regions), or one as it is"
+    )
+
+
 def test_what_a_step_has_all_the_time_is_below_the_temporaries() -> None:
     given = plan(resident=RESIDENT, budget_bytes=5 * MIB, as_compiled=[MIB, 3 * MIB])
     (chart, told), _ = plan_words.charts(given)

@@ -1,0 +1,248 @@
+"""What to do inside the branches of a program: how each ``cond`` is opened.
+
+Problem. A ``cond`` hands out for its backward pass what any of its branches would keep: arrays of
+one type in different branches share a place, others are zeros wherever their branch does not run.
+All of it is there from the forward pass on, and nothing from outside names any of it.
+
+Method. A branch is a program of its own, with a model and schedules of its own; it runs as their
+chains. Every region of them is under a checkpoint: what is not computed again there is kept by
+name, for nothing behind a ``cond`` is fused with what is in it, and JAX would keep much that a
+backward step makes at no cost. So a branch has three figures: what it keeps, by type;
+recomputation; and the workspace of its backward pass. Of all branches together, the most of each
+type is kept, and of the other two figures the largest count, as they do for the cost of a ``cond``.
+For each limit to recomputation every branch goes the way that takes the least memory.
+
+Complexity: for a branch, as for a program of its size; the rest is arithmetic on some dozens of
+ways.
+
+Guarantee: none of optimality. Deterministic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+from remat_opt import _jax_internals as internals
+from remat_opt.compilers.model import Model, computes_nothing
+from remat_opt.compilers.opened import Opening
+from remat_opt.graph import Graph
+from remat_opt.program import bodies
+from remat_opt.program.record import Derivative, Program
+from remat_opt.schedule import Branch, Choice, Region, Schedule
+from remat_opt.simulator import demand
+from remat_opt.solvers.base import Candidate, Overhead, thinned
+
+#: Gives the model of a branch, and candidates for all budgets.
+Search = Callable[[Program], tuple[Model, list[Candidate]]]
+
+#: How many schedules of a branch, and limits to recomputation, are looked at.
+_MOST_SCHEDULES, _MOST_LIMITS = 48, 96
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One way to run a branch.
+
+    Attributes:
+      branch: what is decided.
+      kept: of each type of array that waits for the backward pass how many there are, and bytes of
+        one.
+      workspace_bytes: what its backward pass takes beside that.
+      seconds: what is computed again.
+      flops: likewise.
+    """
+
+    branch: Branch
+    kept: Mapping[Hashable, tuple[int, int]]
+    workspace_bytes: int
+    seconds: float
+    flops: int
+
+    def cost(self, measure: Overhead) -> float:
+        """What recomputation comes to."""
+        return self.seconds if measure is Overhead.SECONDS else float(self.flops)
+
+
+def can_be_opened(program: Program, root: int) -> bool:
+    """Whether an equation is a choice whose branches may run in another way."""
+    equation = program.equations[root]
+    return (
+        equation.operation.primitive == "cond"
+        and not equation.once
+        and not internals.is_choice_of_platform(equation.jax_equation)
+    )
+
+
+def openings(
+    program: Program,
+    vertex: int,
+    root: int,
+    derivative: Derivative,
+    expected: Model,
+    measure: Overhead,
+    search: Search,
+) -> Iterator[Opening]:
+    """Ways to open one choice, in any order; none if it cannot be.
+
+    Args:
+      program: that it is in.
+      vertex: of the choice.
+      root: position of its equation.
+      derivative: of the choice as it is.
+      expected: model of the program.
+      measure: what recomputation is counted in.
+      search: plans a branch.
+    """
+    equation = program.equations[root]
+    found = [_ways(one, search) for one in bodies.branches_of(equation, bodies.varying(program))]
+    if not all(ways for ways, _ in found):
+        return
+    graph = expected.graph
+    # The rates are those that the rest is counted in.
+    forward = max(seconds for _, seconds in found)
+    scale = graph.seconds[vertex] / forward if forward else 0.0
+    read_bytes = _read_bytes(program, root, derivative, expected)
+    for chosen in _together([ways for ways, _ in found], measure):
+        workspace = max(one.workspace_bytes for one in chosen)
+        yield Opening(
+            vertex=vertex,
+            loop=Choice(root=root, branches=tuple(one.branch for one in chosen)),
+            stacked_bytes=_merged_bytes(chosen) + read_bytes,
+            # The cotangent that it starts from is there in both.
+            workspace_bytes=max(0, workspace - graph.cotangent_bytes[vertex]),
+            closed_bytes=expected.inside.get(vertex, 0),
+            seconds=scale * max(one.seconds for one in chosen),
+            flops=max(one.flops for one in chosen),
+        )
+
+
+def _together(branches: Sequence[Sequence[_Way]], measure: Overhead) -> Iterator[tuple[_Way, ...]]:
+    """One way for each branch, for every limit to recomputation."""
+    costs = sorted({way.cost(measure) for ways in branches for way in ways})
+    least = max(min(way.cost(measure) for way in ways) for ways in branches)
+    memory: tuple[Callable[[_Way], int], ...] = (
+        lambda way: way.branch.kept_bytes + way.workspace_bytes,
+        lambda way: way.branch.kept_bytes,
+    )
+    for limit in thinned([cost for cost in costs if cost >= least], _MOST_LIMITS):
+        for size in memory:
+            yield tuple(
+                min(
+                    (way for way in ways if way.cost(measure) <= limit),
+                    key=lambda way: (size(way), way.cost(measure)),
+                )
+                for ways in branches
+            )
+
+
+def _merged_bytes(chosen: Sequence[_Way]) -> int:
+    """What a choice hands out for its backward pass: of each type as many as any branch keeps."""
+    most: dict[Hashable, int] = {}
+    for way in chosen:
+        for kind, (count, size) in way.kept.items():
+            most[kind] = max(most.get(kind, 0), count * size)
+    return sum(most.values())
+
+
+def _read_bytes(program: Program, root: int, derivative: Derivative, expected: Model) -> int:
+    """Inputs that wait for the backward pass where checkpoints in the branches read them.
+
+    What the choice as it is reads as well is counted as its predecessor.
+    """
+    equation = program.equations[root]
+    read = {place: atom for place, atom in enumerate(equation.inputs) if isinstance(atom, int)}
+    if not internals.branches_copy_inputs():
+        given = {*program.arguments, *program.constants}
+        read = {p: v for p, v in read.items() if v not in given and p not in derivative.inputs}
+    return sum(
+        expected.compiler.buffer_bytes(program.types[value])
+        for place, value in read.items()
+        if place
+    )
+
+
+# --- one branch ---------------------------------------------------------------------------
+
+
+def _ways(body: Program, search: Search) -> tuple[list[_Way], float]:
+    """The ways to run a branch that no other beats in all figures, and its time forward."""
+    if computes_nothing(body):
+        as_it_is = Branch(stages=())
+        return [_Way(branch=as_it_is, kept={}, workspace_bytes=0, seconds=0.0, flops=0)], 0.0
+    expected, candidates = search(body)
+    if any(expected.graph.pinned):
+        # All of it runs under checkpoints.
+        return [], 0.0
+    schedules = dict.fromkeys(
+        schedule
+        for one in thinned(candidates, _MOST_SCHEDULES)
+        for schedule in _checkpointed(expected.graph_of(one.schedule), one.schedule)
+    )
+    found = [_way(body, expected, schedule) for schedule in schedules]
+    figures = [
+        (one.branch.kept_bytes, one.workspace_bytes, one.seconds, one.flops) for one in found
+    ]
+    best = [
+        one
+        for number, one in enumerate(found)
+        if not any(
+            all(theirs <= own for theirs, own in zip(other, figures[number], strict=True))
+            and (other != figures[number] or place < number)
+            for place, other in enumerate(figures)
+        )
+    ]
+    return best, expected.graph.forward_seconds
+
+
+def _checkpointed(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
+    """The schedule with all under checkpoints: what was under none is kept by name, or is not.
+
+    But for what has residuals that no name reaches, as loops have: these stay under none.
+    """
+    stored = demand(graph, schedule).stored
+    for named in (stored, frozenset[int]()):
+        regions: list[Region] = []
+        for region in schedule.regions:
+            if region.checkpointed:
+                regions.append(region)
+                continue
+            for nameless, run in itertools.groupby(
+                region.vertices, lambda vertex: graph.internal_bytes[vertex] > 0
+            ):
+                vertices = tuple(run)
+                kept = () if nameless else tuple(v for v in vertices if v in named)
+                regions.append(Region(vertices=vertices, kept=kept, checkpointed=not nameless))
+        yield dataclasses.replace(schedule, regions=tuple(regions))
+
+
+def _way(body: Program, expected: Model, schedule: Schedule) -> _Way:
+    """A schedule of a branch, with its figures."""
+    schedule = expected.admitted(schedule)
+    graph = expected.graph_of(schedule)
+    wanted = demand(graph, schedule)
+    again = list(wanted.all_recomputed())
+    seconds, flops = expected.recomputation(schedule)
+    bare = [v for one in schedule.regions if not one.checkpointed for v in one.vertices]
+    counts: Counter[tuple[Hashable, int]] = Counter(
+        (tuple(body.types[value] for value in body.equations[expected.roots[v]].outputs), size)
+        for v in wanted.stored
+        if (size := graph.bytes[v])
+    )
+    # What loops keep has no type here; in branches that are alike it is the same.
+    counts.update(("inside", size) for v in bare if (size := graph.internal_bytes[v]))
+    kept: dict[Hashable, tuple[int, int]] = {
+        kind: (count, kind[1]) for kind, count in counts.items()
+    }
+    kept_bytes = sum(count * size for count, size in kept.values())
+    return _Way(
+        branch=Branch(
+            stages=expected.stages(schedule), kept_bytes=kept_bytes, loops=schedule.loops
+        ),
+        kept=kept,
+        workspace_bytes=max(0, expected.branch_peak_bytes(schedule) - kept_bytes),
+        seconds=sum(graph.seconds[vertex] for vertex in again) + seconds,
+        flops=sum(graph.flops[vertex] for vertex in again) + flops,
+    )
