@@ -421,7 +421,7 @@ def _attention(
 
 def cross_attention(batch: int) -> Parts:
     """Layers that look at themselves, at a memory with padding, and an MLP, with dropout."""
-    length, memory, width, heads, layers = 128, 192, 256, 4, 4
+    length, memory, width, heads, layers = 128, 192, 256, 4, 2
 
     def heads_of(weight: jax.Array, x: jax.Array) -> jax.Array:
         return (x @ weight).reshape(*x.shape[:-1], heads, width // heads)
@@ -673,22 +673,22 @@ def depthwise(batch: int) -> Parts:
 
 #: Each with the examples in the batch that it is measured with.
 IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
-    "dilated_gates": (dilated_gates, 4),
-    "dilated_pairs": (dilated_pairs, 8),
+    "dilated_gates": (dilated_gates, 16),
+    "dilated_pairs": (dilated_pairs, 32),
     "unrolled_gru": (unrolled_gru, 512),
     "flax_lstm": (flax_lstm, 256),
     "flax_minimal": (flax_minimal, 256),
-    "associative_recurrence": (associative_recurrence, 8),
-    "embedding_bags": (embedding_bags, 8_192),
-    "segment_messages": (segment_messages, 8_192),
-    "routed_by_products": (routed_by_products, 16),
-    "routed_by_gathers": (routed_by_gathers, 4_096),
-    "cross_attention": (cross_attention, 32),
-    "rotary_groups": (rotary_groups, 8),
-    "second_forward": (second_forward, 16_384),
-    "second_reverse": (second_reverse, 16_384),
-    "group_norms": (group_norms, 32),
-    "depthwise": (depthwise, 64),
+    "associative_recurrence": (associative_recurrence, 16),
+    "embedding_bags": (embedding_bags, 32_768),
+    "segment_messages": (segment_messages, 32_768),
+    "routed_by_products": (routed_by_products, 32),
+    "routed_by_gathers": (routed_by_gathers, 16_384),
+    "cross_attention": (cross_attention, 64),
+    "rotary_groups": (rotary_groups, 16),
+    "second_forward": (second_forward, 65_536),
+    "second_reverse": (second_reverse, 65_536),
+    "group_norms": (group_norms, 128),
+    "depthwise": (depthwise, 128),
 }
 
 

@@ -1,7 +1,8 @@
 """What the cotangents of stored values take: most are arrays as large as the value, some are none.
 
-Three things may become of a cotangent beside that: the kernels that read it compute it (it is
-*fused*), it takes the place of the value, or it is written narrower than the value.
+Four things may become of a cotangent beside that: the kernels that read it compute it (it is
+*fused*), it takes the place of the value, it is written narrower than the value, or it is the array
+that is another's cotangent, too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import operands
+from remat_opt.compilers import operands, sums
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
 from remat_opt.compilers.row_gathers import is_row_gather
 from remat_opt.compilers.storage import Storage
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Schedule
+
+
+#: Bytes of a cotangent that is another's array: there is one, and it takes nothing.
+_SHARED = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +94,10 @@ def cotangents(
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
     narrow = {vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of)}
+    last_reader = [max(of.active_readers(vertex), default=-1) for vertex in range(len(active))]
+    arrays = {value: vertex for value, vertex in storage.vertex_of.items() if vertex not in fused}
+    shared = sums.sharing(storage.flow, arrays, last_reader, storage.compiler)
+    narrow.update(dict.fromkeys(shared, _SHARED))
     narrow.update(dict.fromkeys(fused, 0))
     return Cotangents(
         bytes=tuple(
