@@ -20,8 +20,8 @@ from remat_opt.program.record import Equation
 from remat_opt.schedule import Schedule
 
 
-#: Bytes of a cotangent that is another's array: there is one, and it takes nothing.
-_SHARED = 1
+#: Bytes of a cotangent that takes nothing, though there is one: 0 says that there is none.
+_NO_ARRAY = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +52,20 @@ class Cotangents:
 
     Attributes:
       bytes: of each.
+      sizes: of each, were it an array of its own.
       held_until_own_step: the vertices whose value is there until their own backward step, since
         their cotangent, or what comes in its place, is computed from it.
       in_value: of what lies in the place of another's value, in its own step alone, the bytes.
+      later: for those that begin as another's array the bytes of their own, and the vertex from
+        whose backward step on it is there.
       handed_in_bytes: see ``HandedIn``.
     """
 
     bytes: tuple[int, ...]
+    sizes: tuple[int, ...]
     held_until_own_step: frozenset[int]
     in_value: Mapping[int, int]
+    later: Mapping[int, tuple[int, int]]
     handed_in_bytes: Mapping[int, int]
 
 
@@ -90,27 +95,41 @@ def cotangents(
     )
     fused = _fused(of)
     computed = {vertex for vertex in fused if storage.is_fusing_product(storage.roots[vertex])}
-    fused |= _overwritten(of) | _passing(of)
+    passing = _passing(of)
+    fused |= _overwritten(of)
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
     narrow = {vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of)}
-    last_reader = [max(of.active_readers(vertex), default=-1) for vertex in range(len(active))]
-    arrays = {value: vertex for value, vertex in storage.vertex_of.items() if vertex not in fused}
-    shared = sums.sharing(storage.flow, arrays, last_reader, storage.compiler)
-    narrow.update(dict.fromkeys(shared, _SHARED))
     narrow.update(dict.fromkeys(fused, 0))
+    sizes = [
+        narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
+        for vertex, values in enumerate(active)
+    ]
+    shared = sums.sharing(
+        storage.flow,
+        {
+            value: vertex
+            for value, vertex in storage.vertex_of.items()
+            if sizes[vertex] and vertex not in passing
+        },
+        [of.active_readers(vertex) for vertex in range(len(active))],
+        storage.compiler,
+    )
+    no_arrays = passing | shared.alone | shared.until.keys()
     return Cotangents(
         bytes=tuple(
-            narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
-            for vertex, values in enumerate(active)
+            _NO_ARRAY if size and vertex in no_arrays else size
+            for vertex, size in enumerate(sizes)
         ),
+        sizes=tuple(sizes),
         # From scores, too, products compute a cotangent as they read them.
         held_until_own_step=frozenset(
-            {*storage.vertices_of(storage.scores), *_read_by_readers(of, fused)}
+            {*storage.vertices_of(storage.scores), *_read_by_readers(of, fused | passing)}
         ),
         in_value={
             vertex: storage.cotangent_bytes(active[vertex]) for vertex in in_its_place.values()
         },
+        later={vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
         handed_in_bytes={v: storage.operand_bytes(storage.roots[v]) for v in computed},
     )
 
@@ -289,24 +308,22 @@ def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
     return found
 
 
-def hands_on(
-    vertex: int, predecessors: Sequence[tuple[int, ...]], cotangent_bytes: Sequence[int]
-) -> bool:
+def hands_on(vertex: int, predecessors: Sequence[tuple[int, ...]], found: Cotangents) -> bool:
     """Whether the buffer of a vertex's cotangent becomes that of one of its predecessors.
 
     It takes one of the same size. And where the vertex also reads a reduction of that predecessor,
     as a normalisation reads a mean, the old cotangent is read twice: by the sums that are the
     reduction's cotangent, then together with them. The compiler writes the new one beside it.
     """
-    size = cotangent_bytes[vertex]
+    size, sizes = found.bytes[vertex], found.sizes
     reduced: set[int] = set()
-    pending = [read for read in predecessors[vertex] if cotangent_bytes[read] < size]
+    pending = [read for read in predecessors[vertex] if sizes[read] < size]
     while pending:
         for read in predecessors[pending.pop()]:
             if read not in reduced:
                 reduced.add(read)
-                if cotangent_bytes[read] < size:
+                if sizes[read] < size:
                     pending.append(read)
     return any(
-        cotangent_bytes[read] == size and read not in reduced for read in predecessors[vertex]
+        found.bytes[read] == size and read not in reduced for read in predecessors[vertex]
     )

@@ -2,11 +2,13 @@
 
 A sum hands its cotangent on as it is. Where nothing else reads an addend, that is the addend's
 cotangent, too, and no compiler makes another array of it. So skips that are summed up in the end
-have one cotangent together, and a branch has that of the residual stream that it is added to.
+have one cotangent together, and a branch has that of the residual stream that it is added to. An
+addend that others read as well has an array of its own from when what comes of them is added.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt.compilers.compiler import Compiler
@@ -16,29 +18,51 @@ _SUMS = frozenset({"add", "add_any"})
 _FORMS = frozenset({"expand_dims", "reshape", "squeeze"})
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """The vertices whose cotangent is that of another vertex, which is there as long.
+
+    Attributes:
+      alone: those whose cotangent is nothing else.
+      until: for those that have an array of their own later the vertex whose backward step makes
+        it.
+    """
+
+    alone: frozenset[int]
+    until: Mapping[int, int]
+
+
 def sharing(
     flow: Dataflow,
     vertex_of: Mapping[int, int],
-    last_reader: Sequence[int],
+    readers: Sequence[Sequence[int]],
     compiler: Compiler,
-) -> Iterator[int]:
-    """The vertices whose cotangent is the array of another vertex's, which is there as long.
+) -> Sharing:
+    """Finds the vertices that share the cotangent of a sum.
 
     Args:
       flow: of the program.
-      vertex_of: for each stored value its vertex.
-      last_reader: for each vertex the last that reads it and has a cotangent, or -1.
+      vertex_of: for each stored value that may share its cotangent the vertex.
+      readers: for each vertex those that read it and have a cotangent, ascending.
       compiler: which one it is.
     """
-    if not compiler.has("sums_share"):
-        return
-    for addends in _addends(flow):
-        own = {vertex_of[value] for value, alone in addends if alone and value in vertex_of}
-        others = {vertex_of[value] for value, _ in addends if value in vertex_of}
-        latest = max((last_reader[vertex] for vertex in own), default=-1)
+    found: set[int] = set()
+    until: dict[int, int] = {}
+    for addends in _addends(flow) if compiler.has("sums_share") else ():
+        read_by = {vertex_of[value]: alone for value, alone in addends if value in vertex_of}
+        latest = max((readers[v][-1] for v, alone in read_by.items() if alone), default=-1)
         # What others read too has that array to begin with, where they have not been backward yet.
-        holder = min((v for v in others if last_reader[v] == latest), default=-1)
-        yield from (vertex for vertex in sorted(own) if vertex > holder >= 0)
+        begins = [vertex for vertex in read_by if readers[vertex][-1:] == [latest]]
+        if not begins:
+            continue
+        for vertex, alone in read_by.items():
+            if vertex <= min(begins):
+                continue
+            if alone:
+                found.add(vertex)
+            elif vertex in begins and len(readers[vertex]) > 1:
+                until[vertex] = readers[vertex][-2]
+    return Sharing(alone=frozenset(found), until=until)
 
 
 def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:

@@ -139,7 +139,7 @@ def vertices(storage: Storage) -> Vertices:
             and not draft.sums_beside
             and not draft.multiplies
             and beside_zeros.isdisjoint(program.equations[root].outputs)
-            and hands_on(vertex, predecessors, sizes)
+            and hands_on(vertex, predecessors, of_cotangents)
             for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
         ),
         pinned=tuple(
@@ -268,6 +268,9 @@ def _workspaces(
         own[operand] = max(own[operand], beside)
     for vertex, size in of_cotangents.in_value.items():
         own[vertex] += size
+    for vertex, (size, step) in of_cotangents.later.items():
+        for one in range(vertex, step + 1):
+            own[one] += size
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(program, root, compiler)
