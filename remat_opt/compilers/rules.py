@@ -83,6 +83,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "readers_recounted": _rule(
             _NVIDIA | _TPU, "stored", "storage", "What only goes into one array has one reader."
         ),
+        "prologues": _rule(
+            _NVIDIA, "stored", "prologues", "Products compute cheap operands as they read them."
+        ),
         "read_backward": _rule(
             _NVIDIA, "stored", "storage", "What is made of many arrays is not made again backward."
         ),

@@ -21,7 +21,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import cpu_sums, operands, product_sums, softmax, transcendental
+from remat_opt.compilers import (
+    cpu_sums,
+    operands,
+    product_sums,
+    prologues,
+    softmax,
+    transcendental,
+)
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.matrix_axes import Axes, matrix_axes
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
@@ -185,7 +192,10 @@ class Storage:
         for index, equation in enumerate(self.flow.program.equations):
             if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if self.flow.opaque(index) and not self.is_fusing_product(index):
+            if equation.operation.primitive == "dot_general" and not self.is_fusing_product(index):
+                for value in self.flow.reads(index):
+                    forced.add(prologues.read_in_place(self.flow, value, self.compiler))
+            elif self.flow.opaque(index) and not self.is_fusing_product(index):
                 forced.update(self.flow.reads(index))
         if self.compiler.has("stored_for_sums"):
             forced |= cpu_sums.read_by_sums(self.flow)
