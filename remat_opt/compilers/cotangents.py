@@ -107,15 +107,11 @@ def cotangents(
     ]
     shared = sums.sharing(
         storage.flow,
-        {
-            value: vertex
-            for value, vertex in storage.vertex_of.items()
-            if sizes[vertex] and vertex not in passing
-        },
+        {value: vertex for value, vertex in storage.vertex_of.items() if sizes[vertex]},
         [of.active_readers(vertex) for vertex in range(len(active))],
         storage.compiler,
     )
-    no_arrays = passing | shared.alone | shared.until.keys()
+    no_arrays = (passing - shared.holders) | shared.alone | shared.until.keys()
     return Cotangents(
         bytes=tuple(
             _NO_ARRAY if size and vertex in no_arrays else size

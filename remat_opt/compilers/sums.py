@@ -23,11 +23,13 @@ class Sharing:
     """The vertices whose cotangent is that of another vertex, which is there as long.
 
     Attributes:
+      holders: those others.
       alone: those whose cotangent is nothing else.
       until: for those that have an array of their own later the vertex whose backward step makes
         it.
     """
 
+    holders: frozenset[int]
     alone: frozenset[int]
     until: Mapping[int, int]
 
@@ -46,23 +48,29 @@ def sharing(
       readers: for each vertex those that read it and have a cotangent, ascending.
       compiler: which one it is.
     """
+    holders: set[int] = set()
     found: set[int] = set()
     until: dict[int, int] = {}
+    # For vertices of sums the last step, of the lowest vertex, during which their array is there.
+    reach: dict[int, int] = {}
     for addends in _addends(flow) if compiler.has("sums_share") else ():
-        read_by = {vertex_of[value]: alone for value, alone in addends if value in vertex_of}
-        latest = max((readers[v][-1] for v, alone in read_by.items() if alone), default=-1)
-        # What others read too has that array to begin with, where they have not been backward yet.
-        begins = [vertex for vertex in read_by if readers[vertex][-1:] == [latest]]
-        if not begins:
-            continue
-        for vertex, alone in read_by.items():
-            if vertex <= min(begins):
-                continue
-            if alone:
-                found.add(vertex)
-            elif vertex in begins and len(readers[vertex]) > 1:
-                until[vertex] = readers[vertex][-2]
-    return Sharing(alone=frozenset(found), until=until)
+        read_by: dict[int, dict[int, bool]] = {}
+        for value, alone in addends:
+            if value in vertex_of and readers[vertex_of[value]]:
+                vertex = vertex_of[value]
+                # What is read later, too, has been backward already where the sum is.
+                read_by.setdefault(readers[vertex][-1], {})[vertex] = alone
+        for reader, members in sorted(read_by.items()):
+            holder = min(members, key=lambda vertex: reach.get(vertex, vertex))
+            reach[reader] = reach.get(holder, holder)
+            if len(members) > 1:
+                holders.add(holder)
+            for vertex in members.keys() - {holder}:
+                if members[vertex]:
+                    found.add(vertex)
+                elif len(readers[vertex]) > 1:
+                    until[vertex] = readers[vertex][-2]
+    return Sharing(holders=frozenset(holders), alone=frozenset(found) - holders, until=until)
 
 
 def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:
