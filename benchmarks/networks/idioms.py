@@ -12,6 +12,7 @@ blocks to wrap.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -279,7 +280,7 @@ def embedding_bags(batch: int) -> Parts:
         shapes = {
             "dense": (13, width),
             "tables": [(rows, width)] * bags,
-            "top": [((a, b), (b,)) for a, b in zip(widths, widths[1:], strict=False)],
+            "top": [((a, b), (b,)) for a, b in itertools.pairwise(widths)],
             "last": (128, 1),
         }
         params = _drawn(key, shapes)
@@ -384,8 +385,8 @@ def routed_by_gathers(batch: int) -> Parts:
         order = jnp.argsort(goes, stable=True)
         starts = jnp.searchsorted(goes[order], jnp.arange(experts))
         taken = starts[:, None] + jnp.arange(capacity)
-        there = (taken < len(goes)) & (goes[order][taken % len(goes)] == jnp.arange(experts)[:, None])
         pair = order[taken % len(goes)]
+        there = (taken < len(goes)) & (goes[pair] == jnp.arange(experts)[:, None])
         inside = jnp.where(there[..., None], y[pair // 2], 0)
         inside = jax.nn.gelu(jnp.einsum("ecw,ewh->ech", inside, params["up"]))
         inside = jnp.einsum("ech,ehw->ecw", inside, params["down"])
@@ -548,7 +549,7 @@ def _field(params: Any, point: jax.Array) -> jax.Array:
 def _field_arguments(batch: int, width: int, layers: int) -> Callable[..., tuple[Any, Any]]:
     def arguments(key: jax.Array) -> tuple[Any, Any]:
         widths = [2, *[width] * layers, 1]
-        shapes = [((a, b), (b,)) for a, b in zip(widths, widths[1:], strict=False)]
+        shapes = [((a, b), (b,)) for a, b in itertools.pairwise(widths)]
         return _drawn(key, shapes), {"points": jax.random.uniform(key, (batch, 2))}
 
     return arguments
@@ -628,6 +629,34 @@ def group_norms(batch: int) -> Parts:
     return loss, arguments
 
 
+def second_order(batch: int) -> Parts:
+    """Convolutions, their channels multiplied with one another, and a softmax over classes."""
+    size, width, layers, classes = 64, 64, 4, 100
+
+    def loss(params: Any, given: Any) -> jax.Array:
+        x = given["x"]
+        logits = jnp.zeros(())
+        for layer in params:
+            x = jax.nn.silu(_convolved(x, layer["kernel"]))
+            features = x.reshape(batch, size * size, width)
+            products = jnp.einsum("bnc,bnd->bcd", features, features) / size**2
+            rooted = jnp.arcsinh(products).reshape(batch, width * width)
+            logits = logits + rooted @ layer["head"]
+        return cross_entropy(logits, given["labels"])
+
+    def arguments(key: jax.Array) -> tuple[Any, Any]:
+        shapes = [
+            {"kernel": (3, 3, width if layer else 4, width), "head": (width * width, classes)}
+            for layer in range(layers)
+        ]
+        return _drawn(key, shapes), {
+            "x": jax.random.normal(key, (batch, size, size, 4)),
+            "labels": jax.random.randint(key, (batch,), 0, classes),
+        }
+
+    return loss, arguments
+
+
 def depthwise(batch: int) -> Parts:
     """Inverted bottlenecks with depthwise convolutions, batch norms and squeeze-excite."""
     size, width, hidden, blocks = 28, 32, 128, 4
@@ -688,6 +717,7 @@ IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
     "second_forward": (second_forward, 65_536),
     "second_reverse": (second_reverse, 65_536),
     "group_norms": (group_norms, 128),
+    "second_order": (second_order, 32),
     "depthwise": (depthwise, 128),
 }
 

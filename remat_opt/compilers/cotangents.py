@@ -19,7 +19,6 @@ from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Schedule
 
-
 #: Bytes of a cotangent that takes nothing, though there is one: 0 says that there is none.
 _NO_ARRAY = 1
 
@@ -114,8 +113,7 @@ def cotangents(
     no_arrays = (passing - shared.holders) | shared.alone | shared.until.keys()
     return Cotangents(
         bytes=tuple(
-            _NO_ARRAY if size and vertex in no_arrays else size
-            for vertex, size in enumerate(sizes)
+            _NO_ARRAY if size and vertex in no_arrays else size for vertex, size in enumerate(sizes)
         ),
         sizes=tuple(sizes),
         # From scores, too, products compute a cotangent as they read them.
@@ -320,6 +318,4 @@ def hands_on(vertex: int, predecessors: Sequence[tuple[int, ...]], found: Cotang
                 reduced.add(read)
                 if sizes[read] < size:
                     pending.append(read)
-    return any(
-        found.bytes[read] == size and read not in reduced for read in predecessors[vertex]
-    )
+    return any(found.bytes[read] == size and read not in reduced for read in predecessors[vertex])

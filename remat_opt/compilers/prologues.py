@@ -1,11 +1,11 @@
 """What products read in place of an operand that is cheap to compute from one array.
 
-XLA for NVIDIA fuses into a product of matrices what its operand is computed with, as long as no more
-bytes are read for it than the operand has: a ``relu``, a wider type, heads that are repeated. That
-is done for the products of the gradient, too, so the operand is never stored. A ``relu`` between
-two layers of an MLP is computed from what the first product writes, bias and all. Where two arrays
-go in, as into a gated unit or the end of a normalisation, the operand is stored. (From the compiler's source,
-``gemm_fusion``, and seen so on h200. What a convolution reads is stored.)
+XLA for NVIDIA fuses into a product of matrices what its operand is computed with, as long as that
+reads no more bytes than the operand has: a ``relu``, a wider type, heads that are repeated. It does
+so for the products of the gradient, too, and the operand is never stored. A ``relu`` between two
+layers of an MLP is computed from what the first product writes, bias and all. Where two arrays go
+in, as into a gated unit or the end of a normalisation, the operand is stored, and so is all that a
+convolution reads. (As in the compiler's ``gemm_fusion``, and seen on h200.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _is_of(flow: Dataflow, value: int, arguments: set[int]) -> bool:
     """Whether a value is an argument or a broadcast of one."""
     while value in flow.maker:
         equation = flow.program.equations[flow.maker[value]]
-        if equation.operation.primitive != "broadcast_in_dim":
+        if equation.operation.primitive != "broadcast_in_dim" or not equation.value_inputs:
             return False
-        (value,) = (flow.source[one] for one in equation.value_inputs) if equation.value_inputs else (-1,)
+        value = flow.source[equation.value_inputs[0]]
     return value in arguments

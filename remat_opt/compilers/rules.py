@@ -117,6 +117,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "sums_share": _rule(
             _NVIDIA | _TPU | _CPU, "cotangents", "sums", "What is summed up has one cotangent."
         ),
+        "squares": _rule(
+            _NVIDIA, "cotangents", "sums", "What is multiplied with itself has a cotangent twice."
+        ),
         "sums_beside": _rule(
             _NVIDIA, "cotangents", "vertices", "A kernel that sums writes over nothing it reads."
         ),

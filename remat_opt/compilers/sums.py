@@ -4,6 +4,9 @@ A sum hands its cotangent on as it is. Where nothing else reads an addend, that 
 cotangent, too, and no compiler makes another array of it. So skips that are summed up in the end
 have one cotangent together, and a branch has that of the residual stream that it is added to. An
 addend that others read as well has an array of its own from when what comes of them is added.
+
+A product of an array with itself, as of features with one another, gives that array's cotangent as
+a sum of two products. Both are written before they are added.
 """
 
 from __future__ import annotations
@@ -71,6 +74,25 @@ def sharing(
                 elif len(readers[vertex]) > 1:
                     until[vertex] = readers[vertex][-2]
     return Sharing(holders=frozenset(holders), alone=frozenset(found) - holders, until=until)
+
+
+def squares(
+    flow: Dataflow, vertex_of: Mapping[int, int], compiler: Compiler
+) -> Iterator[tuple[int, int]]:
+    """Vertices of products of a stored value with itself, each with the vertex of that value.
+
+    Args:
+      flow: of the program.
+      vertex_of: for each stored value its vertex.
+      compiler: which one it is.
+    """
+    for index in flow.linearization.derivatives if compiler.has("squares") else ():
+        equation = flow.program.equations[index]
+        (result, *_) = equation.outputs
+        if equation.operation.primitive == "dot_general" and result in vertex_of:
+            read = [flow.source[one] for one in equation.value_inputs]
+            if len(read) == 2 and read[0] == read[1] and read[0] in vertex_of:
+                yield vertex_of[result], vertex_of[read[0]]
 
 
 def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:

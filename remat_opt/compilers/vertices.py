@@ -14,6 +14,7 @@ from remat_opt.compilers import (
     pooling,
     row_gathers,
     shared_weights,
+    sums,
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
 from remat_opt.compilers.effects import Effect
@@ -271,6 +272,8 @@ def _workspaces(
     for vertex, (size, step) in of_cotangents.later.items():
         for one in range(vertex, step + 1):
             own[one] += size
+    for vertex, operand in sums.squares(storage.flow, storage.vertex_of, compiler):
+        own[vertex] += of_cotangents.sizes[operand]
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(program, root, compiler)

@@ -42,7 +42,7 @@ def test_a_cotangent_is_handed_on_where_nothing_else_reads_it() -> None:
         return jnp.sum(jnp.sin(jax.nn.relu(x @ w).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)))
 
     # Two bytes a number have no room for four.
-    _, _, graph = graph_of(narrowed, W, X, device="cpu")
+    _, _, graph = graph_of(narrowed, W, X)
     rounded = names(graph).index("convert_element_type", 1)
     assert graph.predecessors[rounded] == (rounded - 1,)
     assert not graph.in_place[rounded]

@@ -216,6 +216,11 @@ def summed_products(w, x):
     return jnp.sum(x)
 
 
+def similar(w, x):
+    features = jnp.tanh(x @ w)
+    return jnp.sum(jnp.sin(features.T @ features))
+
+
 def skips(weights, x):
     added = 0.0
     for w in weights:
@@ -272,6 +277,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "cotangents_pass": ("h200", gated, (W, X)),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
+    "squares": ("h200", similar, (W, X)),
     "sums_beside": ("h200", biased, ((W, W[0]), X)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
     "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),
