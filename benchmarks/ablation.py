@@ -231,7 +231,7 @@ class Table:
     def _row(self, kind: str, subject: Subject, rule: str) -> dict[str, Any]:
         heading = {
             "kind": kind,
-            "set": "judged" if subject.name in networks.JUDGED else "tuned",
+            "set": networks.set_of(subject.name),
             "device": self._device,
             "step": self._step,
             "network": subject.name,
@@ -261,7 +261,7 @@ class Table:
 
 def summaries(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """For each rule and set what switching it off does."""
-    for name in ("tuned", "judged"):
+    for name in ("idioms", "tuned", "judged"):
         with_all = {
             row["network"]: row
             for row in found

@@ -171,7 +171,7 @@ def heading(
 ) -> dict[str, Any]:
     """The entries that a row of a network begins with; its own batch if None."""
     return {
-        "set": "judged" if name in networks.JUDGED else "tuned",
+        "set": networks.set_of(name),
         "network": name,
         "batch": networks.default_batch(name) if batch is None else batch,
         "device": device,

@@ -140,7 +140,7 @@ class Case:
         """The entries that every row begins with."""
         device = jax.devices()[0]
         return {
-            "set": "judged" if self.network in networks.JUDGED else "tuned",
+            "set": networks.set_of(self.network),
             "network": self.network,
             "batch": self.batch,
             "small": self.small,

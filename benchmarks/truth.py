@@ -184,7 +184,7 @@ def rows(
             subject: Subject | None = None
             for share in (None, *SHARES):
                 heading = {
-                    "set": "judged" if name in networks.JUDGED else "tuned",
+                    "set": networks.set_of(name),
                     "network": name,
                     "device": device,
                     "jax": jax.__version__,
@@ -215,7 +215,7 @@ def summaries(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     (``predicted`` is ``model_bytes``), how many budgets were met, refused and missed, and the most
     compiles that any took.
     """
-    for name, step, loop in itertools.product(("tuned", "judged"), STEPS, (False, True)):
+    for name, step, loop in itertools.product(("idioms", "tuned", "judged"), STEPS, (False, True)):
         rows_here = [
             row
             for row in found

@@ -7,7 +7,8 @@ a residual block, a dense layer, an inception module, a stage's two convolutions
 layer, a time step.
 
 There are two sets. Rules about compilers were found on `TUNED`, and are tested there. `JUDGED` are
-of other families and are never used to find, tune or defend a rule: only they are evidence.
+of other families and are never used to find, tune or defend a rule: only they are evidence. Beside
+them are `IDIOMS`: programs of one way of writing each, small and without blocks, to find rules on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.networks import densenet, gpt, inception, lstm, resnet, unet, vit
+from benchmarks.networks import densenet, gpt, idioms, inception, lstm, resnet, unet, vit
 from benchmarks.networks.judged import (
     deeplab,
     diffusion_unet,
@@ -34,7 +35,17 @@ from benchmarks.networks.judged import (
 )
 from benchmarks.networks.record import BLOCK_POLICIES, Network, checkpoint_policy
 
-__all__ = ["BLOCK_POLICIES", "JUDGED", "TUNED", "Network", "build", "default_batch", "names"]
+__all__ = [
+    "BLOCK_POLICIES",
+    "IDIOMS",
+    "JUDGED",
+    "TUNED",
+    "Network",
+    "build",
+    "default_batch",
+    "names",
+    "set_of",
+]
 
 _TUNED = (resnet, densenet, inception, unet, vit, lstm, gpt)
 _JUDGED = (
@@ -58,6 +69,8 @@ _JUDGED = (
 TUNED: tuple[str, ...] = tuple(name for family in _TUNED for name in family.SIZES)
 #: Names of those that only judge.
 JUDGED: tuple[str, ...] = tuple(name for family in _JUDGED for name in family.SIZES)
+#: Names of those that are one way of writing each.
+IDIOMS: tuple[str, ...] = tuple(idioms.IDIOMS)
 
 # name -> function of (batch, block_policy)
 _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
@@ -93,12 +106,20 @@ _DEFAULT_BATCHES = {
     "two_tower": 128,
     "flax_gru": 512,
     "physics_mlp": 65_536,
+    **{name: batch for name, (_, batch) in idioms.IDIOMS.items()},
 }
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names that `build` knows."""
+    """Returns the names of both sets, those of `IDIOMS` left out."""
     return tuple(_NETWORKS)
+
+
+def set_of(name: str) -> str:
+    """Returns the set that a network is of: "tuned", "judged" or "idioms"."""
+    if name in IDIOMS:
+        return "idioms"
+    return "judged" if name in JUDGED else "tuned"
 
 
 def default_batch(name: str) -> int:
@@ -115,23 +136,29 @@ def build(name: str, batch: int, *, block_policy: str | None = None) -> Network:
     """Builds a network's loss and the shapes of its arguments; allocates nothing.
 
     Args:
-        name: One of `names()`.
+        name: One of `names()`, or of `IDIOMS`.
         batch: Examples in a batch: images or sequences.
         block_policy: None for the network as it is, or one of `BLOCK_POLICIES`, the name of a
             policy in `jax.checkpoint_policies`: every block is then wrapped in a checkpoint with
             it. Stem and head stay as they are.
 
     Raises:
-        ValueError: If the name or the policy is unknown, or the batch is not positive.
+        ValueError: If the name or the policy is unknown, the batch is not positive, or a policy is
+            given for an idiom.
     """
     _check_known(name)
     if batch < 1:
         raise ValueError(f"batch is {batch}: give at least 1 example")
     if block_policy is not None:
         checkpoint_policy(block_policy)
+    if name in IDIOMS:
+        if block_policy is not None:
+            raise ValueError(f"{name!r} has no blocks: leave block_policy out")
+        return idioms.network(name, batch)
     return _NETWORKS[name](batch, block_policy)
 
 
 def _check_known(name: str) -> None:
-    if name not in _NETWORKS:
-        raise ValueError(f"unknown network {name!r}: give one of {', '.join(names())}")
+    if name not in _DEFAULT_BATCHES:
+        known = ", ".join((*names(), *IDIOMS))
+        raise ValueError(f"unknown network {name!r}: give one of {known}")

@@ -5,9 +5,11 @@ copied so before its convolution, and the copy waits for the gradient of the con
 which reads it again. By the end of the forward pass all of them are there: of a ResNet-50 97 MiB,
 whatever is recomputed.
 
-The library pads all sides of a dimension alike. Where more is to be padded behind than in front,
-as "SAME" has it for a stride of two, the operand is copied with its padding. In the open the copy
-waits for the gradient of the weight, beside the operand; under a checkpoint it is made again.
+The library pads all sides of a dimension alike. Where more is to be padded behind than in front, or
+the other way round, as "SAME" has it for a stride of two and a causal convolution in any case, the
+operand is copied with its padding: once for all convolutions that pad it so. In the open the copy
+waits for the gradient of the weight, beside the operand, or in its place where nothing else is to
+be computed from that; under a checkpoint it is made again.
 """
 
 from __future__ import annotations
@@ -27,23 +29,45 @@ _FORMS = frozenset({"convert_element_type", "reshape", "transpose"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """An operand with its padding.
+
+    Attributes:
+      operand: the vertex that is copied.
+      padding: how it is padded.
+      bytes: of the copy.
+    """
+
+    operand: int
+    padding: tuple[tuple[int, int], ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Padded(Effect):
     """Operands that are copied with their padding.
 
     Attributes:
-      operands: for vertices of convolutions the vertex that is copied, and the copy's bytes.
+      copies: for vertices of convolutions what they read in place of their operand.
+      needed: for each operand the vertices whose backward steps read it, or a copy.
     """
 
-    operands: Mapping[int, tuple[int, int]]
+    copies: Mapping[int, Copy]
+    needed: Mapping[int, frozenset[int]]
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
         """Writes copies that wait beside their operand, and those that are made again."""
         again = under_checkpoints(schedule)
-        for vertex, (operand, size) in self.operands.items():
-            if vertex in again:
-                figures.workspace_bytes[vertex] += size
-            else:
-                figures.bytes[operand] += size
+        for vertex in self.copies.keys() & again:
+            figures.workspace_bytes[vertex] += self.copies[vertex].bytes
+        in_the_open = self.copies.keys() - again
+        # Those of one operand that are padded alike are one.
+        waiting = {self.copies[vertex] for vertex in in_the_open}
+        for operand in {copy.operand for copy in waiting}:
+            if self.needed[operand] <= in_the_open:
+                figures.bytes[operand] = 0
+        for copy in waiting:
+            figures.bytes[copy.operand] += copy.bytes
 
 
 def _is_lopsided(operation: Operation) -> bool:
@@ -58,8 +82,8 @@ def padded(
     derivatives: Mapping[int, Derivative],
     compiler: Compiler,
     vertex_of: Mapping[int, int],
-) -> dict[int, tuple[int, int]]:
-    """For vertices of convolutions what they read that is copied with its padding: vertex, bytes.
+) -> dict[int, Copy]:
+    """For vertices of convolutions what they read that is copied with its padding.
 
     Args:
       program: a traced function.
@@ -67,7 +91,7 @@ def padded(
       compiler: which one it is.
       vertex_of: for each value that is stored the vertex that holds it.
     """
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, Copy] = {}
     for index, derivative in derivatives.items() if compiler.has("operands_padded") else ():
         equation = program.equations[index]
         operand = equation.inputs[0] if equation.inputs else None
@@ -81,7 +105,11 @@ def padded(
         ):
             size = _padded_size(equation.operation)
             kind = dataclasses.replace(program.types[operand], shape=(size,))
-            found[vertex_of[equation.outputs[0]]] = vertex_of[operand], kind.bytes
+            found[vertex_of[equation.outputs[0]]] = Copy(
+                operand=vertex_of[operand],
+                padding=tuple(map(tuple, equation.operation.params["padding"])),
+                bytes=kind.bytes,
+            )
     return found
 
 

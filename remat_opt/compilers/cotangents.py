@@ -1,7 +1,8 @@
 """What the cotangents of stored values take: most are arrays as large as the value, some are none.
 
-Three things may become of a cotangent beside that: the kernels that read it compute it (it is
-*fused*), it takes the place of the value, or it is written narrower than the value.
+Four things may become of a cotangent beside that: the kernels that read it compute it (it is
+*fused*), it takes the place of the value, it is written narrower than the value, or it is the array
+that is another's cotangent, too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import operands
+from remat_opt.compilers import operands, sums
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
 from remat_opt.compilers.row_gathers import is_row_gather
 from remat_opt.compilers.storage import Storage
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Schedule
+
+#: Bytes of a cotangent that takes nothing, though there is one: 0 says that there is none.
+_NO_ARRAY = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +51,20 @@ class Cotangents:
 
     Attributes:
       bytes: of each.
+      sizes: of each, were it an array of its own.
       held_until_own_step: the vertices whose value is there until their own backward step, since
         their cotangent, or what comes in its place, is computed from it.
       in_value: of what lies in the place of another's value, in its own step alone, the bytes.
+      later: for those that begin as another's array the bytes of their own, and the vertex from
+        whose backward step on it is there.
       handed_in_bytes: see ``HandedIn``.
     """
 
     bytes: tuple[int, ...]
+    sizes: tuple[int, ...]
     held_until_own_step: frozenset[int]
     in_value: Mapping[int, int]
+    later: Mapping[int, tuple[int, int]]
     handed_in_bytes: Mapping[int, int]
 
 
@@ -85,23 +94,36 @@ def cotangents(
     )
     fused = _fused(of)
     computed = {vertex for vertex in fused if storage.is_fusing_product(storage.roots[vertex])}
-    fused |= _overwritten(of) | _passing(of)
+    passing = _passing(of)
+    fused |= _overwritten(of)
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
     narrow = {vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of)}
     narrow.update(dict.fromkeys(fused, 0))
+    sizes = [
+        narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
+        for vertex, values in enumerate(active)
+    ]
+    shared = sums.sharing(
+        storage.flow,
+        {value: vertex for value, vertex in storage.vertex_of.items() if sizes[vertex]},
+        [of.active_readers(vertex) for vertex in range(len(active))],
+        storage.compiler,
+    )
+    no_arrays = (passing - shared.holders) | shared.alone | shared.until.keys()
     return Cotangents(
         bytes=tuple(
-            narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
-            for vertex, values in enumerate(active)
+            _NO_ARRAY if size and vertex in no_arrays else size for vertex, size in enumerate(sizes)
         ),
+        sizes=tuple(sizes),
         # From scores, too, products compute a cotangent as they read them.
         held_until_own_step=frozenset(
-            {*storage.vertices_of(storage.scores), *_read_by_readers(of, fused)}
+            {*storage.vertices_of(storage.scores), *_read_by_readers(of, fused | passing)}
         ),
         in_value={
             vertex: storage.cotangent_bytes(active[vertex]) for vertex in in_its_place.values()
         },
+        later={vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
         handed_in_bytes={v: storage.operand_bytes(storage.roots[v]) for v in computed},
     )
 
@@ -280,24 +302,20 @@ def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
     return found
 
 
-def hands_on(
-    vertex: int, predecessors: Sequence[tuple[int, ...]], cotangent_bytes: Sequence[int]
-) -> bool:
+def hands_on(vertex: int, predecessors: Sequence[tuple[int, ...]], found: Cotangents) -> bool:
     """Whether the buffer of a vertex's cotangent becomes that of one of its predecessors.
 
     It takes one of the same size. And where the vertex also reads a reduction of that predecessor,
     as a normalisation reads a mean, the old cotangent is read twice: by the sums that are the
     reduction's cotangent, then together with them. The compiler writes the new one beside it.
     """
-    size = cotangent_bytes[vertex]
+    size, sizes = found.bytes[vertex], found.sizes
     reduced: set[int] = set()
-    pending = [read for read in predecessors[vertex] if cotangent_bytes[read] < size]
+    pending = [read for read in predecessors[vertex] if sizes[read] < size]
     while pending:
         for read in predecessors[pending.pop()]:
             if read not in reduced:
                 reduced.add(read)
-                if cotangent_bytes[read] < size:
+                if sizes[read] < size:
                     pending.append(read)
-    return any(
-        cotangent_bytes[read] == size and read not in reduced for read in predecessors[vertex]
-    )
+    return any(found.bytes[read] == size and read not in reduced for read in predecessors[vertex])

@@ -123,7 +123,7 @@ def model(
     flow = Dataflow(program, linearization)
     storage = Storage(flow, compiler)
     as_it_is = None
-    if storage.softmaxes:
+    if storage.softmaxes or storage.product_sums:
         as_it_is = _built(Storage(flow, compiler, unchanged=True), gradients, None)
     return _built(storage, gradients, as_it_is)
 

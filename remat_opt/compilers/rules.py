@@ -83,6 +83,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "readers_recounted": _rule(
             _NVIDIA | _TPU, "stored", "storage", "What only goes into one array has one reader."
         ),
+        "prologues": _rule(
+            _NVIDIA, "stored", "prologues", "Products compute cheap operands as they read them."
+        ),
+        "read_backward": _rule(
+            _NVIDIA, "stored", "storage", "What is made of many arrays is not made again backward."
+        ),
         "product_sums": _rule(
             _NVIDIA, "stored", "product_sums", "The sum of two products is stored, not the two."
         ),
@@ -107,6 +113,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "cotangents_pass": _rule(
             _NVIDIA, "cotangents", "cotangents", "Between elementwise steps they are no arrays."
+        ),
+        "sums_share": _rule(
+            _NVIDIA | _TPU | _CPU, "cotangents", "sums", "What is summed up has one cotangent."
+        ),
+        "squares": _rule(
+            _NVIDIA, "cotangents", "sums", "What is multiplied with itself has a cotangent twice."
         ),
         "sums_beside": _rule(
             _NVIDIA, "cotangents", "vertices", "A kernel that sums writes over nothing it reads."

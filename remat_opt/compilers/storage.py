@@ -21,7 +21,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import cpu_sums, operands, product_sums, softmax, transcendental
+from remat_opt.compilers import (
+    cpu_sums,
+    operands,
+    product_sums,
+    prologues,
+    softmax,
+    transcendental,
+)
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.matrix_axes import Axes, matrix_axes
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
@@ -30,6 +37,9 @@ from remat_opt.program.dataflow import Dataflow
 #: A fused value is given a buffer when computing it again in each of several readers would
 #: read more than this many times its own bytes.
 _REREAD_LIMIT = 1.25
+
+#: Likewise in a forward kernel and a backward one, where the compiler asks so.
+_REREAD_BACKWARD_LIMIT = 3
 
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
@@ -71,7 +81,8 @@ class Storage:
         self.weights_of: dict[int, int] = {}
         if unchanged or not compiler.has("maxima_stored"):
             self.weights_of = {one.exponentials: one.weights for one in self.softmaxes}
-        self.product_sums = dict(product_sums.stored_sums(program, compiler.rules))
+        found = product_sums.stored_sums(program, compiler.rules)
+        self.product_sums = {} if unchanged else dict(found)
         self._rounded: dict[int, int] = {}
         self.completed: dict[int, int] = {}
         if compiler.has("operands_rounded"):
@@ -181,7 +192,10 @@ class Storage:
         for index, equation in enumerate(self.flow.program.equations):
             if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if self.flow.opaque(index) and not self.is_fusing_product(index):
+            if equation.operation.primitive == "dot_general" and not self.is_fusing_product(index):
+                for value in self.flow.reads(index):
+                    forced.add(prologues.read_in_place(self.flow, value, self.compiler))
+            elif self.flow.opaque(index) and not self.is_fusing_product(index):
                 forced.update(self.flow.reads(index))
         if self.compiler.has("stored_for_sums"):
             forced |= cpu_sums.read_by_sums(self.flow)
@@ -224,6 +238,10 @@ class Storage:
           readers: how many vertices would read each fused value.
         """
         stored = set(forced)
+        read_backward: set[int] = set()
+        if self.compiler.has("read_backward"):
+            for index in range(len(self.flow.program.equations)):
+                read_backward |= self.flow.derivative_reads(index)
         # Of each leaf the bytes that are read, and how many equations lie in between.
         read_bytes: dict[int, dict[int, float]] = {}
         sizes: dict[int, int] = {}
@@ -245,13 +263,15 @@ class Storage:
                 part = self._part(equation.operation, types[value])
                 read_bytes[value] = {leaf: amount * part for leaf, amount in found.items()}
                 sizes[value] = size
-                if value in stored or readers.get(value, 0) < 2:
+                if value in stored:
                     continue
-                total = sum(read_bytes[value].values())
+                total = sum(read_bytes[value].values()) / max(1, types[value].bytes)
                 if (
                     self._put_together(equation.operation)
-                    or total > _REREAD_LIMIT * types[value].bytes
+                    or total > _REREAD_LIMIT
                     or size > _CONE_LIMIT
+                    if readers.get(value, 0) > 1
+                    else value in read_backward and total > _REREAD_BACKWARD_LIMIT
                 ):
                     stored.add(value)
         return stored, {value: frozenset(found) for value, found in read_bytes.items()}

@@ -14,6 +14,7 @@ from remat_opt.compilers import (
     pooling,
     row_gathers,
     shared_weights,
+    sums,
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
 from remat_opt.compilers.effects import Effect
@@ -139,7 +140,7 @@ def vertices(storage: Storage) -> Vertices:
             and not draft.sums_beside
             and not draft.multiplies
             and beside_zeros.isdisjoint(program.equations[root].outputs)
-            and hands_on(vertex, predecessors, sizes)
+            and hands_on(vertex, predecessors, of_cotangents)
             for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
         ),
         pinned=tuple(
@@ -268,6 +269,11 @@ def _workspaces(
         own[operand] = max(own[operand], beside)
     for vertex, size in of_cotangents.in_value.items():
         own[vertex] += size
+    for vertex, (size, step) in of_cotangents.later.items():
+        for one in range(vertex, step + 1):
+            own[one] += size
+    for vertex, operand in sums.squares(storage.flow, storage.vertex_of, compiler):
+        own[vertex] += of_cotangents.sizes[operand]
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(program, root, compiler)
@@ -334,7 +340,13 @@ def _effects(
     if transposed:
         yield cpu_sums.Transposed(pairs=transposed)
     if padded := convolutions.padded(program, derivatives, compiler, storage.vertex_of):
-        yield convolutions.Padded(operands=padded)
+        needed = {
+            copy.operand: frozenset(
+                vertex for vertex, needs in enumerate(graph.needs) if copy.operand in needs
+            )
+            for copy in padded.values()
+        }
+        yield convolutions.Padded(copies=padded, needed=needed)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
     copied = tuple(draft.copied_products for draft in drafts)

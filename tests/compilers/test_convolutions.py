@@ -48,7 +48,8 @@ def test_copies_of_weights_wait_for_the_gradients_of_operands() -> None:
 def test_an_operand_that_is_padded_behind_is_there_twice() -> None:
     _, found, graph = graph_of(strided, [KERNEL] * 2, IMAGES)
     (effect,) = (one for one in found.effects if isinstance(one, Padded))
-    ((by, (operand, size)),) = effect.operands.items()
+    ((by, copy),) = effect.copies.items()
+    operand, size = copy.operand, copy.bytes
     assert names(graph)[by] == "conv_general_dilated"
     assert graph.bytes[operand] == IMAGES.nbytes
     # One more row and column, behind.
@@ -68,6 +69,39 @@ def test_an_operand_that_is_padded_behind_is_there_twice() -> None:
         )
     )
     assert changed(found, cut).bytes == in_the_open.bytes
+
+
+def causal(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+    def convolution(kernel: jax.Array, x: jax.Array, dilation: int) -> jax.Array:
+        return lax.conv_general_dilated(
+            x,
+            kernel,
+            (1,),
+            [(dilation, 0)],
+            rhs_dilation=(dilation,),
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )
+
+    first, second, other = kernels
+    x = convolution(first, x, 1) + x
+    return jnp.sum(jnp.sin(convolution(second, x, 4)) * jnp.sin(convolution(other, x, 4)))
+
+
+def test_convolutions_that_pad_alike_have_one_copy_in_the_place_of_their_operand() -> None:
+    sequence = jnp.ones((2, 32, 4))
+    kernel = jnp.ones((2, 4, 4))
+    _, found, graph = graph_of(causal, [kernel] * 3, sequence)
+    (effect,) = (one for one in found.effects if isinstance(one, Padded))
+    operand = names(graph).index("add")
+    by = [vertex for vertex, copy in effect.copies.items() if copy.operand == operand]
+    assert len(by) == 2
+    in_the_open = changed(found, plain(graph))
+    padded = 4 * 2 * (32 + 4) * 4
+    assert graph.bytes[operand] == sequence.nbytes
+    assert in_the_open.bytes[operand] == padded, "nothing else is computed from the sum"
+    again = changed(found, whole(graph))
+    assert again.bytes == graph.bytes
+    assert [again.workspace_bytes[v] - graph.workspace_bytes[v] for v in by] == [padded] * 2
 
 
 def test_even_padding_needs_no_copy() -> None:

@@ -24,7 +24,7 @@ def test_a_cotangent_is_handed_on_where_nothing_else_reads_it() -> None:
             x = jax.nn.relu(x + x @ w)
         return jnp.sum(jnp.sin(x @ weights[0]))
 
-    _, _, graph = graph_of(residual, [W] * 2, X @ W)
+    _, _, graph = graph_of(residual, [W] * 2, X @ W, device="cpu")
     # The second sum's cotangent is, masked, that of the first one, too.
     assert names(graph)[:4] == ["dot_general", "custom_jvp_call", "dot_general", "custom_jvp_call"]
     assert graph.in_place[:4] == (False, True, False, True)
@@ -34,7 +34,7 @@ def test_a_cotangent_is_handed_on_where_nothing_else_reads_it() -> None:
         return jnp.sum(jnp.sin(jax.nn.relu(y - jnp.mean(y, axis=0)) @ w))
 
     # The mean's cotangent is a sum of what arrives; only then comes the product's, beside it.
-    _, _, graph = graph_of(normalised, W, X)
+    _, _, graph = graph_of(normalised, W, X, device="cpu")
     assert names(graph)[:3] == ["dot_general", "reduce_sum", "custom_jvp_call"]
     assert not graph.in_place[2]
 

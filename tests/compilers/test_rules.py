@@ -216,6 +216,24 @@ def summed_products(w, x):
     return jnp.sum(x)
 
 
+def similar(w, x):
+    features = jnp.tanh(x @ w)
+    return jnp.sum(jnp.sin(features.T @ features))
+
+
+def skips(weights, x):
+    added = 0.0
+    for w in weights:
+        x = jnp.sin(x @ w)
+        added = added + x @ w
+    return jnp.sum(jnp.sin(jnp.tanh(added) @ weights[0]))
+
+
+def masked_skips(weights, x):
+    added = sum(x @ w for w in weights)
+    return jnp.sum(jnp.sort(jax.nn.relu(added)) * x)
+
+
 def stacked(weights, x):
     return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0])
 
@@ -247,6 +265,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "transcendental": ("h200 cpu", gated, (W, X)),
     "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
+    "prologues": ("h200", activated, ([W, W], X)),
+    "read_backward": ("h200", masked_skips, ([W] * 4, X)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
     "stored_for_sums": ("cpu", normalised, (W, X)),
     "divisors": ("cpu", divided, (W, jnp.ones((4, 8, 8)))),
@@ -256,6 +276,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "values_overwritten": ("h200", cross_entropy, (W, X)),
     "cotangents_pass": ("h200", gated, (W, X)),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
+    "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
+    "squares": ("h200", similar, (W, X)),
     "sums_beside": ("h200", biased, ((W, W[0]), X)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
     "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),

@@ -1,0 +1,124 @@
+"""Sums, whose addends have one cotangent: that of the sum.
+
+A sum hands its cotangent on as it is. Where nothing else reads an addend, that is the addend's
+cotangent, too, and no compiler makes another array of it. So skips that are summed up in the end
+have one cotangent together, and a branch has that of the residual stream that it is added to. An
+addend that others read as well has an array of its own from when what comes of them is added.
+
+A product of an array with itself, as of features with one another, gives that array's cotangent as
+a sum of two products. Both are written before they are added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.program.dataflow import Dataflow
+
+_SUMS = frozenset({"add", "add_any"})
+_FORMS = frozenset({"expand_dims", "reshape", "squeeze"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """The vertices whose cotangent is that of another vertex, which is there as long.
+
+    Attributes:
+      holders: those others.
+      alone: those whose cotangent is nothing else.
+      until: for those that have an array of their own later the vertex whose backward step makes
+        it.
+    """
+
+    holders: frozenset[int]
+    alone: frozenset[int]
+    until: Mapping[int, int]
+
+
+def sharing(
+    flow: Dataflow,
+    vertex_of: Mapping[int, int],
+    readers: Sequence[Sequence[int]],
+    compiler: Compiler,
+) -> Sharing:
+    """Finds the vertices that share the cotangent of a sum.
+
+    Args:
+      flow: of the program.
+      vertex_of: for each stored value that may share its cotangent the vertex.
+      readers: for each vertex those that read it and have a cotangent, ascending.
+      compiler: which one it is.
+    """
+    holders: set[int] = set()
+    found: set[int] = set()
+    until: dict[int, int] = {}
+    # For vertices of sums the last step, of the lowest vertex, during which their array is there.
+    reach: dict[int, int] = {}
+    for addends in _addends(flow) if compiler.has("sums_share") else ():
+        read_by: dict[int, dict[int, bool]] = {}
+        for value, alone in addends:
+            if value in vertex_of and readers[vertex_of[value]]:
+                vertex = vertex_of[value]
+                # What is read later, too, has been backward already where the sum is.
+                read_by.setdefault(readers[vertex][-1], {})[vertex] = alone
+        for reader, members in sorted(read_by.items()):
+            holder = min(members, key=lambda vertex: reach.get(vertex, vertex))
+            reach[reader] = reach.get(holder, holder)
+            if len(members) > 1:
+                holders.add(holder)
+            for vertex in members.keys() - {holder}:
+                if members[vertex]:
+                    found.add(vertex)
+                elif len(readers[vertex]) > 1:
+                    until[vertex] = readers[vertex][-2]
+    return Sharing(holders=frozenset(holders), alone=frozenset(found) - holders, until=until)
+
+
+def squares(
+    flow: Dataflow, vertex_of: Mapping[int, int], compiler: Compiler
+) -> Iterator[tuple[int, int]]:
+    """Vertices of products of a stored value with itself, each with the vertex of that value.
+
+    Args:
+      flow: of the program.
+      vertex_of: for each stored value its vertex.
+      compiler: which one it is.
+    """
+    for index in flow.linearization.derivatives if compiler.has("squares") else ():
+        equation = flow.program.equations[index]
+        (result, *_) = equation.outputs
+        if equation.operation.primitive == "dot_general" and result in vertex_of:
+            read = [flow.source[one] for one in equation.value_inputs]
+            if len(read) == 2 and read[0] == read[1] and read[0] in vertex_of:
+                yield vertex_of[result], vertex_of[read[0]]
+
+
+def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:
+    """What is summed up, of each sum that is no addend, each with whether nothing else reads it."""
+    program, active = flow.program, flow.linearization.active_values
+    sums = {
+        index
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive in _SUMS | _FORMS and active.issuperset(equation.outputs)
+    }
+    reads: dict[int, list[int]] = {}
+    for index, equation in enumerate(program.equations):
+        if not active.isdisjoint(equation.outputs):
+            for value in equation.value_inputs:
+                reads.setdefault(value, []).append(index)
+    outputs = set(program.output_values)
+    found: dict[int, list[tuple[int, bool]]] = {}
+    # For each sum that is an addend, and nothing else, the sum that it ends up in.
+    whole: dict[int, int] = {}
+    for index in sorted(sums, reverse=True):
+        (result,) = program.equations[index].outputs
+        top = whole.get(result, result)
+        for value in program.equations[index].value_inputs:
+            if value in active:
+                alone = len(reads[value]) == 1 and value not in outputs
+                found.setdefault(top, []).append((value, alone))
+                if alone:
+                    whole[value] = top
+    yield from found.values()

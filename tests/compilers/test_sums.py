@@ -1,0 +1,102 @@
+"""What is summed up has one cotangent."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.schedule import plain
+from remat_opt.simulator import simulate
+from tests.compiler_graphs import graph_of, model_of, names
+
+W, X = jnp.ones((64, 64)), jnp.ones((256, 64))
+
+
+def skips(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Each layer's product is summed up in the end."""
+    found = []
+    for w in weights:
+        x = jnp.tanh(x @ w)
+        found.append(x @ w)
+    return jnp.sum(jnp.sin(jnp.tanh(sum(found)) @ weights[0]))
+
+
+def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Each layer's result is summed up in the end, and read by the next layer."""
+    found = []
+    for w in weights:
+        x = jnp.tanh(x @ w)
+        found.append(x)
+    return jnp.sum(jnp.sin(jnp.tanh(sum(found)) @ weights[0]))
+
+
+@pytest.mark.parametrize("device", ["h200", "v5e", "cpu"])
+def test_products_that_are_summed_up_have_one_cotangent(device: str) -> None:
+    _, _, graph = graph_of(skips, [W] * 4, X, device=device)
+    # Each activation is read by two products, of which one is summed up.
+    readers = graph.successors()
+    summed = [min(readers[v]) for v, name in enumerate(names(graph)) if name == "tanh"]
+    whole = [v for v in summed[:-1] if graph.cotangent_bytes[v] == X.nbytes]
+    # That of the first layer has the array: its step is the last.
+    assert whole == summed[:1]
+
+
+def test_they_are_not_counted_at_once() -> None:
+    program, _, graph = graph_of(skips, [W] * 6, X, device="h200")
+    apart = model_of(program, "h200", ["sums_share"]).graph
+
+    def most(of) -> int:
+        replay = simulate(of, plain(of))
+        cotangents = [one for one in replay.lives if one.role == "cotangent"]
+        return max(
+            sum(one.bytes for one in cotangents if one.first <= moment <= one.last)
+            for moment in range(len(replay.moments))
+        )
+
+    assert most(apart) > 5 * X.nbytes
+    assert most(graph) < 4 * X.nbytes
+
+
+def test_what_others_read_has_its_own_from_then_on() -> None:
+    _, _, graph = graph_of(layers, [W] * 4, X, device="h200")
+    tanhs = [vertex for vertex, name in enumerate(names(graph)) if name == "tanh"]
+    first, second, *_ = tanhs
+    assert graph.cotangent_bytes[first] == X.nbytes
+    assert graph.cotangent_bytes[second] == 1
+    # From the product that reads it, the next vertex, to its own step.
+    assert names(graph)[second + 1] == "dot_general"
+    assert graph.workspace_bytes[second] >= X.nbytes
+    assert graph.workspace_bytes[second + 1] >= X.nbytes
+
+
+def test_a_residual_stream_has_the_cotangent_of_its_branches() -> None:
+    def residual(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = x + jnp.tanh(x @ w) @ w
+        return jnp.sum(jnp.sin(x @ weights[0]))
+
+    _, _, graph = graph_of(residual, [W] * 3, X @ W, device="h200")
+    branches = [
+        vertex
+        for vertex, name in enumerate(names(graph))
+        if name == "add" and graph.cotangent_bytes[vertex - 1] == 1
+    ]
+    # The argument has no cotangent, so the first branch has that of the first sum.
+    assert len(branches) == 2
+
+
+def test_what_is_multiplied_with_itself_has_two_cotangents() -> None:
+    def similar(w: jax.Array, x: jax.Array) -> jax.Array:
+        features = jnp.tanh(x @ w)
+        return jnp.sum(jnp.sin(features.T @ features))
+
+    def different(w: jax.Array, x: jax.Array) -> jax.Array:
+        features = jnp.tanh(x @ w)
+        return jnp.sum(jnp.sin(features.T @ jnp.tanh(features)))
+
+    for fn, expected in ((similar, X.nbytes), (different, 0)):
+        program, _, graph = graph_of(fn, W, X, device="h200")
+        without = model_of(program, "h200", ["squares"]).graph
+        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
+        assert graph.workspace_bytes[product] - without.workspace_bytes[product] == expected
