@@ -65,7 +65,8 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
 def rounded_entries_bytes(body: Program, entries: Sequence[int], compiler: Compiler) -> int:
     """Bytes of one entry of the stacks that XLA rounds before a loop, and reads in their place.
 
-    It takes the conversion of an entry for one of the whole stack, which it does once.
+    It takes the conversion of an entry for one of the whole stack, which it does once: that of a
+    product's operand, and that which the body has itself, as of weights to compute in bfloat16.
 
     Args:
       body: of the loop.
@@ -75,14 +76,20 @@ def rounded_entries_bytes(body: Program, entries: Sequence[int], compiler: Compi
     if not compiler.has("entries_rounded"):
         return 0
     source = {value: value for value in entries if body.types[value].dtype == "float32"}
-    found: set[int] = set()
+    found: dict[tuple[int, str], ArrayType] = {}
     for equation in body.equations:
         read = [source[value] for value in equation.value_inputs if value in source]
         if equation.operation.primitive in ALIASES:
             source.update((value, read[0]) for value in equation.outputs if read)
         elif rounds_operands(equation.operation):
-            found.update(read)
-    return sum(compiler.buffer_bytes(as_operand(body.types[value])) for value in found)
+            for value in read:
+                kind = as_operand(body.types[value])
+                found[value, kind.dtype] = kind
+        elif equation.operation.primitive == "convert_element_type" and read:
+            kind = equation.operation.outputs[0]
+            if kind.bytes < body.types[read[0]].bytes:
+                found[read[0], kind.dtype] = kind
+    return sum(map(compiler.buffer_bytes, found.values()))
 
 
 def completed(flow: Dataflow, outputs: Set[int], rounded: Mapping[int, int]) -> dict[int, int]:

@@ -269,11 +269,23 @@ def _places(step: Program) -> dict[str, Spec]:
     """How what is marked in a step is split over its mesh."""
     specs = propagation.specs(step)
     return {
-        equation.operation.params["name"]: specs.get(value, ())
+        name: specs.get(value, ())
         for equation in step.equations
-        if equation.operation.primitive == "name"
-        for value in equation.outputs
+        for name, value in zip(_names(equation.operation), equation.outputs, strict=False)
     }
+
+
+def _names(operation: Operation) -> list[str]:
+    """The marks that an equation puts on its outputs, in order.
+
+    Where the derivative of a mark is not taken in the trace of the step itself, it is a call still.
+    """
+    found = [operation] if operation.primitive == "name" else []
+    if operation.primitive == "custom_jvp_call":
+        found = [one for body in operation.bodies for one in body.operations]
+    if any(one.primitive != "name" for one in found):
+        return []
+    return [one.params["name"] for one in found]
 
 
 def _placed(program: Program, step: Program, specs: Sequence[Spec | None]) -> Program:
