@@ -184,13 +184,14 @@ def _starred(texts: Sequence[str]) -> str:
 
 
 def _loop_names(plan: Data) -> dict[int, str]:
-    """What the loops of a plan are, and where."""
+    """What the loops and choices of a plan are, and where."""
     names = {one["root"]: one["name"] for one in plan["decisions"]}
     found = {}
     for one in plan["loops"]:
         if (name := names.get(one["root"])) is not None:
             told = ", ".join(filter(None, (name["module"], name["source"])))
-            found[one["root"]] = f"Loop {name['what']} ({told})" if told else name["what"]
+            kind = "Choice" if "branches" in one else "Loop"
+            found[one["root"]] = f"{kind} {name['what']} ({told})" if told else name["what"]
     return found
 
 

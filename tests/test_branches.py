@@ -104,7 +104,7 @@ def test_a_plan_tells_what_branches_keep() -> None:
     }
     assert "inside the cond" in plan.to_page()
     assert not plan.diff(plan).loops
-    assert "Loop or cond at equation" in str(plan.diff(make_plan(budget=1.0)))
+    assert "Choice cond in chosen (test_branches.py:" in str(plan.diff(make_plan(budget=1.0)))
 
 
 @pytest.mark.parametrize("loss", [chosen, nested])
