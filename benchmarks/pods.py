@@ -7,8 +7,8 @@ A decoder as Llama has it (RMSNorm, rotary positions, SwiGLU) in one ``lax.scan`
 weights in float32, products in bfloat16, loss and softmax in float32. Parameters and both of Adam's
 moments are split over all chips of the pod along the width of the model, and so is the batch: one
 sequence a chip. The step, with parameters and state donated, is compiled as it is, with policies of
-``jax.checkpoint`` on the body of the scan, and with plans of ours: for ``budget="fit"``, and for the
-temporaries that each policy compiles to. All bytes are those of one chip.
+``jax.checkpoint`` on the body of the scan, and with plans of ours: for ``budget="fit"``, and for
+the temporaries that each policy compiles to. All bytes are those of one chip.
 
 Recomputation is in FLOPs of the whole pod, as a share of one forward pass. Each row is appended to
 ``--rows`` when it is there, and what is there with the same version of JAX is not done again.
