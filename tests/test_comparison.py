@@ -142,8 +142,8 @@ def test_a_fault_of_ours_is_not_a_row():
 
 def test_a_missing_compiler_is_not_a_row():
     """It would be the same one in every row."""
-    missing = remat_opt.MissingPackageError("no compiler")
-    with pytest.raises(remat_opt.MissingPackageError, match="no compiler"):
+    missing = remat_opt.MissingPackageError("Compiling", package="libtpu", extra="tpu")
+    with pytest.raises(remat_opt.MissingPackageError, match="libtpu"):
         contest({"plain": 0}, {"plain": 1}, failing={"plain": missing})
 
 

@@ -127,7 +127,8 @@ def _figure(label: str, said: str, more: str, share: float | None = None) -> str
         else ""
     )
     return (
-        f'<li><span class="ro-label">{escape(label)}</span><b>{escape(said)}</b>{meter}'
+        # With spaces, for a notebook that is not trusted shows it without styles.
+        f'<li><span class="ro-label">{escape(label)}</span> <b>{escape(said)}</b>{meter} '
         f'<span class="ro-sub">{escape(more)}</span></li>'
     )
 

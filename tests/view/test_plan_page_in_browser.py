@@ -242,6 +242,40 @@ def test_it_goes_with_the_notebook_it_is_in(opened, scheme, change, ground):
     assert shown.evaluate(GROUND) == ground
 
 
+def test_jupyterlab_rules_for_outputs_do_not_reach_it(opened):
+    """Its style sheet sets tables and lists in outputs, by selectors of these forms."""
+    shown = opened()
+    shown.evaluate("document.body.className = 'jp-RenderedHTMLCommon'")
+    shown.add_style_tag(
+        content="""
+        .jp-RenderedHTMLCommon:not(.jp-RenderedMarkdown) td,
+        .jp-RenderedHTMLCommon:not(.jp-RenderedMarkdown) th { text-align: right; }
+        .jp-RenderedHTMLCommon ul:not(.list-inline) { padding-left: 2em; }
+        """
+    )
+    style = "(one, name) => getComputedStyle(one)[name]"
+    assert shown.locator("[data-row] td").first.evaluate(style, "textAlign") == "left"
+    assert shown.locator("[data-row] td.ro-num").first.evaluate(style, "textAlign") == "right"
+    assert shown.locator("ul.ro-margins").first.evaluate(style, "paddingLeft") == "0px"
+
+
+def test_it_works_in_a_frame_that_may_do_nothing_but_run_scripts(opened, files):
+    """As VS Code shows outputs: another origin, and no storage."""
+    shown = opened()
+    shown.evaluate(
+        """text => {
+            const frame = document.createElement("iframe");
+            frame.sandbox = "allow-scripts";
+            frame.srcdoc = text;
+            document.body.replaceChildren(frame);
+        }""",
+        (files / "60.html").read_text(encoding="utf-8"),
+    )
+    inside = shown.frame_locator("iframe")
+    inside.get_by_label("Filter values").fill("Block_7")
+    inside.get_by_text("1 of 60 values").first.wait_for()
+
+
 def test_without_scripts_it_is_all_there(opened):
     shown = opened(java_script_enabled=False)
     assert shown.get_by_text("At the peak").first.is_visible()
