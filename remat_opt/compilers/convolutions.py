@@ -8,8 +8,7 @@ whatever is recomputed.
 The library pads all sides of a dimension alike. Where more is to be padded behind than in front, or
 the other way round, as "SAME" has it for a stride of two and a causal convolution in any case, the
 operand is copied with its padding: once for all convolutions that pad it so. In the open the copy
-waits for the gradient of the weight, beside the operand, or in its place where nothing else is to
-be computed from that; under a checkpoint it is made again.
+waits for the gradient of the weight, beside the operand; under a checkpoint it is made again.
 """
 
 from __future__ import annotations
@@ -49,24 +48,17 @@ class Padded(Effect):
 
     Attributes:
       copies: for vertices of convolutions what they read in place of their operand.
-      needed: for each operand the vertices whose backward steps read it, or a copy.
     """
 
     copies: Mapping[int, Copy]
-    needed: Mapping[int, frozenset[int]]
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
         """Writes copies that wait beside their operand, and those that are made again."""
         again = under_checkpoints(schedule)
         for vertex in self.copies.keys() & again:
             figures.workspace_bytes[vertex] += self.copies[vertex].bytes
-        in_the_open = self.copies.keys() - again
         # Those of one operand that are padded alike are one.
-        waiting = {self.copies[vertex] for vertex in in_the_open}
-        for operand in {copy.operand for copy in waiting}:
-            if self.needed[operand] <= in_the_open:
-                figures.bytes[operand] = 0
-        for copy in waiting:
+        for copy in {self.copies[vertex] for vertex in self.copies.keys() - again}:
             figures.bytes[copy.operand] += copy.bytes
 
 

@@ -86,9 +86,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "prologues": _rule(
             _NVIDIA, "stored", "prologues", "Products compute cheap operands as they read them."
         ),
-        "read_backward": _rule(
-            _NVIDIA, "stored", "storage", "What is made of many arrays is not made again backward."
-        ),
         "product_sums": _rule(
             _NVIDIA, "stored", "product_sums", "The sum of two products is stored, not the two."
         ),

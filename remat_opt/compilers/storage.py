@@ -38,9 +38,6 @@ from remat_opt.program.dataflow import Dataflow
 #: read more than this many times its own bytes.
 _REREAD_LIMIT = 1.25
 
-#: Likewise in a forward kernel and a backward one, where the compiler asks so.
-_REREAD_BACKWARD_LIMIT = 3
-
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
 
@@ -238,10 +235,6 @@ class Storage:
           readers: how many vertices would read each fused value.
         """
         stored = set(forced)
-        read_backward: set[int] = set()
-        if self.compiler.has("read_backward"):
-            for index in range(len(self.flow.program.equations)):
-                read_backward |= self.flow.derivative_reads(index)
         # Of each leaf the bytes that are read, and how many equations lie in between.
         read_bytes: dict[int, dict[int, float]] = {}
         sizes: dict[int, int] = {}
@@ -263,15 +256,13 @@ class Storage:
                 part = self._part(equation.operation, types[value])
                 read_bytes[value] = {leaf: amount * part for leaf, amount in found.items()}
                 sizes[value] = size
-                if value in stored:
+                if value in stored or readers.get(value, 0) < 2:
                     continue
-                total = sum(read_bytes[value].values()) / max(1, types[value].bytes)
+                total = sum(read_bytes[value].values())
                 if (
                     self._put_together(equation.operation)
-                    or total > _REREAD_LIMIT
+                    or total > _REREAD_LIMIT * types[value].bytes
                     or size > _CONE_LIMIT
-                    if readers.get(value, 0) > 1
-                    else value in read_backward and total > _REREAD_BACKWARD_LIMIT
                 ):
                     stored.add(value)
         return stored, {value: frozenset(found) for value, found in read_bytes.items()}

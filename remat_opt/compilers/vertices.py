@@ -340,13 +340,7 @@ def _effects(
     if transposed:
         yield cpu_sums.Transposed(pairs=transposed)
     if padded := convolutions.padded(program, derivatives, compiler, storage.vertex_of):
-        needed = {
-            copy.operand: frozenset(
-                vertex for vertex, needs in enumerate(graph.needs) if copy.operand in needs
-            )
-            for copy in padded.values()
-        }
-        yield convolutions.Padded(copies=padded, needed=needed)
+        yield convolutions.Padded(copies=padded)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
     copied = tuple(draft.copied_products for draft in drafts)

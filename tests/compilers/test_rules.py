@@ -229,11 +229,6 @@ def skips(weights, x):
     return jnp.sum(jnp.sin(jnp.tanh(added) @ weights[0]))
 
 
-def masked_skips(weights, x):
-    added = sum(x @ w for w in weights)
-    return jnp.sum(jnp.sort(jax.nn.relu(added)) * x)
-
-
 def stacked(weights, x):
     return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0])
 
@@ -266,7 +261,6 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
     "prologues": ("h200", activated, ([W, W], X)),
-    "read_backward": ("h200", masked_skips, ([W] * 4, X)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
     "stored_for_sums": ("cpu", normalised, (W, X)),
     "divisors": ("cpu", divided, (W, jnp.ones((4, 8, 8)))),
