@@ -1,7 +1,7 @@
 """A scanned decoder with fully sharded parameters on a pod that is not there.
 
     python -m benchmarks.pods --rows benchmarks/results/pods_v5e.jsonl
-    python -m benchmarks.pods --layers 4 --width 512 --rows-of-mlp 1408 --tokens 1024
+    python -m benchmarks.pods --layers 4 --width 512 --hidden 1408 --tokens 1024
 
 A decoder as Llama has it (RMSNorm, rotary positions, SwiGLU) in one ``lax.scan`` over its layers:
 weights in float32, products in bfloat16, loss and softmax in float32. Parameters and both of Adam's
