@@ -81,12 +81,19 @@ def rewrite(
         in_branch=in_branch,
     )
     summed = bodies.varying(program)
-    opened = {
-        loop.root: functools.partial(
-            _run_opened, program.equations[loop.root], loop, summed, platform, off, within
+
+    def running(loop: Loop | Choice) -> Callable[[Sequence[Any]], list[Any]]:
+        given = (
+            program.equations[loop.root],
+            summed,
+            functools.partial(rewrite, platform=platform, off=off),
+            f"{within}{loop.root}_in_",
         )
-        for loop in loops
-    }
+        if isinstance(loop, Choice):
+            return functools.partial(_run_choice, loop, *given)
+        return functools.partial(_run_loop, loop, *given)
+
+    opened = {loop.root: running(loop) for loop in loops}
     rewriting = Rewriting(program=program, summed=summed, ways=ways, loops=opened, within=within)
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -100,40 +107,30 @@ def rewrite(
     return run
 
 
-def _run_opened(
-    equation: Equation,
-    loop: Loop | Choice,
-    summed: Set[int],
-    platform: Platform,
-    off: Set[str],
-    within: str,
-    inputs: Sequence[Any],
-) -> list[Any]:
-    """Runs a loop or a choice as planned."""
-    if isinstance(loop, Choice):
-        return _run_choice(equation, loop, summed, platform, off, within, inputs)
-    return _run_loop(equation, loop, summed, platform, off, within, inputs)
-
-
 def _run_loop(
-    equation: Equation,
     loop: Loop,
+    equation: Equation,
     summed: Set[int],
-    platform: Platform,
-    off: Set[str],
-    within: str,
+    rewritten: Callable[..., Callable[..., list[Any]]],
+    inside: str,
     inputs: Sequence[Any],
 ) -> list[Any]:
-    """Runs a loop in its parts, each iteration by the plan of its part."""
+    """Runs a loop in its parts, each iteration by the plan of its part.
+
+    Args:
+      loop: how it is opened.
+      equation: the loop.
+      summed: values of the program round it that are differentiated.
+      rewritten: ``rewrite`` for the same compiler.
+      inside: what to put into names in it.
+      inputs: of the equation.
+    """
     program = bodies.body_of(equation, summed)
-    inside = f"{within}{loop.root}_in_"
 
     def body(part: Part) -> tuple[Callable[..., list[Any]], Callable[..., Any]]:
-        run = rewrite(
+        run = rewritten(
             program,
             part.stages,
-            platform,
-            off,
             loops=part.loops,
             named=frozenset(part.kept),
             within=inside,
@@ -144,24 +141,21 @@ def _run_loop(
 
 
 def _run_choice(
-    equation: Equation,
     choice: Choice,
+    equation: Equation,
     summed: Set[int],
-    platform: Platform,
-    off: Set[str],
-    within: str,
+    rewritten: Callable[..., Callable[..., list[Any]]],
+    inside: str,
     inputs: Sequence[Any],
 ) -> list[Any]:
-    """Runs a choice, each branch by its own plan."""
+    """Runs a choice, each branch by its own plan; see ``_run_loop``."""
 
     def runner(number: int, program: Program, branch: Branch) -> Callable[..., list[Any]]:
-        run = rewrite(
+        run = rewritten(
             program,
             branch.stages,
-            platform,
-            off,
             loops=branch.loops,
-            within=f"{within}{choice.root}_in_{number}_",
+            within=f"{inside}{number}_",
             in_branch=True,
         )
         return lambda *given: run(program.constant_values, given)
