@@ -178,7 +178,8 @@ def ways(
         ):
             continue
         drafts: Iterable[Opening] = ()
-        if branches.can_be_opened(program, root):
+        # By hand one writes a checkpoint round a body, and none into a branch.
+        if not alike and branches.can_be_opened(program, root):
             search = functools.partial(
                 _front, compiler=expected.compiler, measure=measure, depth=depth
             )
@@ -191,8 +192,7 @@ def ways(
             body = bodies.body_of(equation, given)
             drafts = _openings(program, body, vertex, root, expected, measure, depth)
         if alike:
-            # By hand one writes a checkpoint round a body, and none into a branch.
-            drafts = (way for way in drafts if isinstance(way.loop, Loop) and _is_alike(way.loop))
+            drafts = (way for way in drafts if _is_alike(way.loop))
         if of_loop := _best(drafts, measure):
             found.append(of_loop)
     return found
@@ -342,8 +342,10 @@ def _openings(
         yield _opening(vertex, root, shape, used, pieces, closed_bytes)
 
 
-def _is_alike(loop: Loop) -> bool:
+def _is_alike(loop: Loop | Choice) -> bool:
     """Whether every iteration runs, and runs again, as it is written, and keeps the same."""
+    if isinstance(loop, Choice):
+        return False
     part = loop.parts[0]
     return len(loop.parts) == 1 and not part.inside and not part.loops and len(part.stages) == 1
 
