@@ -14,7 +14,9 @@ _MANY = 6
 
 
 def policy_decorator(names: Sequence[str]) -> list[str]:
-    """The lines of a checkpoint whose policy keeps these names."""
+    """The lines of a checkpoint whose policy keeps these names; with none, nothing."""
+    if not names:
+        return ["@jax.checkpoint"]
     policy = Call("policy=jax.checkpoint_policies.save_only_these_names", tuple(map(quoted, names)))
     one_line = f"@functools.partial(jax.checkpoint, {policy})"
     if len(one_line) <= WIDTH:

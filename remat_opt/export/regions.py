@@ -510,8 +510,7 @@ class _Chain:
         return [f"{label}{name}" for index in kept for name in labels[place[index]]]
 
     def _decorator(self, region: Region, labels: Labels, label: str) -> list[str]:
-        names = self._kept(region, labels, label)
-        return policy_decorator(names) if names else ["@jax.checkpoint"]
+        return policy_decorator(self._kept(region, labels, label))
 
     def _checkpointed(self, region: Region, function: Function, label: str, wanted: str) -> str:
         """Puts a function under the checkpoint of a region; what that is called."""
@@ -580,7 +579,7 @@ class _Chain:
             list(given.values()),
             [*lines, returned([known[value] for value in step.outputs])],
             said=self._said(step),
-            decorator=policy_decorator(names) if names else ["@jax.checkpoint"],
+            decorator=policy_decorator(names),
         )
         return Item(function=name, reads=step.inputs, writes=step.outputs)
 
