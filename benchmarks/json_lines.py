@@ -33,6 +33,10 @@ class JsonLines:
             except json.JSONDecodeError:
                 self._whole = False
 
+    def with_heading(self, heading: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The first row that was in the file and has all that is in the heading."""
+        return next((row for row in self.rows if heading.items() <= row.items()), None)
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes a row."""
         with self._path.open("a", encoding="utf-8") as file:

@@ -219,9 +219,8 @@ class Case:
     ) -> dict[str, Any]:
         """A row, taken from the file if it is there; ``make`` gives the loss, and more entries."""
         heading = {**self._heading, "kind": kind, "label": label}
-        for row in self._lines.rows if self._lines else ():
-            if heading.items() <= row.items():
-                return row
+        if self._lines is not None and (known := self._lines.with_heading(heading)) is not None:
+            return known
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         row = {**heading, **self._compiled(make), "date": today}
         if self._lines is not None:

@@ -328,6 +328,18 @@ def segment_messages(batch: int) -> Parts:
 # --------------------------------------------------------------------------------- experts
 
 
+def _squared_error(layer: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+    """The loss of layers in a row."""
+
+    def loss(params: Any, given: Any) -> jax.Array:
+        x = given["x"]
+        for one in params:
+            x = layer(one, x)
+        return jnp.mean(jnp.square(x - given["y"]))
+
+    return loss
+
+
 def _expert_shapes(width: int, experts: int, hidden: int) -> dict[str, tuple[int, ...]]:
     return {
         "scale": (width,),
@@ -359,17 +371,11 @@ def routed_by_products(batch: int) -> Parts:
         inside = jnp.einsum("bech,ehw->becw", inside, params["down"])
         return x + jnp.einsum("blec,becw->blw", back, inside)
 
-    def loss(params: Any, given: Any) -> jax.Array:
-        x = given["x"]
-        for one in params:
-            x = layer(one, x)
-        return jnp.mean(jnp.square(x - given["y"]))
-
     def arguments(key: jax.Array) -> tuple[Any, Any]:
         x, y = jax.random.normal(key, (2, batch, length, width))
         return _drawn(key, [_expert_shapes(width, experts, hidden)] * layers), {"x": x, "y": y}
 
-    return loss, arguments
+    return _squared_error(layer), arguments
 
 
 def routed_by_gathers(batch: int) -> Parts:
@@ -393,17 +399,11 @@ def routed_by_gathers(batch: int) -> Parts:
         weights = jnp.where(there, best.reshape(-1)[pair], 0)
         return x.at[(pair // 2).reshape(-1)].add((inside * weights[..., None]).reshape(-1, width))
 
-    def loss(params: Any, given: Any) -> jax.Array:
-        x = given["x"]
-        for one in params:
-            x = layer(one, x)
-        return jnp.mean(jnp.square(x - given["y"]))
-
     def arguments(key: jax.Array) -> tuple[Any, Any]:
         x, y = jax.random.normal(key, (2, batch, width))
         return _drawn(key, [_expert_shapes(width, experts, hidden)] * layers), {"x": x, "y": y}
 
-    return loss, arguments
+    return _squared_error(layer), arguments
 
 
 # ------------------------------------------------------------------------------- attention
