@@ -71,6 +71,21 @@ def array(name: str, *shape: int, scale: float = 0.5) -> jax.Array:
 # --- Networks -----------------------------------------------------------------------------
 
 
+def lstm(params, sequence, *, reverse=False):
+    """A loss of an LSTM in a scan, with stacked outputs: of (steps, batch, features)."""
+
+    def cell(state, x):
+        hidden, memory = state
+        gates = x @ params["input"] + hidden @ params["state"] + params["bias"]
+        enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
+        memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
+        hidden = jax.nn.sigmoid(leave) * jnp.tanh(memory)
+        return (hidden, memory), hidden
+
+    zeros = jnp.zeros((sequence.shape[1], params["state"].shape[0]))
+    return jnp.mean(jax.lax.scan(cell, (zeros, zeros), sequence, reverse=reverse)[1] ** 2)
+
+
 @example
 def mlp() -> Example:
     def loss(params, x, y):

@@ -9,6 +9,7 @@ import pytest
 
 import remat_opt
 from tests.devices import needs_cuda_plugin, needs_libtpu
+from tests.programs import lstm
 
 Array = jax.ShapeDtypeStruct
 
@@ -69,19 +70,6 @@ def transformer(params, tokens):
     return jnp.mean(jax.nn.logsumexp(x @ params["tokens"].T, axis=-1))
 
 
-def recurrent(params, sequence):
-    def cell(state, x):
-        hidden, memory = state
-        gates = x @ params["input"] + hidden @ params["state"] + params["bias"]
-        enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
-        memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
-        hidden = jax.nn.sigmoid(leave) * jnp.tanh(memory)
-        return (hidden, memory), hidden
-
-    zeros = jnp.zeros((sequence.shape[1], params["state"].shape[0]))
-    return jnp.mean(jax.lax.scan(cell, (zeros, zeros), sequence)[1] ** 2)
-
-
 def array(*shape):
     return Array(shape, "float32")
 
@@ -126,7 +114,7 @@ NETWORKS = {
         False,
     ),
     "recurrent": (
-        recurrent,
+        lstm,
         (
             {"input": array(64, 512), "state": array(128, 512), "bias": array(512)},
             array(64, 32, 64),

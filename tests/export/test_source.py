@@ -20,7 +20,7 @@ from remat_opt.export import support
 from remat_opt.measurement.compilation import attached_device, compiler_options
 from remat_opt.program import blocks
 from remat_opt.schedule import Loop, Part, Stage
-from tests.programs import EXAMPLES
+from tests.programs import EXAMPLES, lstm
 
 RANDOM = np.random.default_rng(0)
 
@@ -70,17 +70,7 @@ def transformer(layers, x, mask):
 
 def recurrent(params, sequence):
     """A scan backward, with stacked outputs; a plan for 40 % of its memory has parts or chunks."""
-
-    def cell(state, x):
-        hidden, memory = state
-        gates = x @ params["input"] + hidden @ params["state"] + params["bias"]
-        enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
-        memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
-        hidden = jax.nn.sigmoid(leave) * jnp.tanh(memory)
-        return (hidden, memory), hidden
-
-    zeros = jnp.zeros((sequence.shape[1], params["state"].shape[0]))
-    return jnp.mean(jax.lax.scan(cell, (zeros, zeros), sequence, reverse=True)[1] ** 2)
+    return lstm(params, sequence, reverse=True)
 
 
 def chunked(weights, x):
