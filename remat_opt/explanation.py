@@ -33,7 +33,7 @@ from remat_opt.program.tracing import Signature
 from remat_opt.rematerialized import Rematerialized
 from remat_opt.solvers.base import Overhead
 from remat_opt.units import format_bytes, format_share
-from remat_opt.view import explanation_text
+from remat_opt.view import explanation_text, report
 
 _SHARE_OF_ROLE: Mapping[Role, Share] = {
     "parameter": "parameters",
@@ -89,7 +89,7 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=1)
 
     def __repr__(self) -> str:
-        return explanation_text.text(self.to_dict())
+        return explanation_text.text(self.to_dict(), report.columns())
 
     def _repr_html_(self) -> str:
         return explanation_text.html(self.to_dict())

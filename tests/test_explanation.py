@@ -95,6 +95,18 @@ def test_the_text_is_one_screen_and_says_what_to_do(donated):
     assert donated.fits
 
 
+def test_a_narrow_terminal_gets_narrow_tables(donated, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = repr(donated).splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 80
+    # Sentences are broken, not cut, and lines are still whole.
+    said = next(line for line in lines if line.startswith("activations  "))
+    assert "what a plan decides about" in said
+    assert "..." not in said
+    assert f".py:{layer.__code__.co_firstlineno + 1}" in "\n".join(lines)
+
+
 def test_the_page_and_the_data_say_the_same(donated):
     page = donated._repr_html_()
     assert "<svg" in page
