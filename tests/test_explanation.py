@@ -271,3 +271,7 @@ def test_a_step_that_does_not_fit_a_v5e():
 def test_a_step_that_does_not_fit_an_h200():
     found = does_not_fit("h200", 50_000_000)
     assert found.refusal == ""
+    # XLA's own rematerialisation would hide what waits for the backward pass.
+    assert found.rows[0]["share"] == "activations"
+    assert share_bytes(found)["recomputed"] == 0
+    assert any("which brings it down to" in note for note in found.notes)
