@@ -25,6 +25,11 @@ def columns() -> int:
     return shutil.get_terminal_size((WIDTH, 0)).columns
 
 
+def wrapped(lines: Sequence[str], width: int) -> list[str]:
+    """The lines, those broken that are longer than the width."""
+    return [part for line in lines for part in textwrap.wrap(line, width) or [""]]
+
+
 def escape(text: str) -> str:
     """Text as it may stand in HTML, attributes included."""
     return html.escape(text, quote=True)
@@ -198,6 +203,8 @@ def facts_html(facts: Sequence[tuple[str, str]]) -> str:
 
 def section(title: str, *parts: str) -> str:
     """HTML parts one below the other, under a title; what a notebook shows."""
-    inside = "".join(f'<div style="margin:0 0 10px">{part}</div>' for part in parts if part)
+    inside = "".join(
+        f'<div style="margin:0 0 10px;overflow-x:auto">{part}</div>' for part in parts if part
+    )
     heading = f'<div style="font-size:15px;font-weight:600;margin:0 0 6px">{escape(title)}</div>'
     return f'<div style="{_FONT};line-height:1.4;color:inherit">{heading}{inside}</div>'
