@@ -34,6 +34,8 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
       MissingPackageError: matplotlib is not installed.
     """
     ax = _axes(ax)
+    from matplotlib.transforms import Bbox
+
     unit, name = _unit(picture.top)
     for number, series in enumerate(picture.series):
         points = sorted(series.points, key=lambda point: (point.x, point.y))
@@ -52,7 +54,7 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
     # Room for the names of the highest.
     ax.set_ylim(0, 1.12 * picture.top / unit or 1)
     shown = [(100 * point.x, point.y / unit) for one in picture.series for point in one.points]
-    taken = [ax.transData.transform(at) + [[-4], [4]] for at in shown]
+    taken = [Bbox([at, at]).padded(4) for at in ax.transData.transform(shown)] if shown else []
     for said, level in picture.levels:
         if level <= picture.top:
             line = ax.axhline(level / unit, color="0.35", linestyle="--", linewidth=1)
@@ -65,8 +67,8 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
                 horizontalalignment="right",
                 fontsize="x-small",
             )
-            taken.append(name_of_level.get_window_extent().get_points())
-            taken.append(line.get_window_extent().get_points() + [[0, -2], [0, 2]])
+            taken.append(name_of_level.get_window_extent())
+            taken.append(line.get_window_extent().padded(2))
     for series in picture.series:
         for point in series.points if not series.staircase else ():
             _write_beside(ax, (100 * point.x, point.y / unit), point.label, taken)
@@ -87,7 +89,7 @@ def _write_beside(ax: Any, at: tuple[float, float], said: str, taken: list[Any])
       ax: axes.
       at: where the point is.
       said: its name.
-      taken: the corners of what is there, in pixels; the name is added.
+      taken: what is there, in pixels; the name is added.
     """
     inside = ax.get_window_extent()
     for lines, side in itertools.product(_LINES, (1, -1)):
@@ -102,16 +104,13 @@ def _write_beside(ax: Any, at: tuple[float, float], said: str, taken: list[Any])
             fontsize="x-small",
         )
         box = text.get_window_extent()
-        if inside.containsx(box.x0) and inside.containsx(box.x1) and inside.containsy(box.y1):
-            if not any(
-                box.x0 < right and left < box.x1 and box.y0 < top and bottom < box.y1
-                for (left, bottom), (right, top) in taken
-            ):
-                taken.append(box.get_points())
-                if lines:
-                    arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6}
-                    ax.annotate("", at, xytext=offset, textcoords="offset points", arrowprops=arrow)
-                return
+        fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and box.y1 <= inside.y1
+        if fits and not box.count_overlaps(taken):
+            taken.append(box)
+            if lines:
+                arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6}
+                ax.annotate("", at, xytext=offset, textcoords="offset points", arrowprops=arrow)
+            return
         text.remove()
 
 
