@@ -405,7 +405,7 @@ def _devices(options: argparse.Namespace) -> None:
         ),
         align="llrrrr",
     )
-    print(table.text())
+    print(table.text(report.columns()))
 
 
 def _solvers(options: argparse.Namespace) -> None:

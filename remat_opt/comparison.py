@@ -90,7 +90,8 @@ class Comparison:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __repr__(self) -> str:
-        return "\n".join([self._table().text(), *self._remarks()])
+        width = report.columns()
+        return "\n".join([self._table().text(width), *report.wrapped(self._remarks(), width)])
 
     def _repr_html_(self) -> str:
         remarks = "".join(f"<div>{report.escape(line)}</div>" for line in self._remarks())

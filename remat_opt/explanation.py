@@ -33,7 +33,7 @@ from remat_opt.program.tracing import Signature
 from remat_opt.rematerialized import Rematerialized
 from remat_opt.solvers.base import Overhead
 from remat_opt.units import format_bytes, format_share
-from remat_opt.view import explanation_text
+from remat_opt.view import explanation_text, report
 
 _SHARE_OF_ROLE: Mapping[Role, Share] = {
     "parameter": "parameters",
@@ -89,7 +89,7 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=1)
 
     def __repr__(self) -> str:
-        return explanation_text.text(self.to_dict())
+        return explanation_text.text(self.to_dict(), report.columns())
 
     def _repr_html_(self) -> str:
         return explanation_text.html(self.to_dict())
@@ -153,18 +153,19 @@ def explain(
     program, calls = in_step.trace()
     measured: Measurement | None = None
     refusal: CompileError | None = None
+    helped_bytes = 0
     try:
-        measured = compilation.measure(
-            in_step.fn,
-            *in_step.args,
-            device=target,
-            static_argnums=in_step.static_argnums,
-            static_argnames=in_step.static_argnames,
-            donate_argnums=in_step.donate_argnums,
-            with_buffers=True,
-            **in_step.kwargs,
-        )
+        measured = _compiled(in_step, target)
         memory = measured.memory
+        if (
+            measured.device_bytes > target.memory_bytes
+            and target.platform in compilation.OWN_REMATERIALISATION
+            and _computed_again(memory)
+        ):
+            # Of no avail, and in the way of telling what the step is made of.
+            helped_bytes = measured.device_bytes
+            measured = _compiled(in_step, target, as_written=True)
+            memory = measured.memory
     except CompileError as error:
         if error.needed_bytes is None:
             raise
@@ -197,7 +198,7 @@ def explain(
         if found is None
         else {share: tuple(line.tolist()) for share, line in found.timelines.items()},
         rows=() if found is None else tuple(map(dataclasses.asdict, found.held)),
-        notes=_notes(program, memory, measured, at_peak),
+        notes=_notes(program, memory, measured, at_peak, helped_bytes),
     )
 
 
@@ -221,6 +222,25 @@ def _step(
         fn = jax.value_and_grad(fn, argnums=several or 0, has_aux=fn.signature.has_aux)
         fn.__name__ = f"value_and_grad({name})"
     return step_of(fn, args, kwargs, signature, donate_argnums)
+
+
+def _compiled(in_step: Step, device: Device, *, as_written: bool = False) -> Measurement:
+    return compilation.measure(
+        in_step.fn,
+        *in_step.args,
+        device=device,
+        static_argnums=in_step.static_argnums,
+        static_argnames=in_step.static_argnames,
+        donate_argnums=in_step.donate_argnums,
+        with_buffers=True,
+        as_written=as_written,
+        **in_step.kwargs,
+    )
+
+
+def _computed_again(memory: CompiledMemory | None) -> int:
+    """How many values the compiler computes again of its own accord."""
+    return 0 if memory is None else sum(".remat" in one.name for one in memory.instructions)
 
 
 def _names_and_roles(in_step: Step, program: Program) -> dict[str, Share]:
@@ -267,20 +287,24 @@ def _notes(
     memory: CompiledMemory | None,
     measured: Measurement | None,
     at_peak: Mapping[Share, int],
+    helped_bytes: int,
 ) -> tuple[str, ...]:
     notes = []
+    if helped_bytes:
+        notes.append(
+            "told without the compiler's own rematerialisation, which brings it down to "
+            f"{format_bytes(helped_bytes)}, and that is still too much"
+        )
     if memory is None:
         notes.append(
             "the compiler does not tell what lies in memory when: temporaries are all of them "
             "workspace here, and arguments have the bytes of their types"
         )
-    elif measured is None:
-        again = sum(".remat" in one.name for one in memory.instructions)
-        if again:
-            notes.append(
-                f"the compiler's own rematerialisation computes {again} values again, as it does "
-                "where the device's memory runs short; without it, more would be needed"
-            )
+    elif measured is None and (again := _computed_again(memory)):
+        notes.append(
+            f"the compiler's own rematerialisation computes {again} values again, as it does "
+            "where the device's memory runs short; without it, more would be needed"
+        )
     if not at_peak["activations"] and not any(
         one == "parameter" for one in argument_roles(program)
     ):

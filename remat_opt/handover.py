@@ -11,6 +11,7 @@ from remat_opt.api import apply_plan, optimal_remat
 from remat_opt.device import Device
 from remat_opt.export.source import Source
 from remat_opt.loss_in_step import undecorated
+from remat_opt.measurement.step import recording
 from remat_opt.nearest import NearestPolicy
 from remat_opt.plan import Plan
 from remat_opt.rematerialized import Rematerialized, check_belongs
@@ -80,7 +81,7 @@ def nearest_policy(
 
     Args:
       plan: a plan, or a file of one.
-      fn: the function the plan was made for.
+      fn: the function the plan was made for, or the step that differentiates it.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
       has_aux: likewise.
@@ -116,6 +117,10 @@ def nearest_policy(
         static_argnames=static_argnames,
         device=plan.device if device is None else device,
     )
-    program = decorated.program(*args, **kwargs)
+    with recording() as found:
+        program = decorated.program(*args, **kwargs)
+    inside = [call.program for call in found.calls(program)]
+    programs = {one.fingerprint(): one for one in [program, *inside]}
+    program = programs.get(plan.fingerprint, program)
     check_belongs(plan, program.fingerprint(), program.name)
     return nearest.of(decorated.problem(program), plan)

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +36,7 @@ from remat_opt.view import (
     plan_text,
     plan_words,
     plots,
+    report,
 )
 
 #: Changes when files of an older version can no longer be read.
@@ -409,8 +409,7 @@ class Plan:
         return difference(self.to_dict(), other.to_dict())
 
     def __repr__(self) -> str:
-        columns = shutil.get_terminal_size((plan_text.WIDTH, 0)).columns
-        return plan_text.text(self.to_dict(), columns)
+        return plan_text.text(self.to_dict(), report.columns())
 
     def _repr_html_(self) -> str:
         return plan_page.html(plan_text.printable_data(self.to_dict()))

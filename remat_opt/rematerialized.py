@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ class Rematerialized:
         # A module of ``flax.nnx`` that it is a method of.
         self._instance: tuple[Any, ...] = ()
         # Which loss it is, for ``step``: bound methods are one with what they are bound from.
-        self._identity = object()
+        self._identity = _identity(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as planned; the results are those of the function itself."""
@@ -335,6 +336,13 @@ class Rematerialized:
             warnings.warn(planning.unsplit_note(program), PlanningWarning, stacklevel=2)
         compile_it = self.request.verify and plan.measured is None
         return dataclasses.replace(plan, measured=compiled(plan)) if compile_it else plan
+
+
+def _identity(fn: Callable[..., Any]) -> object:
+    """What is the same of a function that a step defines anew whenever it is traced: its code."""
+    fn = inspect.unwrap(fn)
+    is_local = "<locals>" in getattr(fn, "__qualname__", "")
+    return getattr(fn, "__code__", object()) if is_local else object()
 
 
 def _can_be_traced(call: tracing.Call) -> bool:

@@ -50,7 +50,7 @@ class Frontier:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __repr__(self) -> str:
-        return self._table().text()
+        return self._table().text(report.columns())
 
     def _repr_html_(self) -> str:
         return report.section(

@@ -95,6 +95,18 @@ def test_the_text_is_one_screen_and_says_what_to_do(donated):
     assert donated.fits
 
 
+def test_a_narrow_terminal_gets_narrow_tables(donated, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = repr(donated).splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 80
+    # Sentences are broken, not cut, and lines are still whole.
+    said = next(line for line in lines if line.startswith("activations  "))
+    assert "what a plan decides about" in said
+    assert "..." not in said
+    assert f".py:{layer.__code__.co_firstlineno + 1}" in "\n".join(lines)
+
+
 def test_the_page_and_the_data_say_the_same(donated):
     page = donated._repr_html_()
     assert "<svg" in page
@@ -259,3 +271,7 @@ def test_a_step_that_does_not_fit_a_v5e():
 def test_a_step_that_does_not_fit_an_h200():
     found = does_not_fit("h200", 50_000_000)
     assert found.refusal == ""
+    # XLA's own rematerialisation would hide what waits for the backward pass.
+    assert found.rows[0]["share"] == "activations"
+    assert share_bytes(found)["recomputed"] == 0
+    assert any("which brings it down to" in note for note in found.notes)

@@ -56,6 +56,21 @@ def test_names_what_a_scan_keeps():
         assert "test_handover.py:" in one.source
 
 
+def test_the_loss_may_be_one_that_its_step_defines():
+    def step(weights, x):
+        @remat_opt.optimal_remat(device="cpu")
+        def loss(weights):
+            return deep(weights, x)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    plan = remat_opt.make_plan(step, WEIGHTS, ROWS, device="cpu", budget=0.5)
+    found = remat_opt.nearest_policy(plan, step, WEIGHTS, ROWS)
+    assert found.plan_temporary_bytes == plan.predicted.temporary_bytes
+    with pytest.raises(PlanFileError, match="another program"):
+        remat_opt.nearest_policy(plan, step, WEIGHTS[:3], ROWS)
+
+
 def test_a_plan_for_another_program_is_refused():
     plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=0.5)
     with pytest.raises(PlanFileError, match="made for another program"):

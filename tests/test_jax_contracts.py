@@ -732,6 +732,15 @@ def test_of_a_checkpoint_in_a_gradient_the_rest_is_marked():
     assert [one.differentiated for one in found] == [True]
 
 
+def test_policies_tell_what_equations_they_keep():
+    policy = jax.checkpoint_policies.dots_saveable
+    found = internals.checkpoint_of(named_and_checkpointed(policy))
+    assert not any(_jax_checkpoints.saves(policy, one) for one in internals.parts(found.body)[3])
+    (product,) = equations_of(lambda x: x @ x, jnp.ones(3))
+    assert _jax_checkpoints.saves(policy, product)
+    assert not _jax_checkpoints.saves(None, product)
+
+
 def test_policies_tell_what_names_they_keep():
     policies = jax.checkpoint_policies
     only = policies.save_only_these_names("a", "b")

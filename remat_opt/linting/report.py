@@ -27,6 +27,7 @@ CHECKS: tuple[Callable[[Survey], Iterator[Finding]], ...] = (
     names.names_without_values,
     names.values_without_readers,
     names.values_passed_by,
+    names.values_kept_twice,
     policies.policies_that_keep_everything,
     policies.policies_of_their_own,
     custom_rules.residuals_without_names,

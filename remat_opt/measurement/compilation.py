@@ -65,6 +65,9 @@ _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
+#: The pass that recomputes of the compiler's own accord where memory runs short, by platform, where
+#: it can be left out: XLA for TPU has one of its own.
+OWN_REMATERIALISATION = {"cuda": "rematerialization"}
 _BARRIER_PASS = "cse_barrier_expander"
 _BARRIER_NOTE = (
     f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX "
@@ -163,6 +166,7 @@ def measure(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     with_buffers: bool = False,
+    as_written: bool = False,
     **kwargs: Any,
 ) -> Measurement:
     """Compiles ``fn`` as given for a device and reads what the compiler says.
@@ -179,6 +183,8 @@ def measure(
       donate_argnums: as in ``jax.jit``.
       with_buffers: whether to read what is alive when, too (``memory``). Where it cannot be read,
         a note says why.
+      as_written: whether to compile without the compiler's own rematerialisation, if it is among
+        ``OWN_REMATERIALISATION``.
       **kwargs: its keyword arguments, likewise.
 
     Raises:
@@ -202,7 +208,7 @@ def measure(
     with dump_folder() if with_buffers else contextlib.nullcontext() as folder:
         try:
             with doing(f"compiling {name} for {target.name}"):
-                compiled, notes = _compile(lowered, target, folder)
+                compiled, notes = _compile(lowered, target, folder, as_written)
         except CompileError as error:
             if folder is not None:
                 # XLA writes down what it decided before it finds that it does not fit.
@@ -288,7 +294,10 @@ def _lower(
 
 
 def _compile(
-    lowered: jax.stages.Lowered, target: Device, folder: Path | None = None
+    lowered: jax.stages.Lowered,
+    target: Device,
+    folder: Path | None = None,
+    as_written: bool = False,
 ) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
     """The compiled program, and notes on what it took to compile it.
 
@@ -296,8 +305,11 @@ def _compile(
       lowered: the program.
       target: the device.
       folder: where XLA is to write what it decides about memory, if anywhere.
+      as_written: whether to leave out the compiler's own rematerialisation, if possible.
     """
     options = compiler_options(target)
+    if as_written and target.platform in OWN_REMATERIALISATION:
+        options |= _without(OWN_REMATERIALISATION[target.platform])
     if folder is not None:
         options |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     with jax.default_device(_jax_device(target)):
@@ -421,10 +433,15 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     """
     if device.platform != "cpu" or jax.__version_info__ >= (0, 11):
         return {}
+    return _without(_BARRIER_PASS)
+
+
+def _without(one: str) -> dict[str, str | bool]:
+    """Compiler options that leave out one pass."""
     # The option replaces what XLA_FLAGS says, so passes that are disabled there are kept.
     flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    passes = [name for name in ",".join(flags).split(",") if name and name != _BARRIER_PASS]
-    return {_DISABLED_PASSES: ",".join([*passes, _BARRIER_PASS])}
+    passes = [name for name in ",".join(flags).split(",") if name and name != one]
+    return {_DISABLED_PASSES: ",".join([*passes, one])}
 
 
 def resolve_device(device: str | Device, mesh: Any = None) -> Device:

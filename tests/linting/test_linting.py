@@ -123,10 +123,36 @@ def test_round_a_scan(plain_bytes):
     whole = jax.checkpoint(scanned)
     found = remat_opt.lint(whole, W, X)
     assert [row["check"] for row in found.rows] == ["round-everything"]
-    assert found.rows[0]["remedy"] == "put the checkpoint round the body of the scan"
+    assert (
+        found.rows[0]["remedy"] == "put the checkpoint, with its policy, round the body of the scan"
+    )
     assert checks(scanned_inside) == []
     without, inside = temporary_bytes(scanned), temporary_bytes(scanned_inside)
     assert temporary_bytes(whole) > 0.9 * without > 1.5 * inside
+
+
+def test_a_policy_round_a_scan_before_a_head():
+    """The names are kept, but all else in all iterations is computed again at once."""
+
+    def body(h, w):
+        return jnp.sin(jnp.tanh(checkpoint_name(h @ w, "hidden")) @ w) + h, None
+
+    def loss_of(around, within):
+        def run(w, x):
+            return jax.lax.scan(within(body), x, w)[0]
+
+        return lambda w, x: jnp.sum(jnp.sin(around(run)(w, x) @ w[0]) @ w[1])
+
+    def policy(fn):
+        return jax.checkpoint(jax.jit(fn), policy=KEEP("hidden"))
+
+    def none(fn):
+        return fn
+
+    round_it, inside, plain = loss_of(policy, none), loss_of(none, policy), loss_of(none, none)
+    assert checks(round_it) == ["round-everything"]
+    assert checks(inside) == []
+    assert temporary_bytes(inside) < 0.7 * temporary_bytes(plain) < temporary_bytes(round_it)
 
 
 def test_round_the_last_block(least_bytes):
@@ -212,6 +238,47 @@ def test_a_name_that_is_passed_by():
         return str(jax.make_jaxpr(jax.grad(fn))(W, X)).count("dot_general[")
 
     assert products(loss_of(one)) == products(loss_of(linear)) + 1
+
+
+@pytest.mark.parametrize(
+    "move", [lambda y: y.reshape(-1, 8, 8), lambda y: y.astype("bfloat16"), jnp.transpose]
+)
+def test_a_value_that_is_kept_twice(move):
+    def loss_of(policy, move=move):
+        def one(x, w):
+            y = checkpoint_name(x @ w, "hidden")
+            moved = jnp.tanh(checkpoint_name(move(y), "moved").astype("float32")).reshape(-1)
+            return x + moved.reshape(y.shape) * jnp.sin(y)
+
+        return lambda w, x: jnp.sum(
+            jax.lax.scan(
+                lambda h, one_w: (jax.checkpoint(one, policy=policy)(h, one_w), None), x, w
+            )[0]
+        )
+
+    twice = loss_of(KEEP("hidden", "moved"))
+    found = remat_opt.lint(twice, W, X)
+    assert [row["check"] for row in found.rows] == ["kept-twice"]
+    assert "'moved' is kept, and so is the value at test_linting.py:" in found.rows[0]["message"]
+    dots = jax.checkpoint_policies.dots_saveable
+    both = jax.checkpoint_policies.save_from_both_policies(dots, KEEP("moved"))
+    assert checks(loss_of(both)) == ["kept-twice"]
+    for policy in (KEEP("hidden"), KEEP("hidden", "other")):
+        assert "kept-twice" not in checks(loss_of(policy))
+    assert "kept-twice" not in checks(loss_of(KEEP("hidden", "moved"), lambda y: y))
+    assert temporary_bytes(twice) > 1.15 * temporary_bytes(loss_of(KEEP("hidden")))
+
+
+def test_what_only_the_move_reads_is_kept_once():
+    def one(x, w):
+        y = checkpoint_name(x @ w, "hidden")
+        return x + jnp.tanh(checkpoint_name(y.reshape(-1), "moved")).reshape(y.shape)
+
+    def loss(w, x):
+        x = jax.checkpoint(one, policy=KEEP("hidden", "moved"))(x, w[0])
+        return jnp.sum(block(x, w[1]))
+
+    assert checks(loss) == []
 
 
 def test_a_policy_that_keeps_everything(plain_bytes):

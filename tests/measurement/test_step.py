@@ -314,6 +314,26 @@ def test_a_plan_chosen_in_a_step() -> None:
     assert found.temporary_bytes == chosen.measured.temporary_bytes
 
 
+def test_a_loss_that_the_step_defines_anew_each_time() -> None:
+    """As Flax's training loops have it: under ``jax.jit``, round what the step has at hand."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(weights: Any, x: jax.Array) -> Any:
+        @decorated
+        def loss(weights: Any) -> jax.Array:
+            return plain_loss(weights, x)
+
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, jax.grad(loss)(weights))
+
+    plans = [
+        remat_opt.make_plan(train_step, WEIGHTS, X, device="cpu", budget=share, verify="compile")
+        for share in (0.9, 0.6)
+    ]
+    for plan in plans:
+        assert plan.measured.temporary_bytes <= plan.budget_bytes
+    assert plans[1].measured.temporary_bytes < plans[0].measured.temporary_bytes
+
+
 def test_a_budget_that_fits_knows_the_state_of_the_optimizer() -> None:
     loss = decorated()
     args = (adam_step(loss).fn, WEIGHTS, STATE, X)
