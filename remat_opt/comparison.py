@@ -408,9 +408,9 @@ def _policy_of(name: str) -> Callable[..., Any]:
     if found is None:
         names = ", ".join(policies.default_policies())
         raise RematError(
-            f"{name!r} is not a policy of jax.checkpoint_policies that can be used as it is: "
-            f"give one of {names}, or, for one of your own, a mapping from a label to the function "
-            "wrapped in it."
+            f"{name!r} is not a policy of jax.checkpoint_policies that works without "
+            f"arguments: give one of {names}, or, for one of your own, a mapping from a label "
+            "to the function wrapped in it."
         )
     return found
 

@@ -243,9 +243,9 @@ def _one_of_pod(device: Device, pod: str) -> Device:
             target = dataclasses.replace(gpu, devices=int(pod))
         case _:
             raise DeviceError(
-                f"There is no device '{device.name}:{pod}'. Of TPUs give the slice, as in "
-                "'v5e:4x4', of GPUs how many there are, as in 'h200:8'; what is attached is used "
-                "as it is."
+                f"There is no device '{device.name}:{pod}'. For TPUs give the slice, as in "
+                "'v5e:4x4'; for GPUs give their number, as in 'h200:8'. Attached devices are "
+                "used as they are."
             )
     return dataclasses.replace(device, name=f"{device.name}:{pod}", target=target)
 
@@ -266,7 +266,7 @@ def register(device: Device) -> None:
       DeviceError: if the name is taken by a different device.
     """
     if device.name == "attached":
-        raise DeviceError("The name 'attached' means what jax.devices() shows: take another.")
+        raise DeviceError("The name 'attached' means what jax.devices() shows: choose another.")
     known = _devices.get(device.name)
     if known is not None and known != device:
         raise DeviceError(

@@ -211,8 +211,9 @@ def _step(
     """What to compile: the step, or value and gradient of a decorated loss."""
     if frameworks.have_modules(args, kwargs):
         raise RematError(
-            "explain compiles functions of arrays, but there are modules of flax.nnx among the "
-            "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge."
+            "explain compiles functions of arrays, but some of the arguments are flax.nnx "
+            "modules. Split them with nnx.split, and give explain a function that calls "
+            "nnx.merge."
         )
     if isinstance(fn, Rematerialized):
         call = fn.bind(args, dict(kwargs))
@@ -271,15 +272,16 @@ def _notes(
     notes = []
     if memory is None:
         notes.append(
-            "the compiler does not tell what lies in memory when: temporaries are all of them "
-            "workspace here, and arguments have the bytes of their types"
+            "the compiler does not say what is in memory when: all temporaries are shown as "
+            "workspace, and arguments with the bytes of their types"
         )
     elif measured is None:
         again = sum(".remat" in one.name for one in memory.instructions)
         if again:
             notes.append(
-                f"the compiler's own rematerialisation computes {again} values again, as it does "
-                "where the device's memory runs short; without it, more would be needed"
+                f"the compiler's own rematerialisation computes {again} values again, as it "
+                "does when the device's memory runs short; without this, the step would need "
+                "more"
             )
     if not at_peak["activations"] and not any(
         one == "parameter" for one in argument_roles(program)
@@ -328,15 +330,17 @@ class _Remedies:
             case "inputs":
                 return "a smaller batch, or microbatches"
             case "gradients":
-                return "apply each as soon as it is there; to clip by their norm takes all at once"
+                return (
+                    "apply each as soon as it is computed; clipping by their norm needs all at once"
+                )
             case "workspace":
-                return "a smaller batch, or microbatches; what lives within one pass only"
+                return "a smaller batch, or microbatches; it lives within one pass only"
             case "holes":
-                return "left by the compiler where arrays do not pack; they move with the rest"
+                return "left by the compiler where arrays do not pack; they change with the rest"
 
     def _plans(self) -> str:
         if not self._calls:
-            return "what a plan decides about: decorate the loss with @optimal_remat, explain again"
+            return "decorate the loss with @optimal_remat, then explain again"
         try:
             call = step.the_one(self._calls)
             planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
@@ -347,8 +351,8 @@ class _Remedies:
             return f"no plan: {error}"
         least = rows[0]
         said = (
-            f"plans reach {format_bytes(least['temporary_bytes'])} of temporaries, recomputing "
-            f"{format_share(least['overhead_seconds_share'])} of a forward pass"
+            f"plans reach {format_bytes(least['temporary_bytes'])} of temporaries, "
+            f"recomputing {format_share(least['overhead_seconds_share'])} of a forward pass"
         )
         fit = [row for row in rows if row["temporary_bytes"] <= self._left_bytes]
         if not fit:
@@ -376,7 +380,7 @@ class _Remedies:
                 wanted.append(number)
                 saved_bytes += sum(kind.bytes * times for kind, times in needed.items())
         if not wanted:
-            return "return less; what is returned is there beside the temporaries"
+            return "return less; results take memory beside the temporaries"
         several = (*donated, *wanted)
         numbers = several[0] if len(several) == 1 else tuple(sorted(several))
         return f"donate_argnums={numbers} lets {format_bytes(saved_bytes)} lie in the arguments"

@@ -140,9 +140,9 @@ def _check_kinds(fn: Callable[..., Any], tree: Any) -> None:
             if getattr(variable, kind, False):
                 name = getattr(fn, "__name__", type(fn).__name__)
                 raise RematError(
-                    f"Among the arguments of {name!r} is a Variable of flax.nnx with {kind}=True. "
-                    f"Its changes would be lost: make it without {kind}, or leave the decorator "
-                    "out."
+                    f"Among the arguments of {name!r} is a Variable of flax.nnx with "
+                    f"{kind}=True. Its changes would be lost. Create it without {kind}, or "
+                    "leave the decorator out."
                 )
 
 

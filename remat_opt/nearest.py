@@ -149,7 +149,7 @@ def _whole(problem: Problem) -> Iterator[_ByHand]:
     schedules = policies.schedules(problem.program, expected.roots, expected.graph)
     for name, schedule in zip(policies.default_policies(), schedules, strict=False):
         yield _ByHand(
-            where="jax.checkpoint round the whole function", policy=name, schedule=schedule
+            where="jax.checkpoint around the whole function", policy=name, schedule=schedule
         )
 
 
@@ -174,7 +174,7 @@ def _block_name(program: Program, runs: Sequence[range]) -> str:
         stems[found[1] if found else ""] += 1
     names = [f"{stem} ({count})" for stem, count in sorted(stems.items()) if stem]
     if len(names) < len(stems):
-        return f"jax.checkpoint round each of {len(runs)} blocks"
+        return f"jax.checkpoint around each of {len(runs)} blocks"
     return f"nn.remat on every {' and '.join(names)}"
 
 
@@ -284,7 +284,7 @@ def _loops(problem: Problem, plan: Plan) -> tuple[Problem, list[_ByHand]]:
         inside = ", ".join(f'"{one.name}"' for one in names)
         found.append(
             _ByHand(
-                where="jax.checkpoint round the body of every scan",
+                where="jax.checkpoint around the body of every scan",
                 policy=f"save_only_these_names({inside})" if names else "nothing_saveable",
                 schedule=dataclasses.replace(
                     plain(model.graph), loops=tuple(way.loop for way in choice)

@@ -219,9 +219,9 @@ class Rematerialized:
         with self.pure_call(args, kwargs) as (run, pure):
             if run is not self:
                 raise RematError(
-                    f"Among the arguments of {self.fn.__name__!r} are modules of flax.nnx, which "
-                    "code cannot hold. Write the loss as a function of their state, with nnx.split "
-                    "and nnx.merge, and export that."
+                    f"Among the arguments of {self.fn.__name__!r} are flax.nnx modules, which "
+                    "code cannot hold. Write the loss as a function of their state, with "
+                    "nnx.split and nnx.merge, and export that."
                 )
             call = run.bind(pure.args, pure.kwargs)
             program = run.trace(call)
@@ -305,7 +305,7 @@ class Rematerialized:
             first_line = str(error).splitlines()[0].partition(" (http")[0]
             raise TraceError(
                 f"{call.name!r} changes a module that it closes over ({first_line}), and the "
-                "change would be lost. Give it the module as an argument."
+                "change would be lost. Pass the module as an argument."
             ) from error
 
     def plan_of(self, program: Program, call: tracing.Call) -> Plan:
@@ -350,9 +350,9 @@ def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
     """Raises PlanFileError unless the plan was made for the program with this fingerprint."""
     if plan.fingerprint != fingerprint:
         raise PlanFileError(
-            f"The plan was made for another program: for {plan.function!r} with the fingerprint "
-            f"{printable(plan.fingerprint[:12])}, traced by JAX {printable(plan.jax_version)}; "
-            f"this is {function!r} with {fingerprint[:12]}, traced by JAX {jax.__version__}. "
-            "The function, the shapes of its arguments, argnums or the version of JAX have changed "
-            "since. Make the plan again."
+            f"The plan was made for another program: for {plan.function!r} with the "
+            f"fingerprint {printable(plan.fingerprint[:12])}, traced by JAX "
+            f"{printable(plan.jax_version)}; this is {function!r} with {fingerprint[:12]}, "
+            f"traced by JAX {jax.__version__}. The function, the shapes of its arguments, "
+            "argnums or the version of JAX have changed since then. Make the plan again."
         )

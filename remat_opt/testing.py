@@ -138,8 +138,8 @@ def verdict(
     made = plan if isinstance(plan, Plan) else Plan.load(plan)
     if made.measured is None:
         raise PlanFileError(
-            f"The plan of {made.function!r} was not compiled when it was made, so that there is "
-            "no peak to hold it to. Make it again with verify=True (--verify)."
+            f"The plan of {made.function!r} was not compiled when it was made, so there is no "
+            "peak to compare with. Make it again with verify=True (--verify)."
         )
     target = compilation.resolve_device(made.device if device is None else device)
     planner = Rematerialized(
@@ -207,10 +207,10 @@ def _judged(
             f"The peak of {made.function!r} under its plan has grown from "
             f"{format_bytes(then_bytes)} to {format_bytes(now_bytes)} of temporaries on "
             f"{device.name}, by {format_share(now_bytes / then_bytes - 1)}; "
-            f"{format_share(tolerance)} is tolerated. The program is the same: it is what is "
-            "compiled round it, or the compiler, that has changed "
-            f"({made.measured.compiler_version} then, {compilation.compiler_version(device)} now). "
-            'Make the plan again, with verify="compile" to stay within its budget.'
+            f"{format_share(tolerance)} is tolerated. The program is the same, so what is "
+            "compiled around it or the compiler has changed "
+            f"({made.measured.compiler_version} then, {compilation.compiler_version(device)} "
+            'now). Make the plan again, with verify="compile" to stay within its budget.'
         )
     return Verdict(
         function=program.name,
@@ -227,7 +227,7 @@ def _predicted(made: Plan, program: Program, request: Request, device: Device) -
     try:
         now = planning.make(program, device, made.objective, request.solver)
     except RematError as error:
-        return f"What was asked for cannot be had any more: {error} "
+        return f"The plan's request can no longer be met: {error} "
     return (
         f"A plan for the same request is predicted to take "
         f"{format_bytes(now.predicted.temporary_bytes)} of temporaries now, and was predicted "

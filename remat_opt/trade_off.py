@@ -95,7 +95,10 @@ class Frontier:
                 for row in shown
             ),
             align="rrrrl",
-            footer="All predicted; time and FLOPs of recomputation as shares of one forward pass."
+            footer=(
+                "All figures are predicted. Time and FLOPs of recomputation are shares of one "
+                "forward pass."
+            )
             + (f" {left} more between them are in .rows." if left else ""),
         )
 

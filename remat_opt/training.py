@@ -121,7 +121,7 @@ def _parted(count: int, leaf: Any) -> Any:
     if leaf.shape[0] % count:
         raise RematError(
             f"A batch of {leaf.shape[0]} does not divide into {count} parts: give a number of "
-            "microbatches that divides it."
+            "microbatches that divides the batch."
         )
     return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
 

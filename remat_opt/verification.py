@@ -78,9 +78,9 @@ def measure_plan(
     axes = internals.surrounding_axes(one.jax_equation for one in program.equations)
     if axes:
         raise RematError(
-            f"{program.name!r} cannot be compiled on its own, as verify= asks: it is tied to the "
-            f"axes {', '.join(axes)} of a vmap or shard_map round it. Leave verify= out, or "
-            "decorate a function that has the vmap or shard_map inside."
+            f"{program.name!r} cannot be compiled on its own, as verify= asks: it is tied to "
+            f"the axes {', '.join(axes)} of a vmap or shard_map around it. Leave verify= out, "
+            "or decorate a function that has the vmap or shard_map inside."
         )
     run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
     fate = plan.objective.gradients

@@ -145,7 +145,7 @@ def test_what_is_recomputed_anyway_is_told() -> None:
         loss = shape(jax.checkpoint(layer))
         (note,) = [n for n in make(loss, W, X).notes if n.startswith("Checkpoints that")]
         assert "stay as they are (test_inner.py:" in note
-        assert note.endswith('existing="replace" lets the plan decide about what is under them.')
+        assert note.endswith('existing="replace" lets the plan decide about the values under them.')
         share = float(note.partition("They compute ")[2].partition(" %")[0])
         assert 50 < share <= 100
         for other in (make(loss, W, X, existing="replace"), make(shape(layer), W, X)):

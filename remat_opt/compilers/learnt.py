@@ -517,8 +517,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
         raise PlanFileError(f"{where} cannot be read as what was learnt: {error}.") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or "learnt" not in data:
         raise PlanFileError(
-            f"{where} does not hold what was learnt by compiling, or not in the format "
-            f"{FORMAT!r}, which this version of remat_opt reads. Learn it again, into another file."
+            f"{where} does not hold results of compiling in the format {FORMAT!r}, which this "
+            "version of remat_opt reads. Learn it again, into another file."
         )
     body = data["learnt"]
     if data.get("checksum") != checksum_of(body):

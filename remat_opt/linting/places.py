@@ -31,15 +31,15 @@ def round_everything(found: Survey) -> Iterator[Finding]:
         if checkpoint.policy is not None and _keeps_something(found, checkpoint) and not loop:
             continue
         remedy = (
-            "put the checkpoint round the body of the scan"
+            "put the checkpoint around the body of the scan"
             if loop
-            else "put one round each block but the last, or decorate the loss with optimal_remat"
+            else "put one around each block but the last, or decorate the loss with optimal_remat"
         )
         what = "the scan that does the work" if loop else "the whole of it"
         yield Finding(
             check="round-everything",
-            message=f"a checkpoint is round {what}: all of its values are there at once when it "
-            "is computed again, which costs a forward pass and saves next to nothing",
+            message=f"a checkpoint is around {what}: when it is computed again, all of its values "
+            "are in memory at once, which costs a forward pass and saves next to nothing",
             remedy=remedy,
             source=checkpoint.source,
         )
@@ -57,8 +57,8 @@ def round_the_last(found: Survey) -> Iterator[Finding]:
     if last.flops and after <= _NEXT_TO_NOTHING * last.flops and not _saves_by_itself(found, last):
         yield Finding(
             check="round-the-last",
-            message="a checkpoint is round the last block: the backward pass begins with it, so "
-            "that it is computed again as soon as it has been computed",
+            message="a checkpoint is around the last block: the backward pass begins with that "
+            "block, so it is computed again as soon as it has been computed",
             remedy="leave the checkpoint off the last block",
             source=last.source,
         )

@@ -130,8 +130,8 @@ def lint(
     found = survey(closed, call.name)
     if found.differentiated:
         raise RematError(
-            f"{call.name!r} takes derivatives, in which JAX takes checkpoints apart. Give the loss "
-            "that it differentiates."
+            f"{call.name!r} takes derivatives, in which JAX dissolves checkpoints. Give lint "
+            "the loss that it differentiates."
         )
     rows = [finding for check in CHECKS for finding in check(found)]
     return Findings(

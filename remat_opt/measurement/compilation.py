@@ -67,9 +67,9 @@ _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _BARRIER_PASS = "cse_barrier_expander"
 _BARRIER_NOTE = (
-    f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX "
-    f"{jax.__version__} on CPU removes what keeps recomputations apart from what they repeat, "
-    "and runs with as much memory as the plain function"
+    f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX {jax.__version__} on "
+    "CPU merges recomputation with what it repeats, and needs as much memory as the plain "
+    "function"
 )
 
 #: An amount as libtpu writes it, in powers of 1024.
@@ -375,15 +375,15 @@ def _recomputation_notes(found: Recomputation) -> list[str]:
     notes = []
     if found.undone:
         notes.append(
-            f"recomputation is undone, in whole or in part: {found.text()}. What was to be saved "
-            "by these is not, whatever is predicted. Plan for another budget, or with "
-            'verify="compile", which takes the plan that is best as compiled'
+            f"recomputation is undone, in whole or in part: {found.text()}. The memory it was "
+            "meant to save is not saved, whatever is predicted. Plan for another budget, or "
+            'with verify="compile", which chooses the plan that compiles best'
         )
     if found.compiler_values:
         notes.append(
-            f"the compiler's own rematerialisation computes {found.compiler_values} more values "
-            f"again{in_brackets(found.not_kept)}, as it does where the device's memory runs "
-            "short; a plan with a smaller budget leaves it less to do"
+            f"the compiler's own rematerialisation computes {found.compiler_values} more "
+            f"values again{in_brackets(found.not_kept)}, as it does when the device's memory "
+            "runs short; a plan with a smaller budget leaves it less to do"
         )
     return notes
 
@@ -499,7 +499,7 @@ def _placed(leaf: Any, place: Any, device: Device) -> Any:
     if _spans_devices(leaf):
         raise DeviceError(
             f"An argument of shape {leaf.shape} is spread over several devices by a "
-            f"{type(leaf.sharding).__name__}, which names no mesh that could be laid over those of "
+            f"{type(leaf.sharding).__name__}, which has no mesh to map onto the devices of "
             f"{device}. Give it a NamedSharding."
         )
     # eval_shape knows the dtype that jit would give it, such as float32 for NumPy's float64.

@@ -268,8 +268,8 @@ def _static_values(plan: Mapping[str, Any]) -> str:
     )
     left = len(rows) - _MOST_STATIC
     more = (
-        f'<p class="ro-sub">and {left:,} smaller ones. Where scripts run, this is a table of all, '
-        "to sort and to filter.</p>"
+        f'<p class="ro-sub">and {left:,} smaller ones. With scripts enabled, this is a table '
+        "of all values that you can sort and filter.</p>"
         if left > 0
         else ""
     )

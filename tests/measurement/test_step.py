@@ -262,8 +262,9 @@ def test_a_comparison_in_a_step() -> None:
     assert (found.step, found.function) == ("step", "plain_loss")
     assert repr(found).startswith("step with plain_loss for cpu\n")
     assert found.notes[0] == (
-        "Predictions take each gradient to be used up as soon as it is there. Where 'step' needs "
-        'them all at once (512 KiB), as for clipping by their norm, give gradients="together".'
+        "Predictions assume that each gradient is used up as soon as it is computed. If "
+        "'step' needs them all at once (512 KiB), as for clipping by their norm, give "
+        'gradients="together".'
     )
     plain = rows["plain"]["temporary_bytes"]
     assert plain == adam_step(plain_loss).measure(as_it_is, None, CPU).temporary_bytes
@@ -379,7 +380,7 @@ def test_options_of_a_loss_are_for_the_decorator() -> None:
     with pytest.raises(RematError) as caught:
         remat_opt.compare(adam_step(decorated()).fn, WEIGHTS, STATE, X, argnums=1, device="cpu")
     assert str(caught.value) == (
-        "argnums= and has_aux= say how a loss is differentiated; this is a step, which "
+        "argnums= and has_aux= say how to differentiate a loss, but this is a step that "
         "differentiates a decorated loss. Give them to the decorator."
     )
 
