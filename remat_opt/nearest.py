@@ -1,10 +1,10 @@
-"""What one can write by hand, with one policy for all blocks, that comes nearest to a plan.
+"""The hand-written policy, one for all blocks, that is closest to a plan.
 
-``jax.checkpoint`` or ``nn.remat`` takes a policy, and is put round a class of modules, round the
-body of a scan, or round the whole loss. So the candidates are JAX's own policies in each of these
-places, and policies that keep by name what the plan keeps in at least so many of the blocks, for
-every number that makes a difference; with and without what is small beside the rest. The model that
-made the plan judges them, and each name counts a little: someone has to write it.
+``jax.checkpoint`` or ``nn.remat`` takes a policy, and goes around a class of modules, the body of
+a scan, or the whole loss. So the candidates are JAX's own policies in each of these places, and
+policies that keep by name what the plan keeps in at least so many blocks, for every number that
+makes a difference, with and without the values that are small compared with the rest. The model
+that made the plan judges them. Each name has a small cost, because someone has to write it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Named:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class NearestPolicy:
-    """One policy for all blocks, beside the plan that it stands for; all figures are predicted.
+    """One policy for all blocks, compared with the plan it replaces; all figures are predicted.
 
     Attributes:
-      where: what to put it round.
+      where: what to put it around.
       policy: the policy, as code.
-      names: what has to be named for it.
+      names: the values to name for it.
       temporary_bytes: the temporaries it needs.
       overhead_share: its recomputation, as a share of the time of a forward pass.
       plan_temporary_bytes: the temporaries of the plan.

@@ -1,4 +1,4 @@
-"""What the real compiler says a function needs, on a machine that need not be there.
+"""What the real compiler says a function needs, for a device that need not be attached.
 
 A program is compiled, not run. The compiler's buffer assignment then gives exact bytes:
 arguments, outputs, and *temporary bytes*, which are what a plan is about.
@@ -10,8 +10,8 @@ Three things to know about the figures:
     the parts, is what has to fit.
 *   FLOPs are the compiler's count: it takes the body of a loop once, and the compiler for
     NVIDIA GPUs gives none.
-*   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). What
-    is measured is the program with that turned off, and the record says so in ``notes``.
+*   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). The program
+    is measured with that turned off, and the record says so in ``notes``.
 
 Whether the program's recomputation survived the compiler is read off the compiled program itself
 (``recomputation``), and what is alive when off what the compiler writes about it (``buffers``).
@@ -93,16 +93,16 @@ class Measurement:
       output_bytes: outputs, in device memory.
       temporary_bytes: everything else in device memory while it runs.
       host_bytes: arguments, outputs and temporaries in host memory, as offloading makes.
-      alias_bytes: outputs that lie in the buffers of donated arguments.
+      alias_bytes: outputs that reuse the buffers of donated arguments.
       flops: the compiler's count, or None where it gives none. A loop's body counts once.
-      recomputation: what became of the program's recomputation; None where there is none.
+      recomputation: what happened to the program's recomputation; None if it has none.
       compile_seconds: how long tracing, lowering and compiling took. The only figure that
         differs from one run to the next; not part of equality.
       jax_version: version of JAX.
       compiler_version: what the compiler calls itself.
-      notes: what a reader of the figures has to know.
-      memory: what is alive when, where it was asked for and could be read. Neither part of
-        equality nor of the plain data that the record is written as.
+      notes: what a reader of the figures should know.
+      memory: what is alive when, if requested and readable. It is part neither of equality nor of
+        the record's plain data.
     """
 
     device: str
@@ -411,8 +411,8 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     """Compiler options without which a plan has no effect on a device; mostly none.
 
     On a CPU with JAX before 0.11, the pass ``cse_barrier_expander`` removes the barriers
-    that ``jax.checkpoint`` puts round recomputation, and common subexpression elimination
-    then merges it with what it repeats. Who runs there passes these options on:
+    that ``jax.checkpoint`` puts around recomputation, and common subexpression elimination
+    then merges it with what it repeats. To run there, pass these options on:
     ``jax.jit(step, compiler_options=compiler_options(device))``.
     """
     if device.platform != "cpu" or jax.__version_info__ >= (0, 11):
