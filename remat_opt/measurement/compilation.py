@@ -391,19 +391,23 @@ def _recomputation_notes(found: Recomputation) -> list[str]:
 def _temporary_bytes(memory: Any, device: Device) -> int:
     """Temporaries in device memory: the size of the compiler's heap.
 
-    XLA for TPU reports the heap plus its fragmentation, which the heap has in it already, and
-    as the peak the heap less its fragmentation (with arguments and outputs). Half the sum of
-    the two is the heap: checked against the buffer assignments of JAX 0.10 and 0.12, with and
-    without donation, to 0.1 %.
+    XLA for TPU reports the heap plus its fragmentation, which the heap has in it already. From
+    JAX 0.11 on it also tells all that it allocates, and what of it stays allocated throughout:
+    arguments and outputs. The rest is the heap, to the byte, with and without donation, host
+    memory, loops and a mesh. Before, what is alive at the peak has to do, arguments and outputs
+    in it: where that is all temporaries, half its sum with what is reported is the heap.
     """
     reported: int = memory.temp_size_in_bytes
     if device.platform != "tpu":
         return reported
+    allocated: int | None = getattr(memory, "total_allocation_bytes", None)
+    if allocated is not None:
+        return allocated - int(memory.indefinite_allocations)
     others = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
     live = memory.peak_memory_in_bytes - others
-    # With host memory in use the peak counts that in, and cannot be told apart.
+    # Temporaries that lie in results' buffers, and host memory, count in the peak as well.
     return (reported + live) // 2 if 0 < live <= reported else reported
 
 
