@@ -103,7 +103,8 @@ def optimal_remat(
       A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
       ``jax.value_and_grad``, ``jax.vjp`` and the others. Outside ``jax.jit`` it is traced and
       compiled as under ``jax.jit``, so side effects such as printing happen only once. It is
-      traced again if a global variable or anything else it refers to has changed. Its method ``plan`` returns the plan for given arguments.
+      traced again if a global variable or anything else it refers to has changed. Its method
+      ``plan`` returns the plan for given arguments.
 
     Raises:
       RematError: options that contradict each other or are out of range.

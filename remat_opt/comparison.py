@@ -367,8 +367,8 @@ def policy_contenders(
       chosen: names in ``jax.checkpoint_policies``, or labels with, for each, such a name or
         a function with the results of the loss; None for all that JAX has.
       signature: how the arguments of the loss are read.
-      has_blocks: whether the loss is made of blocks. Then each policy is taken round the whole
-        function and round every block; but not the one that keeps everything, which is the
+      has_blocks: whether the loss is made of blocks. Then each policy is taken around the whole
+        function and around every block; but not the one that keeps everything, which is the
         function as it is.
 
     Raises:

@@ -220,7 +220,7 @@ def get_device(name: str) -> Device:
     Args:
       name: as listed by :func:`available`, in any case; with a slice of TPUs or a number of GPUs
         behind it, as in ``"v5e:4x4"`` and ``"h200:8"``, one of so many. What is attached to this
-        process is no entry of the table: ``measurement.resolve_device("attached")`` finds it.
+        process is not an entry of the table: ``measurement.resolve_device("attached")`` finds it.
 
     Raises:
       DeviceError: if there is no device of that name.

@@ -1,7 +1,7 @@
 """What is told where planning failed: a warning, and a report to file.
 
 A decorated function must run wherever the function itself does. Where a plan cannot be made or
-followed, through a fault of this package, the function runs as it is; nothing is lost but memory.
+followed, because of a bug in this package, the function runs as it is; nothing is lost but memory.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def model(
       program: a traced function.
       linearization: what its backward steps read.
       compiler: which one it is.
-      gradients: what becomes of them.
+      gradients: what happens to them.
       depth: how many bodies in bodies are looked into.
     """
     expected = models.model(program, linearization, compiler, gradients)

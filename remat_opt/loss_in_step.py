@@ -119,10 +119,10 @@ class LossInStep:
         )
 
     def measure(self, how: How, device: Device) -> Measurement:
-        """Compiles the step with something run in the place of the loss; as it is, once.
+        """Compiles the step with something run in place of the loss; as it is, once.
 
         Raises:
-          CompileError: the compiler refuses it, as for want of memory.
+          CompileError: the compiler refuses it, as for lack of memory.
         """
         if how is not as_it_is:
             return self.step.measure(how, self.call.loss, device)
@@ -131,7 +131,7 @@ class LossInStep:
         return self._plain[device]
 
     def flops(self, how: How) -> int:
-        """FLOPs of the step with something run in the place of the loss."""
+        """FLOPs of the step with something run in place of the loss."""
         return self.step.flops(how, self.call.loss)
 
     def plan(self, wanted: Rematerialized) -> Plan:

@@ -55,7 +55,7 @@ def objective_of(
       max_overhead: share of a forward pass that may be recomputed.
       overhead: ``"seconds"`` or ``"flops"``, what recomputation is counted in.
       reserve: bytes that ``budget="fit"`` leaves free.
-      gradients: what becomes of them: ``"consumed"``, ``"together"`` or ``"results"``.
+      gradients: what happens to them: ``"consumed"``, ``"together"`` or ``"results"``.
 
     Raises:
       RematError: both are given, or a number is out of range.

@@ -41,7 +41,7 @@ from remat_opt.view import (
 
 #: Changes when files of an older version can no longer be read.
 FORMAT = "remat_opt plan 8"
-#: How deep the JSON of a plan may nest: two levels for each region round another, and a few. On a
+#: How deep the JSON of a plan may nest: two levels for each region around another, and a few. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210
 #: No amount in a plan is larger: above all counts of FLOPs, below what arithmetic has trouble with.

@@ -86,7 +86,7 @@ class Sweep:
       model: what the compiler is expected to make of the program.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
         need; of what is alive, no other solution of the solver's needs less for less overhead.
-      unchanged: likewise, of the function as it is.
+      unchanged: likewise, of the unchanged function.
       replays: the moments of schedules that were replayed, of each once.
     """
 
@@ -131,7 +131,7 @@ class Problem:
 
     @property
     def unchanged(self) -> Candidate:
-        """The function as it is."""
+        """The unchanged function."""
         return self.sweep.unchanged
 
 
@@ -156,7 +156,7 @@ def problem(
       device: whose rates and compiler to plan with.
       measure: what recomputation is counted in.
       solver: where the schedules to choose from come from.
-      gradients: what becomes of them.
+      gradients: what happens to them.
       off: names of rules about compilers that are switched off (``compilers.rules``).
 
     Raises:
@@ -217,7 +217,7 @@ def defaults(of: Problem) -> tuple[Candidate, ...]:
 
 
 def named_defaults(of: Problem) -> dict[str, Candidate]:
-    """The function as it is and what each of the policies does alone, by what to call them.
+    """The unchanged function and what each of the policies does alone, by what to call them.
 
     Of those that come to the same figures the first. What keeps everything is the function as it
     is, and is left out.
@@ -400,7 +400,7 @@ def _modelled(expected: Model, one: Candidate) -> Candidate:
 def _simulate(expected: Model, schedule: Schedule | None) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it.
 
-    With None that of the function as it is.
+    With None that of the unchanged function.
     """
     whole = plain(expected.graph) if schedule is None else schedule
     found = simulate(expected.graph_of(schedule), whole)
@@ -658,7 +658,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
 def _timeline(
     expected: Model, schedule: Schedule | None, found: Simulation, moments: Sequence[Moment]
 ) -> Timeline:
-    """What is alive when under a schedule, or with None in the function as it is.
+    """What is alive when under a schedule, or with None in the unchanged function.
 
     Args:
       expected: the model that was replayed.

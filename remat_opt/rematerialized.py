@@ -42,7 +42,7 @@ class Rematerialized:
     Calling it gives the values, the tree and the dtypes of the function it wraps, and its
     derivatives are the same too; taken backward, it keeps and recomputes as planned. It is planned
     once for each program that it is traced to. Under ``jax.jit`` it is traced as often as what is
-    round it; by itself, once for calls that are alike, and compiled.
+    around it; by itself, once for calls that are alike, and compiled.
     """
 
     __wrapped__: Callable[..., Any]
@@ -162,7 +162,7 @@ class Rematerialized:
                 yield self.around(pure.fn, signature), pure
 
     def around(self, fn: Callable[..., Any], signature: Signature | None = None) -> Rematerialized:
-        """The same, plans included, round a function that traces to the same programs."""
+        """The same, plans included, around a function that traces to the same programs."""
         found = Rematerialized(fn, signature or self.signature, self.request, self._given)
         found._plans, found._unplanned = self._plans, self._unplanned
         found._traces = self._traces
@@ -259,7 +259,7 @@ class Rematerialized:
         Args:
           program: the program.
           device: the machine to plan for.
-          in_step: what is compiled round the program; what is learnt is about that.
+          in_step: what is compiled around the program; what is learnt is about that.
           compiled: compiles a plan in it.
         """
         wanted = self.request.objective

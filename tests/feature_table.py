@@ -27,9 +27,9 @@ _HEAD = """# What works, and what gains
 `python -m tests.feature_table` makes this page from `tests/features.py`, with the oldest and the
 newest JAX that we test. Do not edit it by hand.
 A row *works* if value and gradient equal those of the undecorated function. It *gains* if the
-compiler for CPU needs at least 5 % less memory for temporaries than without the decorator. "-" means
-that there is nothing to gain, because there is no backward pass or nothing is compiled as a whole.
-*Refused* means that an error says what to do.
+compiler for CPU needs at least 5 % less memory for temporaries than without the decorator. "-"
+means that there is nothing to gain, because there is no backward pass or nothing is compiled as a
+whole. *Refused* means that an error says what to do.
 """
 
 

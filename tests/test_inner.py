@@ -143,16 +143,16 @@ def test_what_is_recomputed_anyway_is_told() -> None:
     make = functools.partial(remat_opt.make_plan, device="h200")
     for shape in (unrolled, scanned):
         loss = shape(jax.checkpoint(layer))
-        (note,) = [n for n in make(loss, W, X).notes if n.startswith("Checkpoints that")]
+        (note,) = [n for n in make(loss, W, X).notes if n.startswith("The function's own checkpoints")]
         assert "stay as they are (test_inner.py:" in note
         assert note.endswith('existing="replace" lets the plan decide about the values under them.')
         share = float(note.partition("They compute ")[2].partition(" %")[0])
         assert 50 < share <= 100
         for other in (make(loss, W, X, existing="replace"), make(shape(layer), W, X)):
-            assert not any(n.startswith("Checkpoints that") for n in other.notes)
+            assert not any(n.startswith("The function's own checkpoints") for n in other.notes)
 
 
 def test_options_are_checked() -> None:
     with pytest.raises(RematError, match="existing='drop': give 'keep' to leave") as told:
         remat_opt.optimal_remat(layer, existing="drop")
-    assert "'replace' to have the plan decide" in str(told.value)
+    assert "'replace' to let the plan decide" in str(told.value)

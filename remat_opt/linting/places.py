@@ -8,14 +8,14 @@ from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
 from remat_opt.linting.survey import Checkpoint, Finding, Survey, flops
 
-#: From this share of all FLOPs on a checkpoint is round everything.
+#: From this share of all FLOPs on a checkpoint is around everything.
 _NEARLY_ALL = 0.95
 #: Up to this share of the FLOPs of a checkpoint, what follows it is nothing to speak of.
 _NEXT_TO_NOTHING = 0.01
 
 
 def round_everything(found: Survey) -> Iterator[Finding]:
-    """One checkpoint round the whole loss: it is recomputed as soon as the forward pass ends.
+    """One checkpoint around the whole loss: it is recomputed as soon as the forward pass ends.
 
     A policy that keeps something does help, except where a loop does the work: then what is
     recomputed is that of all of its iterations at once.
@@ -46,7 +46,7 @@ def round_everything(found: Survey) -> Iterator[Finding]:
 
 
 def round_the_last(found: Survey) -> Iterator[Finding]:
-    """A checkpoint round the last block: it is recomputed at once after it was computed."""
+    """A checkpoint around the last block: it is recomputed at once after it was computed."""
     row = list(found.row)
     numbers = [n for n, one in enumerate(row) if found.checkpoint_at(one) is not None]
     if len(numbers) < 2:

@@ -184,7 +184,7 @@ def measure(
     Raises:
       DeviceError: if the device is unknown or cannot take these arguments.
       MissingPackageError: if compiling for it needs a package that is not installed.
-      CompileError: if the compiler refuses the program, as for want of memory. Its ``memory`` is
+      CompileError: if the compiler refuses the program, as for lack of memory. Its ``memory`` is
         what was alive when, where that was asked for and the compiler came so far.
     """
     target = resolve_device(device, meshes.mesh_of((args, kwargs)))

@@ -133,7 +133,7 @@ def on_device(mesh: Any, device: Device, places: Sequence[Any]) -> Mesh:
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """A tree with shapes in the place of arrays, laid out on a mesh as they are on theirs.
+    """A tree with shapes in place of arrays, laid out on a mesh as they are on theirs.
 
     What is on no mesh is left to the compiler.
     """

@@ -1,4 +1,4 @@
-"""The values of a plan as rows: what each is, what becomes of it, and why.
+"""The values of a plan as rows: what each is, what happens to it, and why.
 
 Those inside loops that are opened are among them: as many bytes, and as much time, as all the
 iterations of their part come to together.

@@ -264,8 +264,8 @@ def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]
     temporaries.
 
     Returns:
-      Each with its timeline: what is alive when. An array there that is no value of the program has
-      a ``title``.
+      Each with its timeline: what is alive when. An array there that is not a value of the program
+      has a ``title``.
     """
     predicted = plan["predicted"]
     if not predicted["timeline"]["at"]:

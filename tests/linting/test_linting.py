@@ -330,7 +330,7 @@ def test_what_is_found_as_text_page_and_data():
 
 
 def test_a_gradient_is_refused():
-    with pytest.raises(RematError, match="Give the loss that it differentiates"):
+    with pytest.raises(RematError, match="Give lint the loss that it differentiates"):
         remat_opt.lint(jax.grad(each), W, X)
 
 

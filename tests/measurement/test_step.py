@@ -308,7 +308,7 @@ def test_a_plan_chosen_in_a_step() -> None:
     assert chosen.measured.temporary_bytes <= chosen.budget_bytes
     assert chosen.measured.alias_bytes > 3 * GRADIENT_BYTES
     assert chosen.objective.budget_share == 0.4
-    assert "Where 'step' needs them all at once (512 KiB)" in chosen.notes[-1]
+    assert "If 'step' needs them all at once (512 KiB)" in chosen.notes[-1]
     # To run it, the loss is decorated with it: the step needs what was promised.
     followed = adam_step(remat_opt.optimal_remat(plain_loss, plan=chosen)).fn
     found = remat_opt.measure(followed, WEIGHTS, STATE, X, donate_argnums=(0, 1), device="cpu")
