@@ -332,7 +332,9 @@ class Plan:
         except FileNotFoundError:
             raise PlanFileError(f"There is no plan file {os.fspath(path)!r}.") from None
         except UnicodeDecodeError:
-            raise PlanFileError(f"{os.fspath(path)!r} is not a text file, so no plan.") from None
+            raise PlanFileError(
+                f"{os.fspath(path)!r} is not a plan: it is not a text file."
+            ) from None
         except (OSError, ValueError) as error:
             # A folder, a file that may not be read, a path that no file can have.
             reason = error.strerror if isinstance(error, OSError) else error

@@ -143,13 +143,14 @@ def test_what_is_recomputed_anyway_is_told() -> None:
     make = functools.partial(remat_opt.make_plan, device="h200")
     for shape in (unrolled, scanned):
         loss = shape(jax.checkpoint(layer))
-        (note,) = [n for n in make(loss, W, X).notes if n.startswith("The function's own checkpoints")]
+        own = "The function's own checkpoints"
+        (note,) = [n for n in make(loss, W, X).notes if n.startswith(own)]
         assert "stay as they are (test_inner.py:" in note
         assert note.endswith('existing="replace" lets the plan decide about the values under them.')
         share = float(note.partition("They compute ")[2].partition(" %")[0])
         assert 50 < share <= 100
         for other in (make(loss, W, X, existing="replace"), make(shape(layer), W, X)):
-            assert not any(n.startswith("The function's own checkpoints") for n in other.notes)
+            assert not any(n.startswith(own) for n in other.notes)
 
 
 def test_options_are_checked() -> None:

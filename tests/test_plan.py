@@ -350,7 +350,7 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError) as caught:
         Plan.load(path)
-    assert str(caught.value) == f"{str(path)!r} is not a text file, so no plan."
+    assert str(caught.value) == f"{str(path)!r} is not a plan: it is not a text file."
 
 
 def test_of_another_program(plan: Plan) -> None:

@@ -195,7 +195,7 @@ def _parts(chart: MemoryChart) -> str:
         return ""
     most = chart.totals[chart.peak] - chart.base
     return (
-        f' <span class="ro-sub">{format_bytes(chart.base)} there all the time, up to '
+        f' <span class="ro-sub">{format_bytes(chart.base)} held throughout, up to '
         f"{format_bytes(most)} of temporaries above</span>"
     )
 
