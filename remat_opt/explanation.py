@@ -1,8 +1,8 @@
-"""Why a training step needs the memory that it does, and what can be done about it.
+"""Explains what a training step's memory is spent on, and what can be done about it.
 
-The step is compiled, for a device that need not be there. What the compiler decided says what lies
-in memory when, in the words of the user's own program; it is written before the compiler finds that
-a program does not fit, so that one that is refused is explained like any other.
+The step is compiled for a device that need not be attached. The compiler's buffer assignment says
+what is in memory when, in terms of the user's own program. It is written before the compiler finds
+that a program does not fit, so a refused program is explained like any other.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ class Explanation:
       function: name of the step.
       device: name of the device compiled for.
       device_title: what people call it, with its memory.
-      memory_bytes: what a program can have there.
+      memory_bytes: memory that a program can use there.
       needed_bytes: what the step needs: arguments, results and temporaries.
-      resident_bytes: of these, what is there from first to last.
+      resident_bytes: of these, what is held from start to end.
       refusal: what the compiler said, if it refused; else "".
       shares: one dictionary for each share: ``share``, ``bytes`` at the peak, and ``remedy``.
-      timelines: for each share of temporaries the bytes that are alive at each step.
-      rows: what is alive at the peak, the most bytes first, one dictionary for arrays that are
-        alike: ``share``, ``bytes`` of all, ``count``, ``label``, ``type``, ``module``, ``source``.
+      timelines: for each share of temporaries, the bytes alive at each step.
+      rows: what is alive at the peak, the most bytes first, one dictionary for each group of
+        similar arrays: ``share``, ``bytes`` of all, ``count``, ``label``, ``type``, ``module``,
+        ``source``.
       notes: what a reader should know.
     """
 
@@ -104,20 +105,20 @@ def explain(
     donate_argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What a training step's memory is spent on, and what can be done about it.
+    """Explains what a training step's memory is spent on, and what can be done about it.
 
-    The step is compiled as it is written and not run; also where it does not fit. Where it
-    differentiates a decorated loss, what plans could save is predicted, too.
+    The step is compiled as written, not run, and it need not fit. If it differentiates a decorated
+    loss, the explanation also predicts what plans could save.
 
     Args:
       fn: a training step, ``jax.grad`` of a loss, or a decorated loss, which stands for its value
         and gradient.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
-      device: the machine to compile for; it need not be attached.
+      device: the device to compile for; it need not be attached.
       static_argnums: as for ``jax.jit``.
       static_argnames: as for ``jax.jit``.
-      donate_argnums: as for ``jax.jit``. Left out, what the ``jax.jit`` round the step says, if
-        there is one.
+      donate_argnums: as for ``jax.jit``. The default is what the ``jax.jit`` around the step
+        says, if there is one.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -125,8 +126,8 @@ def explain(
 
     Raises:
       MissingPackageError: the compiler for that device is not installed.
-      CompileError: the compiler refused, and not for want of memory.
-      RematError: there are modules of ``flax.nnx`` among the arguments.
+      CompileError: the compiler refused for a reason other than memory.
+      RematError: some of the arguments are ``flax.nnx`` modules.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -212,8 +213,9 @@ def _step(
     """What to compile: the step, or value and gradient of a decorated loss."""
     if frameworks.have_modules(args, kwargs):
         raise RematError(
-            "explain compiles functions of arrays, but there are modules of flax.nnx among the "
-            "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge."
+            "explain compiles functions of arrays, but some of the arguments are flax.nnx "
+            "modules. Split them with nnx.split, and give explain a function that calls "
+            "nnx.merge."
         )
     if isinstance(fn, Rematerialized):
         call = fn.bind(args, dict(kwargs))
@@ -297,13 +299,13 @@ def _notes(
         )
     if memory is None:
         notes.append(
-            "the compiler does not tell what lies in memory when: temporaries are all of them "
-            "workspace here, and arguments have the bytes of their types"
+            "the compiler does not say what is in memory when: all temporaries are shown as "
+            "workspace, and arguments with the bytes of their types"
         )
     elif measured is None and (again := _computed_again(memory)):
         notes.append(
             f"the compiler's own rematerialisation computes {again} values again, as it does "
-            "where the device's memory runs short; without it, more would be needed"
+            "when the device's memory runs short; without this, the step would need more"
         )
     if not at_peak["activations"] and not any(
         one == "parameter" for one in argument_roles(program)
@@ -335,7 +337,7 @@ class _Remedies:
         self._left_bytes = left_bytes
 
     def of(self, share: Share, at_peak: Mapping[Share, int]) -> str:
-        """What can be done about a share; "" where it takes no memory."""
+        """What can be done about a share; "" if it takes no memory."""
         if not at_peak[share]:
             return ""
         match share:
@@ -352,15 +354,17 @@ class _Remedies:
             case "inputs":
                 return "a smaller batch, or microbatches"
             case "gradients":
-                return "apply each as soon as it is there; to clip by their norm takes all at once"
+                return (
+                    "apply each as soon as it is computed; clipping by their norm needs all at once"
+                )
             case "workspace":
-                return "a smaller batch, or microbatches; what lives within one pass only"
+                return "a smaller batch, or microbatches; it lives within one pass only"
             case "holes":
-                return "left by the compiler where arrays do not pack; they move with the rest"
+                return "left by the compiler where arrays do not pack; they change with the rest"
 
     def _plans(self) -> str:
         if not self._calls:
-            return "what a plan decides about: decorate the loss with @optimal_remat, explain again"
+            return "decorate the loss with @optimal_remat, then explain again"
         try:
             call = step.the_one(self._calls)
             planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
@@ -371,8 +375,8 @@ class _Remedies:
             return f"no plan: {error}"
         least = rows[0]
         said = (
-            f"plans reach {format_bytes(least['temporary_bytes'])} of temporaries, recomputing "
-            f"{format_share(least['overhead_seconds_share'])} of a forward pass"
+            f"plans reach {format_bytes(least['temporary_bytes'])} of temporaries, "
+            f"recomputing {format_share(least['overhead_seconds_share'])} of a forward pass"
         )
         fit = [row for row in rows if row["temporary_bytes"] <= self._left_bytes]
         if not fit:
@@ -400,7 +404,7 @@ class _Remedies:
                 wanted.append(number)
                 saved_bytes += sum(kind.bytes * times for kind, times in needed.items())
         if not wanted:
-            return "return less; what is returned is there beside the temporaries"
+            return "return less; results take memory beside the temporaries"
         several = (*donated, *wanted)
         numbers = several[0] if len(several) == 1 else tuple(sorted(several))
         return f"donate_argnums={numbers} lets {format_bytes(saved_bytes)} lie in the arguments"

@@ -52,7 +52,7 @@ from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
 
-#: A loop is opened where its residuals take at least this share of what the function as it is does.
+#: A loop is opened if its residuals take at least this share of what the unchanged function takes.
 _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
 _MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
@@ -178,7 +178,7 @@ def ways(
         ):
             continue
         drafts: Iterable[Opening] = ()
-        # By hand one writes a checkpoint round a body, and none into a branch.
+        # By hand one writes a checkpoint around a body, and none into a branch.
         if not alike and branches.can_be_opened(program, root):
             search = functools.partial(
                 _front, compiler=expected.compiler, measure=measure, depth=depth
@@ -426,7 +426,7 @@ def _front(
     Those of the policies are all there: what is best where residuals go one by one need not be in a
     branch.
     """
-    # What becomes of the gradients that a branch hands out is counted round it.
+    # What happens to the gradients that a branch hands out is counted around it.
     linearization, expected = body_model(body, compiler, Gradients.RESULTS)
     graph = expected.graph
     search = functools.partial(portfolio.frontier, measure=measure)
@@ -516,7 +516,7 @@ def _with_outputs(body: Program, expected: Model) -> Graph:
 def _schedules(
     body: Program, expected: Model, graph: Graph, measure: Overhead
 ) -> Iterator[Schedule]:
-    """One checkpoint round an iteration: what it keeps, and how it runs again."""
+    """One checkpoint around an iteration: what it keeps, and how it runs again."""
     everything = tuple(range(len(graph)))
     cuts = min_cut.breakpoints(priced(graph, measure), most_cuts=_MOST_KEPT)
     for cut in cuts:

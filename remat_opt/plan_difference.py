@@ -1,7 +1,8 @@
-"""What sets one plan apart from another: fates, regions, loops and bytes; from plain data.
+"""The differences between two plans: fates, regions, loops and bytes; from plain data.
 
-Both are given as ``Plan.to_dict`` gives them. Of plans for the same program, values are compared
-one by one; of others, as after a change to the function, those that are told by the same words.
+Both plans are dictionaries as from ``Plan.to_dict``. If they are for the same program, values are
+compared one by one. Otherwise, as after a change to the function, values with the same description
+are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Data = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Values that one plan treats in another way than the other.
+    """Values that two plans treat differently.
 
     Attributes:
       label: what the value is, with its extents.
@@ -136,7 +137,7 @@ class PlanDifference:
 
 
 def difference(first: Data, second: Data) -> PlanDifference:
-    """How the second plan differs from the first; both as ``Plan.to_dict`` gives them."""
+    """Returns how the second plan differs from the first; both are from ``Plan.to_dict``."""
     same = first["fingerprint"] == second["fingerprint"]
     changes = _by_value(first, second) if same else _by_words(first, second)
     return PlanDifference(

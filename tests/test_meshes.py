@@ -84,7 +84,7 @@ def test_predictions_are_what_a_device_takes(fn: Callable[..., Any], auto: Mesh)
     assert plan.measured.argument_bytes == pytest.approx(arguments, abs=64)
     plain = remat_opt.measure(jax.grad(fn), *args)
     assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.3)
-    assert "All figures are those of one of the 8 devices of the mesh (data 8)." in plan.notes
+    assert "All figures are for one of the 8 devices of the mesh (data 8)." in plan.notes
 
 
 def test_the_budget_of_a_device_is_met(auto: Mesh) -> None:
@@ -126,7 +126,7 @@ def test_under_jit_it_is_said_that_shardings_are_not_seen(auto: Mesh) -> None:
     args = on(auto, WEIGHTS), on(auto, X, "data")
     decorated = optimal_remat(loss)
     message = (
-        r"'loss' runs on a mesh of 8 devices, and nothing tells how its arguments are split over "
+        r"'loss' runs on a mesh of 8 devices, and nothing shows how its arguments are split over "
         r"it, .* Call loss.plan\(\.\.\.\) with the sharded arguments first"
     )
     with pytest.warns(PlanningWarning, match=message):
@@ -324,5 +324,5 @@ def test_equal_plans_in_every_process() -> None:
         [line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in written
     )
     assert [process.returncode for process in processes] == [0, 0]
-    assert any("All figures are those of one of the 8 devices" in line for line in first)
+    assert any("All figures are for one of the 8 devices" in line for line in first)
     assert first == second

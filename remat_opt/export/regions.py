@@ -44,7 +44,7 @@ class Printer:
         self.platform = platform
         self.functions = Functions()
         self.equations = Equations(self.functions, self._opened)
-        # Loops are written once, however often the text of what is round them is asked for.
+        # Loops are written once, however often the text of what is around them is asked for.
         self._loops: dict[tuple[int, int], list[str]] = {}
 
     def chain(
@@ -65,7 +65,7 @@ class Printer:
           arguments: the text of its arguments and constants.
           stages: of the program.
           loops: those of it that are opened.
-          named: equations whose outputs carry names for a policy round all of it.
+          named: equations whose outputs carry names for a policy around all of it.
           label: begins the names of what is kept.
           words: for values of which it is known what to call them.
 

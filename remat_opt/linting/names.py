@@ -32,8 +32,8 @@ def names_without_values(found: Survey) -> Iterator[Finding]:
             known = f"; the names there are {_quoted(sorted(there))}" if there else ""
             yield Finding(
                 check="name-without-value",
-                message=f"the policy is to keep {_quoted(missing)}, but no value under its "
-                f"checkpoint has such a name{known}: what was meant is recomputed",
+                message=f"the policy lists {_quoted(missing)}, but no value under its checkpoint "
+                f"has that name{known}: what was meant is recomputed",
                 remedy="give the value that name with checkpoint_name, inside this checkpoint, or "
                 "take the name out of the policy",
                 source=checkpoint.source,
@@ -50,9 +50,9 @@ def values_without_readers(found: Survey) -> Iterator[Finding]:
                 continue
             yield Finding(
                 check="name-unread",
-                message=f"nothing reads what checkpoint_name(..., {name!r}) gives back, so that "
-                "there is nothing of this name to keep",
-                remedy=f"go on with its result: x = checkpoint_name(x, {name!r})",
+                message=f"nothing reads what checkpoint_name(..., {name!r}) returns, so there is "
+                "nothing of this name to keep",
+                remedy=f"use its result: x = checkpoint_name(x, {name!r})",
                 source=line_of(equation),
             )
 
@@ -79,9 +79,9 @@ def values_passed_by(found: Survey) -> Iterator[Finding]:
                 yield Finding(
                     check="name-passed-by",
                     message=f"{name!r} is kept, but {others[0].primitive.name} at "
-                    f"{line_of(others[0]) or 'an unknown line'} reads the value without the name: "
-                    "for it the value is computed again",
-                    remedy="let all that follows read the result of checkpoint_name",
+                    f"{line_of(others[0]) or 'an unknown line'} reads the value without the name, "
+                    "so the value is computed again for it",
+                    remedy="let everything that follows read the result of checkpoint_name",
                     source=line_of(equation),
                 )
 

@@ -8,7 +8,7 @@ from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
 from remat_opt.linting.survey import Checkpoint, Finding, Survey, flops, row
 
-#: From this share of all FLOPs on a checkpoint is round everything.
+#: From this share of all FLOPs on a checkpoint is around everything.
 _NEARLY_ALL = 0.95
 #: From this share on, a checkpoint round a loop is: beside the loop there is a head at most.
 _MOST = 0.75
@@ -17,7 +17,7 @@ _NEXT_TO_NOTHING = 0.01
 
 
 def round_everything(found: Survey) -> Iterator[Finding]:
-    """One checkpoint round the whole loss: it is recomputed as soon as the forward pass ends.
+    """One checkpoint around the whole loss: it is recomputed as soon as the forward pass ends.
 
     A policy that keeps something does help, except where a loop does the work: it says what the
     loop keeps, but what is recomputed is that of all of its iterations at once.
@@ -35,22 +35,22 @@ def round_everything(found: Survey) -> Iterator[Finding]:
         if checkpoint.policy is not None and _keeps_something(found, checkpoint) and not loop:
             continue
         remedy = (
-            "put the checkpoint, with its policy, round the body of the scan"
+            "put the checkpoint, with its policy, around the body of the scan"
             if loop
-            else "put one round each block but the last, or decorate the loss with optimal_remat"
+            else "put one around each block but the last, or decorate the loss with optimal_remat"
         )
         what = "the scan that does the work" if loop else "the whole of it"
         yield Finding(
             check="round-everything",
-            message=f"a checkpoint is round {what}: all of its values are there at once when it "
-            "is computed again, which costs a forward pass and saves next to nothing",
+            message=f"a checkpoint is around {what}: when it is computed again, all of its values "
+            "are in memory at once, which costs a forward pass and saves next to nothing",
             remedy=remedy,
             source=checkpoint.source,
         )
 
 
 def round_the_last(found: Survey) -> Iterator[Finding]:
-    """A checkpoint round the last block: it is recomputed at once after it was computed."""
+    """A checkpoint around the last block: it is recomputed at once after it was computed."""
     numbers = [n for n, one in enumerate(found.row) if found.checkpoint_at(one) is not None]
     if len(numbers) < 2:
         return
@@ -60,8 +60,8 @@ def round_the_last(found: Survey) -> Iterator[Finding]:
     if last.flops and after <= _NEXT_TO_NOTHING * last.flops and not _saves_by_itself(found, last):
         yield Finding(
             check="round-the-last",
-            message="a checkpoint is round the last block: the backward pass begins with it, so "
-            "that it is computed again as soon as it has been computed",
+            message="a checkpoint is around the last block: the backward pass begins with that "
+            "block, so it is computed again as soon as it has been computed",
             remedy="leave the checkpoint off the last block",
             source=last.source,
         )

@@ -41,7 +41,7 @@ class Checkpoint:
       listed: the names that a policy of names was made with; None for other policies.
       body: what runs under it.
       flops: of the body.
-      outer: the checkpoint round it, if any.
+      outer: the checkpoint around it, if any.
       source: the user's line.
     """
 

@@ -1,4 +1,4 @@
-"""What the real compiler says a function needs, on a machine that need not be there.
+"""What the real compiler says a function needs, for a device that need not be attached.
 
 A program is compiled, not run. The compiler's buffer assignment then gives exact bytes:
 arguments, outputs, and *temporary bytes*, which are what a plan is about.
@@ -10,8 +10,8 @@ Three things to know about the figures:
     the parts, is what has to fit.
 *   FLOPs are the compiler's count: it takes the body of a loop once, and the compiler for
     NVIDIA GPUs gives none.
-*   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). What
-    is measured is the program with that turned off, and the record says so in ``notes``.
+*   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). The program
+    is measured with that turned off, and the record says so in ``notes``.
 
 Whether the program's recomputation survived the compiler is read off the compiled program itself
 (``recomputation``), and what is alive when off what the compiler writes about it (``buffers``).
@@ -70,9 +70,9 @@ _DISABLED_PASSES = "xla_disable_hlo_passes"
 OWN_REMATERIALISATION = {"cuda": "rematerialization"}
 _BARRIER_PASS = "cse_barrier_expander"
 _BARRIER_NOTE = (
-    f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX "
-    f"{jax.__version__} on CPU removes what keeps recomputations apart from what they repeat, "
-    "and runs with as much memory as the plain function"
+    f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX {jax.__version__} on "
+    "CPU merges recomputation with what it repeats, and needs as much memory as the plain "
+    "function"
 )
 
 #: An amount as libtpu writes it, in powers of 1024.
@@ -96,16 +96,16 @@ class Measurement:
       output_bytes: outputs, in device memory.
       temporary_bytes: everything else in device memory while it runs.
       host_bytes: arguments, outputs and temporaries in host memory, as offloading makes.
-      alias_bytes: outputs that lie in the buffers of donated arguments.
+      alias_bytes: outputs that reuse the buffers of donated arguments.
       flops: the compiler's count, or None where it gives none. A loop's body counts once.
-      recomputation: what became of the program's recomputation; None where there is none.
+      recomputation: what happened to the program's recomputation; None if it has none.
       compile_seconds: how long tracing, lowering and compiling took. The only figure that
         differs from one run to the next; not part of equality.
       jax_version: version of JAX.
       compiler_version: what the compiler calls itself.
-      notes: what a reader of the figures has to know.
-      memory: what is alive when, where it was asked for and could be read. Neither part of
-        equality nor of the plain data that the record is written as.
+      notes: what a reader of the figures should know.
+      memory: what is alive when, if requested and readable. It is part neither of equality nor of
+        the record's plain data.
     """
 
     device: str
@@ -190,7 +190,7 @@ def measure(
     Raises:
       DeviceError: if the device is unknown or cannot take these arguments.
       MissingPackageError: if compiling for it needs a package that is not installed.
-      CompileError: if the compiler refuses the program, as for want of memory. Its ``memory`` is
+      CompileError: if the compiler refuses the program, as for lack of memory. Its ``memory`` is
         what was alive when, where that was asked for and the compiler came so far.
     """
     target = resolve_device(device, meshes.mesh_of((args, kwargs)))
@@ -387,15 +387,15 @@ def _recomputation_notes(found: Recomputation) -> list[str]:
     notes = []
     if found.undone:
         notes.append(
-            f"recomputation is undone, in whole or in part: {found.text()}. What was to be saved "
-            "by these is not, whatever is predicted. Plan for another budget, or with "
-            'verify="compile", which takes the plan that is best as compiled'
+            f"recomputation is undone, in whole or in part: {found.text()}. The memory it was "
+            "meant to save is not saved, whatever is predicted. Plan for another budget, or "
+            'with verify="compile", which chooses the plan that compiles best'
         )
     if found.compiler_values:
         notes.append(
-            f"the compiler's own rematerialisation computes {found.compiler_values} more values "
-            f"again{in_brackets(found.not_kept)}, as it does where the device's memory runs "
-            "short; a plan with a smaller budget leaves it less to do"
+            f"the compiler's own rematerialisation computes {found.compiler_values} more "
+            f"values again{in_brackets(found.not_kept)}, as it does when the device's memory "
+            "runs short; a plan with a smaller budget leaves it less to do"
         )
     return notes
 
@@ -427,8 +427,8 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     """Compiler options without which a plan has no effect on a device; mostly none.
 
     On a CPU with JAX before 0.11, the pass ``cse_barrier_expander`` removes the barriers
-    that ``jax.checkpoint`` puts round recomputation, and common subexpression elimination
-    then merges it with what it repeats. Who runs there passes these options on:
+    that ``jax.checkpoint`` puts around recomputation, and common subexpression elimination
+    then merges it with what it repeats. To run there, pass these options on:
     ``jax.jit(step, compiler_options=compiler_options(device))``.
     """
     if device.platform != "cpu" or jax.__version_info__ >= (0, 11):
@@ -520,7 +520,7 @@ def _placed(leaf: Any, place: Any, device: Device) -> Any:
     if _spans_devices(leaf):
         raise DeviceError(
             f"An argument of shape {leaf.shape} is spread over several devices by a "
-            f"{type(leaf.sharding).__name__}, which names no mesh that could be laid over those of "
+            f"{type(leaf.sharding).__name__}, which has no mesh to map onto the devices of "
             f"{device}. Give it a NamedSharding."
         )
     # eval_shape knows the dtype that jit would give it, such as float32 for NumPy's float64.

@@ -1,7 +1,7 @@
 """A ``scan`` written as parts whose iterations keep what the plan says.
 
 Every iteration runs under a checkpoint of its own, whose policy keeps some values by name: a
-``scan`` stacks these, and what it carries. A chunk is a checkpoint round a few iterations, which
+``scan`` stacks these, and what it carries. A chunk is a checkpoint around a few iterations, which
 are in parts again. Parts follow one another. What they read of stacked inputs they read by index,
 behind the checkpoint: nothing is cut up, and gradients are written where they belong. One part that
 is all there is is a plain ``scan``.

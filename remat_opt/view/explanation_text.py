@@ -105,7 +105,7 @@ def _facts(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
     if needed > available:
         verdict = f"{format_bytes(needed - available)} too much: it does not fit"
     elif explanation["refusal"]:
-        verdict = "refused by the compiler all the same"
+        verdict = "the compiler still refused it"
     else:
         verdict = f"it fits, {format_bytes(available - needed)} are left"
     facts = [("needs", f"{format_bytes(needed)} of {format_bytes(available)}; {verdict}")]

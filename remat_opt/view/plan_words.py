@@ -31,16 +31,16 @@ RESIDENT = {
 }
 #: What each of all these is.
 MEANINGS = {
-    "parameters": "there all the time: what is trained",
-    "optimizer state": "there all the time: what the optimizer keeps from step to step",
-    "inputs": "there all the time: the batch and other arguments",
-    "results": "there all the time: what the step returns and no donated argument has room for",
+    "parameters": "held throughout: what is trained",
+    "optimizer state": "held throughout: what the optimizer keeps from step to step",
+    "inputs": "held throughout: the batch and other arguments",
+    "results": "held throughout: results of the step that fit into no donated argument",
     "kept": "waits for the backward pass of its own region",
     "boundaries": "waits for the backward pass of a later region",
     "passing": "waits for a later step of the forward pass",
     "recomputed": "computed again, for the backward pass of its region",
     "gradients": "gradients of values, and of parameters where these are temporaries",
-    "workspace": "what a step takes while it runs",
+    "workspace": "memory that a step takes while it runs",
 }
 #: What the roles of arrays at the peak are.
 ROLES = {
@@ -177,7 +177,7 @@ def warnings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
             found.append(
                 (
                     "The compiler has undone some of the recomputation.",
-                    "The notes say what; compile with the options that they name.",
+                    "The notes say which; compile with the options that they name.",
                 )
             )
     return found
@@ -273,8 +273,8 @@ def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]
     temporaries.
 
     Returns:
-      Each with its timeline: what is alive when. An array there that is no value of the program has
-      a ``title``.
+      Each with its timeline: what is alive when. An array there that is not a value of the program
+      has a ``title``.
     """
     predicted = plan["predicted"]
     if not predicted["timeline"]["at"]:

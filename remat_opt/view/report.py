@@ -1,6 +1,6 @@
-"""Rows and facts as text and as HTML, and what goes round them, from plain data only.
+"""Rows and facts as text and as HTML, and what goes around them, from plain data only.
 
-The markup carries its style inline and takes text colours from the page round it, so that it is
+The markup carries its style inline and takes text colours from the page around it, so that it is
 legible in light and dark notebooks. The same data give the same characters.
 """
 

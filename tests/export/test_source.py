@@ -334,7 +334,7 @@ REFUSED = {
     "callback_without_effect": "pure_callback cannot be written as code",
     "custom_vjp": "custom_vjp_call cannot be written as code",
     "custom_vjp_symbolic_zeros": "custom_vjp_call cannot be written as code",
-    "flax_nnx": "modules of flax.nnx, which code cannot hold",
+    "flax_nnx": "flax.nnx modules, which code cannot hold",
     "linear_algebra": "custom_linear_solve cannot be written as code",
 }
 #: Those whose arguments an exported function takes in another way.

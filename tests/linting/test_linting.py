@@ -89,7 +89,7 @@ def test_round_the_whole_loss(plain_bytes, least_bytes):
     whole = jax.checkpoint(plain)
     found = remat_opt.lint(whole, W, X)
     assert [row["check"] for row in found.rows] == ["round-everything"]
-    assert "put one round each block but the last" in found.rows[0]["remedy"]
+    assert "put one around each block but the last" in found.rows[0]["remedy"]
     assert found.rows[0]["source"].startswith("test_linting.py:")
     assert checks(each_but_the_last) == []
     assert temporary_bytes(whole) > 0.9 * plain_bytes > 1.5 * least_bytes
@@ -124,7 +124,8 @@ def test_round_a_scan(plain_bytes):
     found = remat_opt.lint(whole, W, X)
     assert [row["check"] for row in found.rows] == ["round-everything"]
     assert (
-        found.rows[0]["remedy"] == "put the checkpoint, with its policy, round the body of the scan"
+        found.rows[0]["remedy"]
+        == "put the checkpoint, with its policy, around the body of the scan"
     )
     assert checks(scanned_inside) == []
     without, inside = temporary_bytes(scanned), temporary_bytes(scanned_inside)
@@ -207,7 +208,7 @@ def test_a_name_that_nothing_reads():
     forgotten = with_policy(KEEP("hidden"), name_and_forget)
     found = remat_opt.lint(forgotten, W, X)
     assert {row["check"] for row in found.rows} == {"name-unread"}
-    assert found.rows[0]["remedy"] == "go on with its result: x = checkpoint_name(x, 'hidden')"
+    assert found.rows[0]["remedy"] == "use its result: x = checkpoint_name(x, 'hidden')"
     nothing = with_policy(jax.checkpoint_policies.nothing_saveable)
     assert temporary_bytes(forgotten) == temporary_bytes(nothing)
 
@@ -397,7 +398,7 @@ def test_what_is_found_as_text_page_and_data():
 
 
 def test_a_gradient_is_refused():
-    with pytest.raises(RematError, match="Give the loss that it differentiates"):
+    with pytest.raises(RematError, match="Give lint the loss that it differentiates"):
         remat_opt.lint(jax.grad(each), W, X)
 
 
