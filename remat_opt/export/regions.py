@@ -246,12 +246,6 @@ class _Chain:
         self.same.named[key].update(
             place for place, index in enumerate(piece.indices) if region.turns[index].named
         )
-        self.same.still[key].update(
-            place
-            for place, index in enumerate(piece.indices)
-            if region.turns[index].named
-            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
-        )
         self.same.reached[key].update(
             (place, number)
             for place, index in enumerate(piece.indices)
@@ -273,7 +267,10 @@ class _Chain:
                 self._count(part, told=True)
 
     def _key(self, region: Region, piece: Piece) -> str:
-        """The code of a piece, but for names; what has the same is the same code."""
+        """The code of a piece, but for names; what has the same is the same code.
+
+        But what is named and has no derivative is not written as what has one.
+        """
         scope = self._scope(piece, Distinct(), ["x"] * len(piece.inputs))
         lines = [f"def ({', '.join(scope.names[value] for value in piece.inputs)}):"]
         for index in piece.indices:
@@ -281,6 +278,12 @@ class _Chain:
             if index not in self.rewriting.ways.whole:
                 turn = dataclasses.replace(turn, named=False)
             lines += self.equations.lines(scope, index, turn)
+        lines += [
+            f"named, without a derivative: {place}"
+            for place, index in enumerate(piece.indices)
+            if region.turns[index].named
+            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
+        ]
         return "\n".join([*lines, returned([scope.names[value] for value in piece.outputs])])
 
     def _shared(self, piece: Piece) -> bool:
@@ -343,7 +346,6 @@ class _Chain:
         scope = dataclasses.replace(
             scope,
             summed=scope.summed.union(one for one in reached if isinstance(one, int)),
-            still=frozenset(piece.indices[place] for place in self.same.still[key]),
             label="" if takes_at else label,
             takes_at=takes_at,
         )
