@@ -238,6 +238,8 @@ class _Chain:
             key = self._keys[region.whole]
             seen = self.same.uses(key) > 0
             self.same.as_region[key] += 1
+            if seen and _is_apart(steps, step):
+                self.same.told.add(key)
             if not seen:
                 self._count(region.whole, told=step.checkpointed or bool(step.named))
 
@@ -454,7 +456,8 @@ class _Chain:
         last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
         items: list[Item] = []
         for number, step in enumerate(steps):
-            items += self._step(step, (*around, number), label)
+            own = f"{label}{number + 1}." if _is_apart(steps, step) else label
+            items += self._step(step, (*around, number), own)
 
             def behind(values: Sequence[int]) -> Item:
                 barrier = self.functions.helper(support.behind_barrier)
@@ -596,3 +599,8 @@ class _Chain:
             return "Keeps nothing but what it is handed; all is computed again."
         kept = format_bytes(sum(sizes))
         return f"Keeps {kept} by name; the rest is computed again in the backward pass."
+
+
+def _is_apart(steps: Sequence[Step], step: Step) -> bool:
+    """Whether a policy round the steps is to tell the names in one from those in another."""
+    return len(steps) > 1 and not step.inside and step.named != step.kept
