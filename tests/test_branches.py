@@ -72,7 +72,7 @@ def agree(found: Any, expected: Any) -> None:
 
 
 def make_plan(fn: Any = chosen, **wanted: Any) -> Plan:
-    return remat_opt.make_plan(fn, W, X, 0, device="h200", gradients="results", **wanted)
+    return remat_opt.make_plan(fn, W, X, 0, **{"device": "h200", "gradients": "results", **wanted})
 
 
 @pytest.mark.parametrize(("loss", "share"), [(chosen, 0.5), (nested, 0.6), (in_loop, 0.3)])
@@ -157,6 +157,16 @@ def test_a_choice_by_platform_is_none_to_open() -> None:
     assert all(map(internals.is_choice_of_platform, conds(fn)))
     (plain,) = conds(lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x))
     assert not internals.is_choice_of_platform(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+def test_choices_are_opened_as_compiled() -> None:
+    plan = make_plan(nested, budget=0.6, verify="compile", device="cpu")
+    assert any(isinstance(one, Choice) for one in plan.loops)
+    assert plan.measured is not None
+    assert plan.budget_bytes is not None
+    assert plan.measured.temporary_bytes <= plan.budget_bytes
 
 
 @pytest.mark.slow
