@@ -553,6 +553,23 @@ def test_axes_round_equations() -> None:
     assert internals.surrounding_axes(()) == ()
 
 
+def test_a_slice_in_a_checkpoint_knows_its_mesh_only_where_it_was_taken_in_one() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((4, 3)), jax.sharding.NamedSharding(mesh, jax.P()))
+
+    def loss(x: jax.Array) -> jax.Array:
+        def step(total: jax.Array, place: jax.Array) -> tuple[jax.Array, None]:
+            with _jax_meshes.explicit_mesh_of(x):
+                entry = lax.dynamic_index_in_dim(x, place, keepdims=False)
+            return total + jnp.sin(entry), None
+
+        total, _ = lax.scan(jax.checkpoint(step), jnp.sin(x[0]), np.arange(4))
+        return jnp.sum(total)
+
+    assert jax.jit(jax.grad(loss))(x).shape == x.shape
+    assert jax.grad(loss)(jnp.ones((4, 3))).shape == x.shape
+
+
 def test_what_values_tell_of_a_mesh() -> None:
     auto, explicit = (
         jax.make_mesh((4, 2), ("data", "model"), axis_types=(one,) * 2)

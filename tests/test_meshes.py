@@ -122,6 +122,40 @@ def test_values_and_gradients(kind: str, jitted: bool, request: pytest.FixtureRe
     assert ahead.predicted.plain_temporary_bytes < 4 * 2048 * 32 * 3
 
 
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_opened_loops_and_choices(kind: str, request: pytest.FixtureRequest) -> None:
+    mesh = request.getfixturevalue(kind)
+
+    def layer(x: jax.Array, entry: Any) -> tuple[jax.Array, None]:
+        weight, skipped = entry
+        run = lambda x: jnp.tanh(jnp.sin(x @ weight) @ weight.T)  # noqa: E731
+        return x + jax.lax.cond(skipped, jnp.cos, run, x), None
+
+    def opened(weights: jax.Array, x: jax.Array, which: jax.Array) -> jax.Array:
+        def deep(x: jax.Array) -> jax.Array:
+            for weight in weights:
+                x = x + jnp.tanh(x @ weight)
+            return x
+
+        x = jax.lax.cond(which > 0, deep, jnp.sin, x)
+        x, _ = jax.lax.scan(layer, x, (weights, jnp.arange(4) == which))
+        return jnp.mean(x**2)
+
+    weights, which = jnp.stack(WEIGHTS), jnp.int32(1)
+    args = on(mesh, weights), on(mesh, X, "data"), which
+    plan = remat_opt.make_plan(opened, *args, device="cpu", budget=0.5, verify="compile")
+    assert len(plan.loops) == 2
+    assert plan.measured is not None
+    alone = remat_opt.make_plan(opened, weights, X, which, device="cpu", budget=0.5)
+    assert plan.predicted.plain_temporary_bytes < alone.predicted.plain_temporary_bytes / 6
+    expected = jax.value_and_grad(opened)(weights, X, which)
+    exported = remat_opt.to_source(plan, opened, *args).load()
+    for planned in (remat_opt.apply_plan(plan, opened), exported):
+        assert_equal(jax.jit(jax.value_and_grad(planned))(*args), expected)
+
+
 def test_under_jit_it_is_said_that_shardings_are_not_seen(auto: Mesh) -> None:
     args = on(auto, WEIGHTS), on(auto, X, "data")
     decorated = optimal_remat(loss)
