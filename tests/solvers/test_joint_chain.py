@@ -84,14 +84,14 @@ def check_schedules(graph: Graph, kept: Sequence[Sequence[int]]) -> None:
 
 
 @hypothesis.given(planned())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_schedules_are_legal(drawn: tuple[Graph, list[tuple[int, ...]]]) -> None:
     check_schedules(*drawn)
 
 
 @pytest.mark.slow
 @hypothesis.given(planned(max_vertices=14))
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 def test_schedules_of_many_graphs_are_legal(
     drawn: tuple[Graph, list[tuple[int, ...]]],
 ) -> None:
@@ -131,7 +131,7 @@ def test_two_vertices() -> None:
 
 
 @hypothesis.given(planned(max_vertices=8))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_without_cotangents_and_without_needs(
     drawn: tuple[Graph, list[tuple[int, ...]]],
 ) -> None:
@@ -142,7 +142,7 @@ def test_without_cotangents_and_without_needs(
 
 
 @hypothesis.given(planned(max_vertices=8))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_zero_bytes_leave_nothing_to_plan(drawn: tuple[Graph, list[tuple[int, ...]]]) -> None:
     graph, kept = drawn
     none = (0,) * len(graph)
@@ -151,7 +151,7 @@ def test_zero_bytes_leave_nothing_to_plan(drawn: tuple[Graph, list[tuple[int, ..
 
 
 @hypothesis.given(planned(max_vertices=8))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_zero_seconds_make_recomputation_free(drawn: tuple[Graph, list[tuple[int, ...]]]) -> None:
     graph, kept = drawn
     graph = dataclasses.replace(graph, seconds=(0.0,) * len(graph))
@@ -172,7 +172,7 @@ def test_side_effects_are_under_no_checkpoint_at_any_depth() -> None:
 
 
 @hypothesis.given(planned(max_vertices=8, most_sets=2))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_figures_of_regions_are_those_of_their_replay(
     drawn: tuple[Graph, list[tuple[int, ...]]],
 ) -> None:
@@ -202,7 +202,7 @@ def check_model(graph: Graph, kept: Sequence[Sequence[int]]) -> None:
 
 
 @hypothesis.given(planned(max_vertices=6, most_sets=2))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_least_cost_is_that_of_the_best_of_all_chains(
     drawn: tuple[Graph, list[tuple[int, ...]]],
 ) -> None:
@@ -226,7 +226,7 @@ def test_least_cost_on_chains_is_that_of_the_best_of_all(count: int) -> None:
 
 
 @hypothesis.given(planned(max_vertices=8, most_sets=2))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_least_cost_where_positions_are_few(
     drawn: tuple[Graph, list[tuple[int, ...]]],
 ) -> None:
@@ -246,7 +246,7 @@ def test_least_cost_where_positions_are_few(
 
 
 @hypothesis.given(planned())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_slots_are_bytes_to_the_nearest(drawn: tuple[Graph, list[tuple[int, ...]]]) -> None:
     graph, kept = drawn
     regions = joint_chain._Regions(graph, kept)
@@ -270,7 +270,7 @@ def test_slots_are_bytes_to_the_nearest(drawn: tuple[Graph, list[tuple[int, ...]
 
 
 @hypothesis.given(planned())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_cost_told_is_never_below_the_referees(
     drawn: tuple[Graph, list[tuple[int, ...]]],
 ) -> None:
@@ -292,7 +292,7 @@ def planned_chains(draw: st.DrawFn) -> tuple[Graph, list[tuple[int, ...]]]:
 
 
 @hypothesis.given(planned_chains())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_cost_told_is_the_referees_on_chains(drawn: tuple[Graph, list[tuple[int, ...]]]) -> None:
     """All of a chain's values are needed, so whatever may run again does."""
     for _, cost, schedule in told(*drawn):
@@ -366,7 +366,7 @@ def test_what_crosses_is_not_recomputed() -> None:
 
 
 @hypothesis.given(planned())
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_further_kept_sets_never_cost_more(drawn: tuple[Graph, list[tuple[int, ...]]]) -> None:
     graph, kept = drawn
     hypothesis.assume(evaluate(graph, plain(graph)).peak_bytes)

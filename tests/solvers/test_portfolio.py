@@ -75,7 +75,7 @@ def check_monotone(graph: Graph) -> None:
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=15)
 def test_candidates_and_budgets(graph: Graph) -> None:
     """Candidates are legal, their figures the referee's, and larger budgets never cost more."""
     check_candidates(graph)
