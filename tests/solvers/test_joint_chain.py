@@ -18,7 +18,6 @@ from remat_opt.simulator import evaluate, simulate
 from remat_opt.solvers import joint_chain
 from remat_opt.solvers.joint_chain import schedules
 from tests.graphs import INSTANCES, chain_edges, depth, graphs, kept_sets, network
-from tests.hash_order import printed_with_two_seeds
 from tests.solvers.joint_oracle import Model, all_ways, least_cost
 
 
@@ -402,22 +401,6 @@ def test_unit_of_bytes_decides_nothing(drawn: tuple[Graph, list[tuple[int, ...]]
         for field in ("bytes", "cotangent_bytes", "internal_bytes", "workspace_bytes")
     }
     assert schedules(dataclasses.replace(graph, **sizes), kept) == schedules(graph, kept)
-
-
-PRINT_SCHEDULES = """
-from remat_opt.solvers.joint_chain import schedules
-from tests.graphs import INSTANCES, network, sampled
-
-for graph in (INSTANCES["dense_9"], network(6), *(sampled(s, max_vertices=12) for s in range(12))):
-    for schedule in schedules(graph, [tuple(range(0, len(graph), 2)), (0,)]):
-        print(schedule)
-"""
-
-
-def test_order_of_hashes_decides_nothing() -> None:
-    printed = printed_with_two_seeds(PRINT_SCHEDULES)
-    assert printed[0].count("Schedule(") > 50
-    assert printed[0] == printed[1]
 
 
 def test_schedules_can_be_thinned_evenly() -> None:
