@@ -102,7 +102,7 @@ def test_a_narrow_terminal_gets_narrow_tables(donated, monkeypatch):
     assert max(map(len, lines)) <= 80
     # Sentences are broken, not cut, and lines are still whole.
     said = next(line for line in lines if line.startswith("activations  "))
-    assert "what a plan decides about" in said
+    assert "decorate the loss with @optimal_remat" in said
     assert "..." not in said
     assert f".py:{layer.__code__.co_firstlineno + 1}" in "\n".join(lines)
 
