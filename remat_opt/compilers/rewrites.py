@@ -50,7 +50,12 @@ class Rewrites:
 
 
 def rewrites(
-    program: Program, rules: Rules, *, recomputes: bool, in_branch: bool = False
+    program: Program,
+    rules: Rules,
+    *,
+    recomputes: bool,
+    loops: bool = False,
+    in_branch: bool = False,
 ) -> Rewrites:
     """What pays for a program.
 
@@ -59,10 +64,14 @@ def rewrites(
       rules: those about the compiler that is expected. On another the results are
         the same, and the memory may not be.
       recomputes: whether anything is under a checkpoint.
+      loops: whether a loop of it is opened, or it is the body of one. XLA for TPU puts gradients off
+        till a loop has run backward, with all they read; where there is none, it does better alone.
       in_branch: whether the program is a branch of a ``cond``. XLA for NVIDIA puts off no gradients
         there, and to order them costs an array as large as the widest layer (16 of 92 MiB).
     """
-    ordered = recomputes and not in_branch and rules.has("gradients_in_turn")
+    ordered = not in_branch and (
+        (recomputes and rules.has("gradients_in_turn")) or (loops and rules.has("loops_in_turn"))
+    )
     sums = dict(product_sums.stored_sums(program, rules))
     maxima: set[int] = set()
     if rules.has("maxima_stored"):

@@ -49,6 +49,7 @@ def rewrite(
     loops: Sequence[Loop | Choice] = (),
     named: Set[int] = frozenset(),
     within: str = "",
+    in_loop: bool = False,
     in_branch: bool = False,
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
@@ -63,7 +64,8 @@ def rewrite(
       loops: those of the program that are opened, choices among them; the others run as they are.
       named: equations whose outputs carry a name for a policy round all of it.
       within: what to put into names, so that they are not those of the program round this one.
-      in_branch: whether the program is a branch of a ``cond``.
+      in_loop: whether the program is the body of a loop.
+      in_branch: whether it is a branch of a ``cond``.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -78,6 +80,7 @@ def rewrite(
         program,
         Rules(platform=platform, off=frozenset(off)),
         recomputes=any(stage.checkpointed for stage in stages),
+        loops=in_loop or any(isinstance(loop, Loop) for loop in loops),
         in_branch=in_branch,
     )
     summed = bodies.varying(program)
@@ -134,6 +137,7 @@ def _run_loop(
             loops=part.loops,
             named=frozenset(part.kept),
             within=inside,
+            in_loop=True,
         )
         return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
 
