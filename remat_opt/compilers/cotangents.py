@@ -54,7 +54,7 @@ class Cotangents:
       sizes: of each, were it an array of its own.
       held_until_own_step: the vertices whose value is there until their own backward step, since
         their cotangent, or what comes in its place, is computed from it.
-      in_value: of what lies in the place of another's value, in its own step alone, the bytes.
+      in_value: of what lies in place of another's value, in its own step alone, the bytes.
       later: for those that begin as another's array the bytes of their own, and the vertex from
         whose backward step on it is there.
       handed_in_bytes: see ``HandedIn``.
@@ -261,7 +261,7 @@ def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
 
 
 def _overwritten(of: _Vertices) -> set[int]:
-    """The vertices whose cotangent is computed in the place of their value.
+    """The vertices whose cotangent is computed in place of their value.
 
     Such are logits: one kernel reads them, last of all, and writes their cotangent. That is so
     where only reductions read a product, and gathers whose gradient is elementwise

@@ -4,7 +4,7 @@ JAX's gradient of a gather is a scatter. XLA for NVIDIA scatters in place, into 
 the rest of the operand's cotangent; and an array that is written in place is not laid over the one
 that it is computed from. So the logits of a language model and their cotangent are alive together,
 the largest arrays of the program. The gradient of picking is elementwise just as well, zero but
-where an index says. ``transform`` writes it so, and the cotangent is computed in the place of the
+where an index says. ``transform`` writes it so, and the cotangent is computed in place of the
 logits.
 """
 
@@ -20,7 +20,7 @@ from remat_opt.program.record import Program
 
 
 def held(program: Program, differentiated: Iterable[int], compiler: Compiler) -> Iterator[Held]:
-    """What a compiler holds for such gathers from what products write, in functions as they are.
+    """What a compiler holds for such gathers from what products write, in unchanged functions.
 
     Args:
       program: a traced function.

@@ -44,7 +44,7 @@ class Printer:
         self.platform = platform
         self.functions = Functions()
         self.equations = Equations(self.functions, self._opened)
-        # Loops are written once, however often the text of what is round them is asked for.
+        # Loops are written once, however often the text of what is around them is asked for.
         self._loops: dict[tuple[int, int], list[str]] = {}
 
     def chain(
@@ -65,7 +65,7 @@ class Printer:
           arguments: the text of its arguments and constants.
           stages: of the program.
           loops: those of it that are opened.
-          named: equations whose outputs carry names for a policy round all of it.
+          named: equations whose outputs carry names for a policy around all of it.
           label: begins the names of what is kept.
           words: for values of which it is known what to call them.
 
@@ -146,7 +146,9 @@ class Printer:
         """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
         same = Same() if same is None else same
         chains = {
-            number: _Chain(self, same, program, part.stages, part.loops, frozenset(part.kept))
+            number: _Chain(
+                self, same, program, part.stages, part.loops, frozenset(part.kept), in_loop=True
+            )
             for number, part in enumerate(parts)
             if not part.inside
         }
@@ -186,6 +188,7 @@ class _Chain:
         named: Set[int],
         words: Mapping[int, str] | None = None,
         *,
+        in_loop: bool = False,
         in_branch: bool = False,
     ) -> None:
         self.words = words or {}
@@ -194,11 +197,16 @@ class _Chain:
         self.program = program
         self.loops = {loop.root: loop for loop in loops}
         rules = Rules(platform=printer.platform)
-        recomputes = any(stage.checkpointed for stage in stages)
         self.rewriting = Rewriting(
             program=program,
             summed=bodies.varying(program),
-            ways=rewrites(program, rules, recomputes=recomputes, in_branch=in_branch),
+            ways=rewrites(
+                program,
+                rules,
+                recomputes=any(stage.checkpointed for stage in stages),
+                loops=in_loop or any(isinstance(loop, Loop) for loop in loops),
+                in_branch=in_branch,
+            ),
         )
         self.steps = steps_of(program, stages, frozenset(named))
         self.makers = program.makers()
@@ -238,6 +246,8 @@ class _Chain:
             key = self._keys[region.whole]
             seen = self.same.uses(key) > 0
             self.same.as_region[key] += 1
+            if seen and _is_apart(steps, step):
+                self.same.told.add(key)
             if not seen:
                 self._count(region.whole, told=step.checkpointed or bool(step.named))
 
@@ -245,12 +255,6 @@ class _Chain:
         key = self._keys[piece] = self._key(region, piece)
         self.same.named[key].update(
             place for place, index in enumerate(piece.indices) if region.turns[index].named
-        )
-        self.same.still[key].update(
-            place
-            for place, index in enumerate(piece.indices)
-            if region.turns[index].named
-            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
         )
         self.same.reached[key].update(
             (place, number)
@@ -273,7 +277,10 @@ class _Chain:
                 self._count(part, told=True)
 
     def _key(self, region: Region, piece: Piece) -> str:
-        """The code of a piece, but for names; what has the same is the same code."""
+        """The code of a piece, but for names; what has the same is the same code.
+
+        But what is named and has no derivative is not written as what has one.
+        """
         scope = self._scope(piece, Distinct(), ["x"] * len(piece.inputs))
         lines = [f"def ({', '.join(scope.names[value] for value in piece.inputs)}):"]
         for index in piece.indices:
@@ -281,6 +288,12 @@ class _Chain:
             if index not in self.rewriting.ways.whole:
                 turn = dataclasses.replace(turn, named=False)
             lines += self.equations.lines(scope, index, turn)
+        lines += [
+            f"named, without a derivative: {place}"
+            for place, index in enumerate(piece.indices)
+            if region.turns[index].named
+            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
+        ]
         return "\n".join([*lines, returned([scope.names[value] for value in piece.outputs])])
 
     def _shared(self, piece: Piece) -> bool:
@@ -343,7 +356,6 @@ class _Chain:
         scope = dataclasses.replace(
             scope,
             summed=scope.summed.union(one for one in reached if isinstance(one, int)),
-            still=frozenset(piece.indices[place] for place in self.same.still[key]),
             label="" if takes_at else label,
             takes_at=takes_at,
         )
@@ -452,7 +464,8 @@ class _Chain:
         last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
         items: list[Item] = []
         for number, step in enumerate(steps):
-            items += self._step(step, (*around, number), label)
+            own = f"{label}{number + 1}." if _is_apart(steps, step) else label
+            items += self._step(step, (*around, number), own)
 
             def behind(values: Sequence[int]) -> Item:
                 barrier = self.functions.helper(support.behind_barrier)
@@ -594,3 +607,8 @@ class _Chain:
             return "Keeps nothing but what it is handed; all is computed again."
         kept = format_bytes(sum(sizes))
         return f"Keeps {kept} by name; the rest is computed again in the backward pass."
+
+
+def _is_apart(steps: Sequence[Step], step: Step) -> bool:
+    """Whether a policy round the steps is to tell the names in one from those in another."""
+    return len(steps) > 1 and not step.inside and step.named != step.kept

@@ -1,6 +1,6 @@
 """Rewrites a program as a chain of ``jax.checkpoint`` regions.
 
-One checkpoint round a whole function changes nothing: its recomputation may start as soon
+One checkpoint around a whole function changes nothing: its recomputation may start as soon
 as the forward pass ends. Each checkpoint of a chain, however, ties its recomputation to the
 arrival of its own cotangents, so it cannot start before its turn. So each region of a
 schedule becomes one ``jax.checkpoint`` whose policy keeps the region's kept values by
@@ -62,8 +62,8 @@ def rewrite(
         not be.
       off: names of rules about compilers that are switched off.
       loops: those of the program that are opened, choices among them; the others run as they are.
-      named: equations whose outputs carry a name for a policy round all of it.
-      within: what to put into names, so that they are not those of the program round this one.
+      named: equations whose outputs carry a name for a policy around all of it.
+      within: what to put into names, so that they are not those of the program around this one.
       in_loop: whether the program is the body of a loop.
       in_branch: whether it is a branch of a ``cond``.
 
@@ -123,7 +123,7 @@ def _run_loop(
     Args:
       loop: how it is opened.
       equation: the loop.
-      summed: values of the program round it that are differentiated.
+      summed: values of the program around it that are differentiated.
       rewritten: ``rewrite`` for the same compiler.
       inside: what to put into names in it.
       inputs: of the equation.

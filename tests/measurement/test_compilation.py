@@ -206,7 +206,7 @@ def test_refuses_arguments_spread_without_a_mesh(device: str) -> None:
     )
     with pytest.raises(
         DeviceError,
-        match=r"shape \(8, 8\) is spread over several devices by a SimpleNamespace, which names no "
+        match=r"shape \(8, 8\) is spread over several devices by a SimpleNamespace, which has no "
         r"mesh .* Give it a NamedSharding",
     ):
         measure(jnp.sum, spread, device=device)

@@ -152,6 +152,21 @@ def test_a_derivative_that_reads_the_output_reads_the_kept_one() -> None:
     assert text.count("= dot_general") == plain.count("= dot_general")
 
 
+def test_what_is_kept_without_a_derivative_is_not_run_again() -> None:
+    # Nothing takes a derivative along x: its name must not hide in a rule that is never called.
+    def loss(w, x):
+        return jnp.sum(jnp.sin(jnp.tanh(x) * w))
+
+    stages = (Stage(roots=(0, 1, 2, 3), kept=(0,), checkpointed=True),)
+    _, call, _ = rewritten(stages, loss, X, X)
+    text = str(internals.make_jaxpr(jax.grad(call), X, X)[0])
+    assert len(re.findall(r"= tanh", text)) == 1
+    # Where it has one, its derivative reads what is kept, as before.
+    _, call, _ = rewritten(stages, loss, X, X, argnums=(0, 1))
+    text = str(internals.make_jaxpr(jax.grad(call, argnums=(0, 1)), X, X)[0])
+    assert len(re.findall(r"= tanh", text)) == 1
+
+
 @pytest.mark.parametrize(
     "select", [lambda y: jnp.max(y, 1), lambda y: jnp.min(y, 1), lambda y: jnp.maximum(y, 0.0)]
 )
