@@ -32,6 +32,7 @@ class Rewrites:
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
       ordered: whether no gradient of a product or a bias may be put off.
+      before_loops: whether gradients of what follows a loop must be there before it runs backward.
       stored: whether what a checkpointed region hands on is to be stored.
       in_turn: whether every product waits until the parts of its weight's gradient that come from
         later ones are added.
@@ -45,17 +46,13 @@ class Rewrites:
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
     ordered: bool
+    before_loops: bool
     stored: bool
     in_turn: bool
 
 
 def rewrites(
-    program: Program,
-    rules: Rules,
-    *,
-    recomputes: bool,
-    loops: bool = False,
-    in_branch: bool = False,
+    program: Program, rules: Rules, *, recomputes: bool, in_branch: bool = False
 ) -> Rewrites:
     """What pays for a program.
 
@@ -64,14 +61,10 @@ def rewrites(
       rules: those about the compiler that is expected. On another the results are
         the same, and the memory may not be.
       recomputes: whether anything is under a checkpoint.
-      loops: whether a loop of it is opened, or it is the body of one. XLA for TPU puts gradients off
-        till a loop has run backward, with all they read; where there is none, it does better alone.
       in_branch: whether the program is a branch of a ``cond``. XLA for NVIDIA puts off no gradients
         there, and to order them costs an array as large as the widest layer (16 of 92 MiB).
     """
-    ordered = not in_branch and (
-        (recomputes and rules.has("gradients_in_turn")) or (loops and rules.has("loops_in_turn"))
-    )
+    ordered = recomputes and not in_branch and rules.has("gradients_in_turn")
     sums = dict(product_sums.stored_sums(program, rules))
     maxima: set[int] = set()
     if rules.has("maxima_stored"):
@@ -96,6 +89,7 @@ def rewrites(
         biases=product_sums.biases(program) if ordered else {},
         weight_place=_weight_places(program) if ordered else {},
         ordered=ordered,
+        before_loops=rules.has("loops_in_turn"),
         stored=rules.has("boundaries_stored"),
         in_turn=rules.has("parts_in_turn"),
     )

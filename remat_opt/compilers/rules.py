@@ -187,7 +187,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _NVIDIA, "rewrite", "rewrites", "Weights' and biases' gradients come in their turn."
         ),
         "loops_in_turn": _rule(
-            _TPU, "rewrite", "rewrites", "Gradients come before a loop that runs backward behind."
+            _TPU, "rewrite", "rewrites", "Gradients come before the loop that runs backward next."
         ),
         "partners_wait": _rule(
             _NVIDIA, "rewrite", "product_sums", "Two products that are summed run together."

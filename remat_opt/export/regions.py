@@ -34,6 +34,7 @@ from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.schedule import Choice, Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
+from remat_opt.transform.turns import weights_in_turn
 from remat_opt.units import format_bytes
 
 
@@ -146,9 +147,7 @@ class Printer:
         """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
         same = Same() if same is None else same
         chains = {
-            number: _Chain(
-                self, same, program, part.stages, part.loops, frozenset(part.kept), in_loop=True
-            )
+            number: _Chain(self, same, program, part.stages, part.loops, frozenset(part.kept))
             for number, part in enumerate(parts)
             if not part.inside
         }
@@ -188,7 +187,6 @@ class _Chain:
         named: Set[int],
         words: Mapping[int, str] | None = None,
         *,
-        in_loop: bool = False,
         in_branch: bool = False,
     ) -> None:
         self.words = words or {}
@@ -197,16 +195,11 @@ class _Chain:
         self.program = program
         self.loops = {loop.root: loop for loop in loops}
         rules = Rules(platform=printer.platform)
+        recomputes = any(stage.checkpointed for stage in stages)
         self.rewriting = Rewriting(
             program=program,
             summed=bodies.varying(program),
-            ways=rewrites(
-                program,
-                rules,
-                recomputes=any(stage.checkpointed for stage in stages),
-                loops=in_loop or any(isinstance(loop, Loop) for loop in loops),
-                in_branch=in_branch,
-            ),
+            ways=rewrites(program, rules, recomputes=recomputes, in_branch=in_branch),
         )
         self.steps = steps_of(program, stages, frozenset(named))
         self.makers = program.makers()
@@ -476,7 +469,7 @@ class _Chain:
             if self.rewriting.ways.stored and step.checkpointed:
                 items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
             shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-            weights = [v for v in shared if v in arguments]
+            weights = weights_in_turn(self.rewriting, step, number, last_reader)
             items_of = [[v] for v in shared if v not in arguments]
             if weights:
                 handed_on = [

@@ -37,7 +37,14 @@ from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases, with_partner
+from remat_opt.transform.turns import (
+    multiplied_again,
+    tied_inputs,
+    weights_in_turn,
+    with_biases,
+    with_followers,
+    with_partner,
+)
 
 
 def rewrite(
@@ -49,7 +56,6 @@ def rewrite(
     loops: Sequence[Loop | Choice] = (),
     named: Set[int] = frozenset(),
     within: str = "",
-    in_loop: bool = False,
     in_branch: bool = False,
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
@@ -64,8 +70,7 @@ def rewrite(
       loops: those of the program that are opened, choices among them; the others run as they are.
       named: equations whose outputs carry a name for a policy around all of it.
       within: what to put into names, so that they are not those of the program around this one.
-      in_loop: whether the program is the body of a loop.
-      in_branch: whether it is a branch of a ``cond``.
+      in_branch: whether the program is a branch of a ``cond``.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -80,7 +85,6 @@ def rewrite(
         program,
         Rules(platform=platform, off=frozenset(off)),
         recomputes=any(stage.checkpointed for stage in stages),
-        loops=in_loop or any(isinstance(loop, Loop) for loop in loops),
         in_branch=in_branch,
     )
     summed = bodies.varying(program)
@@ -137,7 +141,6 @@ def _run_loop(
             loops=part.loops,
             named=frozenset(part.kept),
             within=inside,
-            in_loop=True,
         )
         return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
 
@@ -232,7 +235,7 @@ def _run(
                 if last_reader.get(value, 0) > number:
                     (environment[value],) = behind_barrier(environment[value])
         shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-        weights = [v for v in shared if v in arguments]
+        weights = weights_in_turn(rewriting, step, number, last_reader)
         together = [[v] for v in shared if v not in arguments]
         if weights:
             handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
@@ -304,7 +307,7 @@ def _runner(
     """A step as a function of its inputs."""
     program = rewriting.program
     before, behind = multiplied_again(rewriting, step)
-    behind = with_biases(rewriting, step, behind)
+    behind = with_followers(rewriting, step, with_biases(rewriting, step, behind))
     tied = tied_inputs(rewriting, step)
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:
