@@ -78,7 +78,7 @@ def weights_in_turn(
       number: which one it is.
       last_reader: by value the number of the last step that reads it.
     """
-    all_of_them = rewriting.ways.before_loops and any(_loops(rewriting, step))
+    all_of_them = rewriting.ways.before_loops and bool([*_loops(rewriting, step)])
     return [
         value
         for value in rewriting.program.arguments
