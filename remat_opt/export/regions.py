@@ -34,6 +34,7 @@ from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.schedule import Choice, Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
+from remat_opt.transform.turns import weights_in_turn
 from remat_opt.units import format_bytes
 
 
@@ -468,7 +469,7 @@ class _Chain:
             if self.rewriting.ways.stored and step.checkpointed:
                 items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
             shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-            weights = [v for v in shared if v in arguments]
+            weights = weights_in_turn(self.rewriting, step, number, last_reader)
             items_of = [[v] for v in shared if v not in arguments]
             if weights:
                 handed_on = [

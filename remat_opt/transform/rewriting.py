@@ -37,7 +37,14 @@ from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases, with_partner
+from remat_opt.transform.turns import (
+    multiplied_again,
+    tied_inputs,
+    weights_in_turn,
+    with_biases,
+    with_followers,
+    with_partner,
+)
 
 
 def rewrite(
@@ -228,7 +235,7 @@ def _run(
                 if last_reader.get(value, 0) > number:
                     (environment[value],) = behind_barrier(environment[value])
         shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-        weights = [v for v in shared if v in arguments]
+        weights = weights_in_turn(rewriting, step, number, last_reader)
         together = [[v] for v in shared if v not in arguments]
         if weights:
             handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
@@ -300,7 +307,7 @@ def _runner(
     """A step as a function of its inputs."""
     program = rewriting.program
     before, behind = multiplied_again(rewriting, step)
-    behind = with_biases(rewriting, step, behind)
+    behind = with_followers(rewriting, step, with_biases(rewriting, step, behind))
     tied = tied_inputs(rewriting, step)
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:

@@ -394,6 +394,37 @@ def test_for_nvidia_gradients_of_products_are_not_put_off(
             assert jnp.allclose(found, right, rtol=1e-6)
 
 
+def loop_and_head(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+    """Equations: 0 scan, 1 product, 2 tanh, 3 sum."""
+    layers, head = weights
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+    return jnp.sum(jnp.tanh(x @ head))
+
+
+@pytest.mark.parametrize("regions", [((0, 1, 2, 3),), ((0,), (1, 2, 3))])
+def test_for_tpu_gradients_come_before_the_loop_that_runs_backward(
+    regions: tuple[tuple[int, ...], ...],
+) -> None:
+    args = (jnp.ones((3, 8, 8)), jnp.ones((8, 5))), jnp.ones((4, 8))
+    stages = [Stage(roots=roots, kept=(), checkpointed=False) for roots in regions]
+    for platform in ("tpu", "cpu"):
+        _, call, _ = rewritten(stages, loop_and_head, *args, platform=platform, argnums=(0, 1))
+        gradient = jax.grad(call)
+        equations = jax.make_jaxpr(gradient)(*args).eqns
+        (backward,) = (
+            n for n, e in enumerate(equations) if e.primitive.name == "scan" and e.params["reverse"]
+        )
+        tied = [
+            {variable.aval.shape for variable in equation.invars}
+            for equation in equations[:backward]
+            if equation.primitive.name == "optimization_barrier"
+        ]
+        # The head's gradient and the cotangent that goes into the loop.
+        assert ({(8, 5), (4, 8)} in tied) == (platform == "tpu"), platform
+        for found, right in zip(gradient(*args), jax.grad(loop_and_head)(*args), strict=True):
+            assert jnp.allclose(found, right, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kept", [(), (0,)])
 def test_for_nvidia_a_pooling_without_overlap_waits_for_its_cotangent(
     kept: tuple[int, ...],
