@@ -7,8 +7,8 @@ MaxText is no dependency: without it there is an error that says so. It needs Py
 
 Its own loss (``maxtext.trainers.pre_train.train.loss_fn``) of a small Llama-style decoder, with its
 layers in one ``lax.scan`` and in a row, is compiled in a step of Adam with parameters and state
-donated: with each of MaxText's remat policies, without any, and with plans that have what each policy
-takes for their budget. MaxText puts a ``jax.checkpoint`` round each layer whatever its policy, so
+donated: with each of MaxText's remat policies, without any, and with plans that have what each
+policy takes for their budget. MaxText puts a ``jax.checkpoint`` round each layer whatever its policy, so
 plans are made with ``existing="replace"``.
 
 ``--equal`` runs one step instead, on the CPU that is there: loss and gradients with the decorator
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -75,9 +76,7 @@ class Client:
             from maxtext.configs import pyconfig
             from maxtext.utils import maxtext_utils
         except ImportError as error:
-            raise SystemExit(
-                f"MaxText is not there ({error}): see benchmarks/README.md."
-            ) from error
+            raise SystemExit(f"No MaxText ({error}): see benchmarks/README.md.") from error
         self.config = pyconfig.initialize(
             ["", str(Path(maxtext.__file__).parent / "configs" / "base.yml")],
             **{"run_name": "remat_opt", "hardware": "cpu", "enable_checkpointing": False},
@@ -169,25 +168,35 @@ def _shapes(tree: Any) -> Any:
 
 
 def measured(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[dict[str, Any]]:
-    """Rows of every policy, and of a plan at the memory of each."""
-    devices = compile_only_devices(device_table.get_device(options.device))[:1]
+    """Rows of every policy, and of a plan at the memory of each, of both programs."""
     for scanned in (True, False):
-        plain, arguments = Client(options, scanned, PLAIN, devices).abstract()
-        least = flop_count.gradient_flops(plain, *arguments)
-        forward = flop_count.forward_flops(plain, *arguments)
+        yield from _rows(options, lines, scanned)
 
-        def row(label: str, make: Callable[[], tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
-            heading = {
-                "program": "scan" if scanned else "row",
-                **{name: getattr(options, name) for name in _SIZES},
-                **{"device": options.device, "step": "adam", "jax": jax.__version__},
-                "label": label,
-            }
-            if lines is not None and (known := lines.with_heading(heading)) is not None:
-                return known
+
+def _rows(
+    options: argparse.Namespace, lines: JsonLines | None, scanned: bool
+) -> Iterator[dict[str, Any]]:
+    devices = compile_only_devices(device_table.get_device(options.device))[:1]
+    plain, arguments = Client(options, scanned, PLAIN, devices).abstract()
+    least = flop_count.gradient_flops(plain, *arguments)
+    forward = flop_count.forward_flops(plain, *arguments)
+    optimizer = optax.adam(1e-3)
+    state = jax.eval_shape(optimizer.init, arguments[0])
+
+    def row(label: str, make: Callable[[], tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
+        heading = {
+            "program": "scan" if scanned else "row",
+            **{name: getattr(options, name) for name in _SIZES},
+            **{"device": options.device, "step": "adam", "jax": jax.__version__},
+            "label": label,
+        }
+        if lines is not None and (known := lines.with_heading(heading)) is not None:
+            return known
+        try:
             loss, more = make()
-            optimizer = optax.adam(1e-3)
-            state = jax.eval_shape(optimizer.init, arguments[0])
+        except remat_opt.BudgetError as error:
+            made = {**heading, "error": str(error)}
+        else:
             found = remat_opt.measure(
                 training_step(loss, optimizer),
                 *(arguments[0], state, arguments[1]),
@@ -203,30 +212,34 @@ def measured(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[d
                 "compile_seconds": round(found.compile_seconds, 1),
                 "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             }
-            if lines is not None:
-                lines.append(made)
-            return made
+        if lines is not None:
+            lines.append(made)
+        return made
 
-        yield row(PLAIN, lambda: (plain, {}))
-        for policy in POLICIES:
-            loss, _ = Client(options, scanned, policy, devices).abstract()
-            theirs = row(policy, lambda: (loss, {}))
-            yield theirs
+    def planned(loss: Callable[..., Any], budget: int) -> tuple[Any, dict[str, Any]]:
+        plan = remat_opt.make_plan(
+            loss,
+            *arguments,
+            budget=budget,
+            existing="replace",
+            overhead="flops",
+            device=options.device,
+            verify="compile" if options.verify else False,
+        )
+        written = remat_opt.apply_plan(plan, loss, existing="replace")
+        return written, {"predicted_bytes": plan.predicted.temporary_bytes}
 
-            def ours() -> tuple[Any, dict[str, Any]]:
-                plan = remat_opt.make_plan(
-                    loss,
-                    *arguments,
-                    budget=theirs["temporary_bytes"],
-                    existing="replace",
-                    overhead="flops",
-                    device=options.device,
-                    verify="compile" if options.verify else False,
-                )
-                planned = remat_opt.apply_plan(plan, loss, existing="replace")
-                return planned, {"predicted_bytes": plan.predicted.temporary_bytes}
+    yield row(PLAIN, lambda: (plain, {}))
+    for policy in POLICIES:
+        loss, _ = Client(options, scanned, policy, devices).abstract()
+        theirs = row(policy, functools.partial(_as_it_is, loss))
+        yield theirs
+        make = functools.partial(planned, loss, theirs["temporary_bytes"])
+        yield row(f"within {policy}" + (", compiled" if options.verify else ""), make)
 
-            yield row(f"within {policy}" + (", compiled" if options.verify else ""), ours)
+
+def _as_it_is(loss: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
+    return loss, {}
 
 
 def equal(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -291,6 +304,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['program']:<5} {row['label']:<36} {row['error'][:100]}"
     predicted = row.get("predicted_bytes")
     return (
         f"{row['program']:<5} {row['label']:<36} {format_bytes(row['temporary_bytes']):>10} "
