@@ -8,7 +8,8 @@ MaxText is no dependency: without it there is an error that says so. It needs Py
 Its own loss (``maxtext.trainers.pre_train.train.loss_fn``) of a small Llama-style decoder, with its
 layers in one ``lax.scan`` and in a row, is compiled in a step of Adam with parameters and state
 donated: with each of MaxText's remat policies, without any, and with plans that have what each
-policy takes for their budget. MaxText puts a ``jax.checkpoint`` round each layer whatever its policy, so
+policy takes for their budget. MaxText puts a ``jax.checkpoint`` round each layer whatever its
+policy, so
 plans are made with ``existing="replace"``.
 
 ``--equal`` runs one step instead, on the CPU that is there: loss and gradients with the decorator
