@@ -445,9 +445,9 @@ def draw_compilers() -> None:
 
     ways = {
         "plain": loss,
-        "one checkpoint round the whole loss": jax.checkpoint(loss),
-        "a checkpoint round each layer": each_layer,
-        "a chain: a checkpoint round every four layers": chain_of_four,
+        "one checkpoint around the whole loss": jax.checkpoint(loss),
+        "a checkpoint around each layer": each_layer,
+        "a chain: a checkpoint around every four layers": chain_of_four,
     }
 
     def step(way):

@@ -1,4 +1,4 @@
-"""A transformer of flax.nnx, scanned over its layers, on the source text of Python's argparse.
+"""A transformer in flax.nnx, scanned over its layers, trained on the source of Python's argparse.
 
 python examples/gpt.py
 python examples/gpt.py --width 1024 --layers 24 --heads 16 --length 1024 --batch 16 --device h200
@@ -87,7 +87,7 @@ def main():
     loss_fn = optimal(loss_of(graph, params, lambda run: run))
     dots = jax.checkpoint_policies.dots_saveable
     by_hand = {
-        "jax.checkpoint round every layer": loss_of(graph, params, jax.checkpoint),
+        "jax.checkpoint around every layer": loss_of(graph, params, jax.checkpoint),
         "... with dots_saveable": loss_of(
             graph, params, lambda run: jax.checkpoint(run, policy=dots)
         ),

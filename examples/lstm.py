@@ -1,4 +1,4 @@
-"""Layers of LSTMs, scanned over time, on the source text of Python's argparse.
+"""A stack of LSTMs, scanned over time, trained on the source of Python's argparse.
 
 python examples/lstm.py
 python examples/lstm.py --width 1024 --layers 4 --length 512 --batch 64 --device h200
@@ -76,7 +76,7 @@ def main():
     loss_fn = optimal(loss_of(lambda at_time: at_time))
     dots = jax.checkpoint_policies.dots_saveable
     by_hand = {
-        "jax.checkpoint round every time step": loss_of(jax.checkpoint),
+        "jax.checkpoint around every time step": loss_of(jax.checkpoint),
         "... with dots_saveable": loss_of(lambda at_time: jax.checkpoint(at_time, policy=dots)),
     }
     batch = np.zeros((options.batch, options.length + 1), np.int32)

@@ -1,8 +1,8 @@
-"""Train a small network twice: as it is written, and with one line added to its loss.
+"""Trains a small network twice: as written, and with one line added to its loss.
 
-The line is the decorator on ``loss_fn``. Both runs must learn the same, and the second must
-need less memory: no more than the budget, by the compiler's own figures. On two idle cores this
-takes less than a minute:
+The line is the decorator on ``loss_fn``. Both runs must learn the same, and the second must stay
+within its memory budget, by the compiler's own figures. On two idle cores this takes less than a
+minute:
 
     python examples/quickstart.py
 """
@@ -22,7 +22,7 @@ import remat_opt
 STEPS, BATCH_SIZE = 30, 64
 
 
-# A residual network with batch normalisation, written with no thought of memory. Each block
+# A residual network with batch normalisation, written without regard to memory. Each block
 # starts as the identity (scale zero), so that training is steady from the first step.
 class Block(nn.Module):
     features: int
@@ -69,7 +69,7 @@ loss_fn = remat_opt.optimal_remat(has_aux=True, budget=0.4, verify="compile")(lo
 # What one would write by hand.
 DOTS = jax.checkpoint_policies.dots_saveable
 BY_HAND = {
-    "nn.remat round every block": loss_of(ResNet(block=nn.remat(Block))),
+    "nn.remat around every block": loss_of(ResNet(block=nn.remat(Block))),
     "... with dots_saveable": loss_of(ResNet(block=nn.remat(Block, policy=DOTS))),
 }
 

@@ -1,4 +1,4 @@
-"""A residual network of flax.linen on handwritten digits.
+"""A residual network in flax.linen on handwritten digits.
 
 python examples/resnet.py
 python examples/resnet.py --width 256 --blocks 50 --size 56 --batch 256 --device h200
@@ -68,7 +68,7 @@ def main():
     loss_fn = optimal(loss_of(network()))
     dots = jax.checkpoint_policies.dots_saveable
     by_hand = {
-        "nn.remat round every block": loss_of(network(block=nn.remat(Block))),
+        "nn.remat around every block": loss_of(network(block=nn.remat(Block))),
         "... with dots_saveable": loss_of(network(block=nn.remat(Block, policy=dots))),
     }
     variables = jax.jit(network().init)(jax.random.key(0), images[:1])

@@ -1,8 +1,8 @@
-"""What the examples share: their flags, and the one screen that each prints.
+"""What the examples share: their flags, and the screen that each prints.
 
 An example has a loss with a line of remat_opt on it, the same loss with ``jax.checkpoint`` or
-``nn.remat`` round every block as one would write it by hand, and batches. Each way is compiled, two
-are trained, and both must learn the same.
+``nn.remat`` around every block as you would write it by hand, and batches. Each version is
+compiled, two are trained, and both must learn the same.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from remat_opt.units import format_bytes, format_share
 
 
 def flags(description, **defaults):
-    """The flags of an example; small settings unless they are given."""
+    """The flags of an example, with small settings by default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{default} if left out")
@@ -77,14 +77,14 @@ def most(decisions):
 
 
 def screen(title, loss_fn, example, by_hand, batches, options, *, has_aux=False):
-    """Plans, compares and trains, and prints it; exits with a message where something is wrong.
+    """Plans, compares, trains and prints the results; exits with a message if something is wrong.
 
     Args:
-      title: what it is.
+      title: of the example.
       loss_fn: the decorated loss, called as ``loss_fn(params, *rest)``; with ``has_aux`` what it
         returns beside the loss is the next ``rest[0]``.
       example: arguments.
-      by_hand: labels with the loss as one would write it by hand.
+      by_hand: labels, each with the loss as you would write it by hand.
       batches: one tuple for each step.
       options: from ``flags``.
       has_aux: whether the loss returns more than a number.

@@ -1,4 +1,4 @@
-"""A U-Net of flax.linen that takes noise off handwritten digits.
+"""A U-Net in flax.linen that denoises handwritten digits.
 
 python examples/unet.py
 python examples/unet.py --width 64 --depth 4 --size 256 --batch 64 --device h200
@@ -68,7 +68,7 @@ def main():
     loss_fn = optimal(loss_of(network()))
     dots = jax.checkpoint_policies.dots_saveable
     by_hand = {
-        "nn.remat round every stage": loss_of(network(stage=nn.remat(Stage))),
+        "nn.remat around every stage": loss_of(network(stage=nn.remat(Stage))),
         "... with dots_saveable": loss_of(network(stage=nn.remat(Stage, policy=dots))),
     }
     batch = images[np.arange(options.batch) % len(images)]

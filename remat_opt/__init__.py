@@ -1,4 +1,4 @@
-"""remat_opt: rematerialisation for JAX that is planned, not guessed.
+"""remat_opt: planned rematerialisation for JAX.
 
 ``optimal_remat`` decorates a loss function so that its gradient fits in less memory for
 the least extra compute. See the README for a tour.

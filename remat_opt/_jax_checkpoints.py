@@ -33,8 +33,17 @@ def function_name(equation: Any) -> str:
 
 def saves_name(policy: Any, name: str) -> bool:
     """Whether a policy of ``jax.checkpoint`` keeps, or offloads, values of a name."""
-    kind = jax.core.ShapedArray((), jnp.float32)
-    answer = policy(name_p, kind, name=name) if policy is not None else False
+    return _saves(policy, name_p, [jax.core.ShapedArray((), jnp.float32)], {"name": name})
+
+
+def saves(policy: Any, equation: Any) -> bool:
+    """Whether a policy of ``jax.checkpoint`` keeps, or offloads, what an equation gives."""
+    kinds = [one.aval for one in equation.invars]
+    return _saves(policy, equation.primitive, kinds, equation.params)
+
+
+def _saves(policy: Any, primitive: Any, kinds: list[Any], params: dict[str, Any]) -> bool:
+    answer = policy(primitive, *kinds, **params) if policy is not None else False
     return bool(answer) if isinstance(answer, bool) else answer is not Recompute
 
 

@@ -51,7 +51,7 @@ def parts(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[Any], list
 
 
 def inlinable_body(equation: Any) -> Any | None:
-    """The closed jaxpr to put in the place of a call equation, or None to carry it whole.
+    """The closed jaxpr to put in place of a call equation, or None to carry it whole.
 
     A nested ``jit`` that prescribes shardings or layouts is not only a group of
     equations, so it is carried as it is. (Side effects do not stand in the way: the
@@ -226,7 +226,7 @@ def calls_back(equation: Any) -> bool:
 
 
 def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
-    """Axes of a ``vmap`` or ``shard_map`` round the equations that tie them to it.
+    """Axes of a ``vmap`` or ``shard_map`` around the equations that tie them to it.
 
     Those of a ``vmap`` that the equations name, as ``psum`` does, and all of a ``shard_map`` in
     whose body this is called.
@@ -318,7 +318,7 @@ def jvp_of_varying(
     return tuple(jax.jvp(of_varying, [primals[number] for number in varying], directions)[1])
 
 
-#: The identity, in the place of a barrier on tangents. What it is the transpose of is a barrier on
+#: The identity, in place of a barrier on tangents. What it is the transpose of is a barrier on
 #: the cotangents. JAX's own barrier cannot be transposed where one of several tangents is no
 #: linear function of what varies, as the zeros of a custom derivative rule are none.
 _tie_p = Primitive("remat_opt_tie")
@@ -409,7 +409,7 @@ def run_with_known(
     """Runs a closed jaxpr in which one equation has been run already.
 
     Args:
-      closed: the jaxpr; its first inputs are those of ``equation`` that are no literals.
+      closed: the jaxpr; its first inputs are those of ``equation`` that are not literals.
       inputs: values of its inputs.
       literals: values of the equation's other inputs, by position.
       equation: wherever the jaxpr applies it to those inputs, it is not run. (A derivative
@@ -513,7 +513,7 @@ def functions_around(equation: Any, calls: Sequence[Any] = ()) -> list[tuple[str
         traced once for all its callers, so the functions are those that made the outermost call.
 
     Returns:
-      Of each its name and the line of the function round it that called it.
+      Of each its name and the line of the function around it that called it.
     """
     outermost = calls[-1] if calls else equation
     frames = [
@@ -605,7 +605,7 @@ def is_differentiated(value: Any) -> bool:
 
 
 def is_concrete(value: Any) -> bool:
-    """Whether a value is an array, or the tracer of a derivative or a ``vmap`` round one.
+    """Whether a value is an array, or the tracer of a derivative or a ``vmap`` around one.
 
     Not so under ``jax.jit`` and the like, where there are no arrays yet.
     """

@@ -63,6 +63,19 @@ def _sharding_of(value: Any) -> Any:
     return getattr(value, "sharding", None)
 
 
+def explicit_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """To be in the mesh of an array with explicit sharding; nothing for any other array.
+
+    JAX 0.12 makes the zeros that the gradient of a slice is put into without a mesh unless the
+    slice was taken in one.
+    """
+    mesh = jax.typeof(value).sharding.mesh
+    if mesh.empty or not mesh.are_all_axes_explicit:
+        return contextlib.nullcontext()
+    entered: contextlib.AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
+    return entered
+
+
 def meshes_in(equations: Iterable[Any]) -> Iterator[Any]:
     """The meshes that constraints and ``shard_map`` name, in inner programs too."""
     for equation in equations:

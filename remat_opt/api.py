@@ -1,4 +1,4 @@
-"""The doors: decorate a loss, make and apply plans, measure, compare."""
+"""The public functions: decorate a loss, make and apply plans, measure, compare."""
 
 from __future__ import annotations
 
@@ -57,55 +57,54 @@ def optimal_remat(
     Without options: least peak memory with at most one forward pass recomputed.
 
     Args:
-      fn: the loss function. Left out, a decorator is returned.
-      budget: temporaries are to stay within this, at the least overhead: bytes, a text such
-        as ``"6GiB"``, or a float, the share of what the unchanged function needs; or
-        ``"fit"``, the device's memory, less arguments, outputs and ``reserve``.
+      fn: the loss function. Without it, a decorator is returned.
+      budget: limit on temporaries, to be met with the least overhead: bytes, a string such as
+        ``"6GiB"``, a float (the share of what the unchanged function needs), or ``"fit"``
+        (the device's memory, less arguments, outputs and ``reserve``).
       max_overhead: least memory for at most this share of a forward pass recomputed.
       overhead: ``"seconds"`` (of the device's roofline) or ``"flops"``.
-      reserve: bytes that ``budget="fit"`` leaves free, for all that lives on the device beside
-        the gradient step, such as the optimizer's state; nothing when left out.
-      gradients: what becomes of the gradients in the step: ``"consumed"``, each as soon as it is
-        there, as by Adam with donated state; ``"together"``, all at once, as where they are clipped
-        by their norm; ``"results"``, they are put out, as by ``jit(grad(loss))`` alone.
-      argnums: the positional argument(s) that ``jax.grad`` will be asked for, the first that is
-        not static if left out, or, without arguments, all that is closed over and being traced. It
-        is for plans that are made ahead, and where the derivative is taken round a ``jax.jit``:
-        else what JAX is differentiating counts, closed over or not. Of a decorated method they
-        count as in ``jax.grad(model.loss)``: without ``self``.
+      reserve: bytes that ``budget="fit"`` leaves free for whatever else is on the device, such as
+        the optimizer's state; by default none.
+      gradients: how the step uses its gradients: ``"consumed"``, each as soon as it is computed, as
+        Adam does with donated state; ``"together"``, all at once, as when clipping by their
+        norm; ``"results"``, they are returned, as by ``jit(grad(loss))`` alone.
+      argnums: the positional argument(s) that ``jax.grad`` will differentiate. The default is the
+        first that is not static or, without arguments, everything that is closed over and being
+        traced. It matters only for plans made ahead of time and for derivatives of a ``jax.jit``:
+        otherwise the plan is for whatever JAX differentiates, closed over or not. For a
+        decorated method, count as in ``jax.grad(model.loss)``: without ``self``.
       has_aux: whether the function returns (loss, auxiliary).
-      static_argnums: positional arguments that are Python values, as in ``jax.jit``. What is
-        neither an array nor a number is static anyhow.
+      static_argnums: positional arguments that are Python values, as in ``jax.jit``. Arguments that
+        are neither arrays nor numbers are always static.
       static_argnames: arguments that are Python values, by name, passed by position or not.
-      existing: what becomes of ``jax.checkpoint``, ``nn.remat`` and the like inside the function.
-        ``"keep"`` leaves them as they are, and plans round them; ``"replace"`` plans as if they
-        were not there, in loops and branches too, so that the plan alone decides.
-      device: the machine to plan for; ``"attached"`` is the one JAX runs on.
-      solver: who decides: a name that ``remat_opt.solvers.available()`` lists as fit for
-        programs, or one of its records with options, such as
-        ``remat_opt.solvers.ApproximateDP(objective="memory")``.
-      plan: a plan, or a file of one, to follow instead of making one.
+      existing: what to do with ``jax.checkpoint``, ``nn.remat`` and the like inside the function.
+        ``"keep"`` leaves them as they are and plans around them; ``"replace"`` removes them, in
+        loops and branches too, so that the plan alone decides.
+      device: the device to plan for; ``"attached"`` is the one JAX runs on.
+      solver: a name that ``remat_opt.solvers.available()`` lists as fit for programs, or a solver
+        with options, such as ``remat_opt.solvers.ApproximateDP(objective="memory")``.
+      plan: a plan, or a plan file, to use instead of making one.
       verify: True compiles the gradient for the device when it is planned, once for each program,
-        and writes down under ``measured`` what the compiler says. ``"compile"`` lets the compiler
-        choose: several plans are compiled, and the answer is the one that is best as compiled;
-        within a budget it truly is, or there is an error. Also in the middle of a trace, as
-        under ``jax.jit``: only shapes matter. Closed-over arrays that are being traced count as
-        arguments of the program.
-      learnt: a file of what was learnt by compiling. With ``verify="compile"`` it is read, if it is
-        there, and what is learnt is added: about each program, device, compiler and step. Without,
-        plans are made by it, and compile nothing; so it must be there. Only such a file makes plans
-        differ from those of another process that asks for the same.
-      errors: what to do where planning fails through a fault of remat_opt. ``"warn"`` runs the
-        function as it is, with a ``PlanningWarning`` that names a report to file; ``"raise"``
-        raises, as the method ``plan`` always does. A budget that cannot be reached and the like
-        are raised either way.
+        and records under ``measured`` what the compiler says. ``"compile"`` lets the compiler
+        choose: it compiles several plans and returns the best as compiled, which is really
+        within the budget, or raises an error. Both also work in the middle of a trace, as under
+        ``jax.jit``, because only shapes matter. Closed-over arrays that are being traced count
+        as arguments of the program.
+      learnt: a file that holds what was learnt by compiling, for each program, device, compiler and
+        step. With ``verify="compile"`` the file is read, if it exists, and new results are added.
+        Without, the file must exist, and plans use it and compile nothing. Only such a file can
+        make plans differ from those of another process that asks for the same.
+      errors: what to do if planning fails because of a bug in remat_opt. ``"warn"`` runs the
+        unchanged function, with a ``PlanningWarning`` that names a report to file; ``"raise"``
+        raises, as the method ``plan`` always does. Other errors, such as a budget that cannot be
+        reached, are always raised.
 
     Returns:
       A function with the same results, to be used under ``jax.jit`` with ``jax.grad``,
-      ``jax.value_and_grad``, ``jax.vjp`` and the others. By itself it is traced and compiled as
-      under ``jax.jit``, so that what it prints or draws from elsewhere it does once; it is traced
-      anew where a global variable or what else it refers to has changed. Its method ``plan`` gives
-      the plan for given arguments.
+      ``jax.value_and_grad``, ``jax.vjp`` and the others. Outside ``jax.jit`` it is traced and
+      compiled as under ``jax.jit``, so side effects such as printing happen only once. It is
+      traced again if a global variable or anything else it refers to has changed. Its method
+      ``plan`` returns the plan for given arguments.
 
     Raises:
       RematError: options that contradict each other or are out of range.
@@ -148,8 +147,8 @@ def optimal_remat(
         raise RematError(f"optimal_remat decorates a function, not a {type(fn).__name__}.")
     if plan is not None and (budget is not None or max_overhead is not None):
         raise RematError(
-            "plan= is given together with budget= or max_overhead=. A plan is already decided: "
-            "leave the others out."
+            "plan= cannot be combined with budget= or max_overhead=: a plan is already "
+            "decided. Leave the others out."
         )
     if verify not in (False, True, "compile"):
         raise RematError(
@@ -203,14 +202,13 @@ def make_plan(
     learnt: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Plans a loss function at the shapes of its arguments, without running it.
+    """Plans a loss function for the shapes of its arguments, without running it.
 
-    Given a training step, it plans the decorated loss that is differentiated inside, at the shapes
-    it is called with there. ``verify=`` then compiles the step, and with ``verify="compile"`` it
-    is the step whose temporaries, gradients among them, are within the budget; a share is one
-    of what the step as it is compiles to, and ``budget="fit"`` knows the optimizer's state. The
-    options that are given here count, not those of the decorator. To run the plan, decorate the
-    loss with ``plan=``.
+    Given a training step, it plans the decorated loss that the step differentiates, for the shapes
+    used there. ``verify=`` then compiles the step. With ``verify="compile"`` the budget applies to
+    the temporaries of the step, including gradients. A budget given as a share refers to what the
+    unchanged step compiles to, and ``budget="fit"`` accounts for the optimizer's state. The options
+    given here count, not those of the decorator. To run the plan, decorate the loss with ``plan=``.
 
     Args:
       fn: the loss function, a decorated one standing for the function in it; or a step that
@@ -226,8 +224,8 @@ def make_plan(
       static_argnums: likewise.
       static_argnames: likewise; of the step, if it is one.
       existing: likewise; of a step, what the decorator of its loss says counts.
-      donate_argnums: of a step, the arguments it donates, as in ``jax.jit``. Left out, what the
-        ``jax.jit`` round the step says, if there is one.
+      donate_argnums: of a step, the arguments it donates, as in ``jax.jit``. The default is what
+        the ``jax.jit`` around the step says, if there is one.
       device: likewise.
       solver: likewise.
       verify: likewise.
@@ -306,7 +304,7 @@ def frontier(
     solver: str | Solver = "portfolio",
     **kwargs: Any,
 ) -> Frontier:
-    """The best plans over all budgets, predicted, without running or compiling anything.
+    """Predicts the best plans over all budgets, without running or compiling anything.
 
     Args:
       fn: the loss function, or a step that differentiates a decorated one: see ``make_plan``.
@@ -323,8 +321,8 @@ def frontier(
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
-      A table and a picture, in a terminal or a notebook. ``rows`` are plain dictionaries; the
-      ``temporary_bytes`` of one, as a budget, give its plan.
+      A table and a picture, in a terminal or a notebook. ``rows`` are plain dictionaries. To get
+      the plan of a row, pass its ``temporary_bytes`` as the budget.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -359,7 +357,7 @@ def frontier(
     planning.check_differentiated(program)
     if computes_nothing(program):
         raise RematError(
-            f"{program.name!r} hands on its arguments or constants: there is nothing to plan."
+            f"{program.name!r} only returns its arguments or constants: there is nothing to plan."
         )
     return trade_off.of(decorated.problem(program), Overhead(overhead), Gradients(gradients))
 
@@ -373,10 +371,10 @@ def apply_plan(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
 ) -> Any:
-    """The function rewritten by a plan that was made for it.
+    """Rewrites a function by a plan that was made for it.
 
     Args:
-      plan: a plan, or a file of one.
+      plan: a plan, or a plan file.
       fn: the function the plan was made for; checked by its program's fingerprint when it
         is called.
       argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
@@ -408,14 +406,14 @@ def measure(
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Measurement:
-    """What the compiler says of ``fn`` as given: bytes, FLOPs, seconds to compile.
+    """Measures ``fn`` as given by compiling it: bytes, FLOPs, seconds to compile.
 
-    To measure a gradient, give the gradient: ``measure(jax.grad(loss), params, batch)``.
+    To measure a gradient, pass the gradient: ``measure(jax.grad(loss), params, batch)``.
 
     Args:
       fn: any function that ``jax.jit`` takes.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
-      device: the machine to compile for; it need not be attached.
+      device: the device to compile for; it need not be attached.
       static_argnums: as for ``jax.jit``.
       static_argnames: as for ``jax.jit``.
       donate_argnums: as for ``jax.jit``.
@@ -454,26 +452,26 @@ def compare(
     verify: bool | str = True,
     **kwargs: Any,
 ) -> Comparison:
-    """Plans beside the unchanged function and ``jax.checkpoint``, by what the compiler says.
+    """Compares plans with the unchanged function and ``jax.checkpoint``, as compiled.
 
-    The gradient of each is compiled for the device, one after the other, and none is run. Given a
-    training step, the step is compiled instead, with the decorated loss that is differentiated
-    inside run in each of these ways: that is what training needs. A gradient alone lends the
-    buffers of its results to temporaries; in a step with donated parameters there are none.
+    The gradient of each is compiled for the device, one after the other. Nothing is run. Given a
+    training step, the step is compiled instead, with the decorated loss inside it run in each of
+    these ways. That is what training needs: a gradient alone lends the buffers of its results to
+    temporaries, but a step with donated parameters has no such buffers.
 
     Args:
       fn: the loss function, a decorated one standing for the function in it; or a step that
         differentiates a decorated one, as with ``jax.grad``.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       budgets: each as ``budget`` of ``optimal_remat``; None among them is least memory.
-      max_overheads: each as ``max_overhead`` of ``optimal_remat``. Where neither is given:
-        at most 0, 5 and 25 % of a forward pass, and least memory.
+      max_overheads: each as ``max_overhead`` of ``optimal_remat``. If neither is given: at most
+        0, 5 and 25 % of a forward pass, and least memory.
       overhead: see ``optimal_remat``, as are the options that follow ``policies``.
-      policies: names in ``jax.checkpoint_policies``, each for one ``jax.checkpoint`` round the
-        whole function and for one round every block, where the program shows what a block is:
-        by the names of modules, or by what it repeats. Or a mapping from labels to such names or
-        to functions that do as the loss does, such as the same network with a checkpoint in
-        every block. None is all that JAX has, () none.
+      policies: names in ``jax.checkpoint_policies``. Each is tried with one ``jax.checkpoint``
+        around the whole function, and with one around every block if the names of modules, or
+        repetition, show what a block is. Or a mapping from labels to such names or to functions
+        equivalent to the loss, such as the same network with a checkpoint in every block. None
+        means every policy that JAX has, () none.
       argnums: likewise.
       has_aux: likewise.
       static_argnums: likewise.
@@ -482,8 +480,8 @@ def compare(
       donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
-      verify: as it is, each of ours is the plan that is predicted to be best, as compiled;
-        "compile" chooses by what the compiler says, in up to four compiles for each.
+      verify: by default, each of our rows is the plan predicted to be best, as compiled;
+        "compile" chooses by what the compiler says, with up to four compiles for each row.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -491,8 +489,8 @@ def compare(
       row that failed (a budget that cannot be reached, too large a program) says why.
 
     Raises:
-      RematError: options out of range, a policy that JAX does not have, or what is given as a
-        step differentiates no decorated loss.
+      RematError: options out of range, a policy that JAX does not have, or a step that
+        differentiates no decorated loss.
       TraceError: the function cannot be traced.
       MissingPackageError: the compiler for the device is not installed.
 
@@ -517,8 +515,8 @@ def compare(
         budgets, limits = (None,), (0.25, 0.05, 0.0)
     if verify not in (True, "compile"):
         raise RematError(
-            f"verify={verify!r}: compare compiles every row. Leave it out, or give "
-            '"compile" to choose each of ours by compiling. frontier compiles nothing.'
+            f"verify={verify!r}: compare compiles every row anyway. Leave verify out, or give "
+            '"compile" to choose each of our plans by compiling. frontier compiles nothing.'
         )
     target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     chosen_solver = solver_of(solver)

@@ -43,7 +43,7 @@ _MOST_SCHEDULES, _MOST_LIMITS = 48, 96
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class Way:
     """One way to run a branch.
 
     Attributes:
@@ -83,7 +83,7 @@ def openings(
     derivative: Derivative,
     expected: Model,
     measure: Overhead,
-    search: Search,
+    of_branch: Callable[[Program], tuple[list[Way], float]],
 ) -> Iterator[Opening]:
     """Ways to open one choice, in any order; none if it cannot be.
 
@@ -94,18 +94,18 @@ def openings(
       derivative: of the choice as it is.
       expected: model of the program.
       measure: what recomputation is counted in.
-      search: plans a branch.
+      of_branch: gives the ways to run a branch, and its time forward (``ways``).
     """
     equation = program.equations[root]
-    found = [_ways(one, search) for one in bodies.branches_of(equation, bodies.varying(program))]
-    if not all(ways for ways, _ in found):
+    found = [of_branch(one) for one in bodies.branches_of(equation, bodies.varying(program))]
+    if not all(of_one for of_one, _ in found):
         return
     graph = expected.graph
     # The rates are those that the rest is counted in.
     forward = max(seconds for _, seconds in found)
     scale = graph.seconds[vertex] / forward if forward else 0.0
     read_bytes = _read_bytes(program, root, derivative, expected)
-    for chosen in _together([ways for ways, _ in found], measure):
+    for chosen in _together([of_one for of_one, _ in found], measure):
         workspace = max(one.workspace_bytes for one in chosen)
         yield Opening(
             vertex=vertex,
@@ -119,11 +119,11 @@ def openings(
         )
 
 
-def _together(branches: Sequence[Sequence[_Way]], measure: Overhead) -> Iterator[tuple[_Way, ...]]:
+def _together(branches: Sequence[Sequence[Way]], measure: Overhead) -> Iterator[tuple[Way, ...]]:
     """One way for each branch, for every limit to recomputation."""
     costs = sorted({way.cost(measure) for ways in branches for way in ways})
     least = max(min(way.cost(measure) for way in ways) for ways in branches)
-    memory: tuple[Callable[[_Way], int], ...] = (
+    memory: tuple[Callable[[Way], int], ...] = (
         lambda way: way.branch.kept_bytes + way.workspace_bytes,
         lambda way: way.branch.kept_bytes,
     )
@@ -138,7 +138,7 @@ def _together(branches: Sequence[Sequence[_Way]], measure: Overhead) -> Iterator
             )
 
 
-def _merged_bytes(chosen: Sequence[_Way]) -> int:
+def _merged_bytes(chosen: Sequence[Way]) -> int:
     """What a choice hands out for its backward pass: of each type as many as any branch keeps."""
     most: dict[Hashable, int] = {}
     for way in chosen:
@@ -167,11 +167,11 @@ def _read_bytes(program: Program, root: int, derivative: Derivative, expected: M
 # --- one branch ---------------------------------------------------------------------------
 
 
-def _ways(body: Program, search: Search) -> tuple[list[_Way], float]:
+def ways(body: Program, search: Search) -> tuple[list[Way], float]:
     """The ways to run a branch that no other beats in all figures, and its time forward."""
     if computes_nothing(body):
         as_it_is = Branch(stages=())
-        return [_Way(branch=as_it_is, kept={}, workspace_bytes=0, seconds=0.0, flops=0)], 0.0
+        return [Way(branch=as_it_is, kept={}, workspace_bytes=0, seconds=0.0, flops=0)], 0.0
     expected, candidates = search(body)
     if any(expected.graph.pinned):
         # All of it runs under checkpoints.
@@ -218,7 +218,7 @@ def _checkpointed(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, regions=tuple(regions))
 
 
-def _way(body: Program, expected: Model, schedule: Schedule) -> _Way:
+def _way(body: Program, expected: Model, schedule: Schedule) -> Way:
     """A schedule of a branch, with its figures."""
     schedule = expected.admitted(schedule)
     graph = expected.graph_of(schedule)
@@ -237,7 +237,7 @@ def _way(body: Program, expected: Model, schedule: Schedule) -> _Way:
         kind: (count, kind[1]) for kind, count in counts.items()
     }
     kept_bytes = sum(count * size for count, size in kept.values())
-    return _Way(
+    return Way(
         branch=Branch(
             stages=expected.stages(schedule), kept_bytes=kept_bytes, loops=schedule.loops
         ),

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m remat_opt",
-        description="Rematerialisation that is planned: plan, compare, explain, lint, check.",
+        description="Plan rematerialisation of JAX programs: plan, compare, explain, lint, check.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--policies",
         metavar="NAME,...",
-        help="names in jax.checkpoint_policies; 'none' for none (default: all)",
+        help="names from jax.checkpoint_policies, or 'none' (default: all)",
     )
     _add_donated(compare)
     _add_output(compare, "one JSON object per row")
@@ -110,10 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--budget",
         metavar="BYTES|SHARE",
-        help="temporaries to stay within: 6GiB; 0.4 for that share of the unchanged function's; or "
-        "fit for the device's memory less arguments and outputs",
+        help="limit on temporaries: 6GiB; 0.4 for that share of what the unchanged function "
+        "needs; or fit for the device's memory less arguments and outputs",
     )
-    plan.add_argument("--reserve", metavar="BYTES", help="what fit leaves free, such as 2GiB")
+    plan.add_argument(
+        "--reserve", metavar="BYTES", help="memory that fit leaves free, such as 2GiB"
+    )
     plan.add_argument(
         "--max-overhead",
         type=float,
@@ -148,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_function(linted, "a loss function")
     linted.add_argument("--json", action="store_true", help="for machines: one JSON object")
     check = _command(
-        commands, "check", _check, "fail where a plan's peak has grown or its program has changed"
+        commands, "check", _check, "fail if a plan's peak has grown or its program has changed"
     )
     check.add_argument("plan", metavar="FILE", help="a plan that was saved with --verify")
     _add_function(check, "what the plan was made for")
@@ -163,9 +165,9 @@ def _parser() -> argparse.ArgumentParser:
         help="by what share temporaries may grow (default: %(default)s)",
     )
     check.add_argument("--json", action="store_true", help="for machines: one JSON object")
-    devices = _command(commands, "devices", _devices, "list the machines that can be planned for")
+    devices = _command(commands, "devices", _devices, "list the devices you can plan for")
     _add_output(devices, "one JSON object per device")
-    listed = _command(commands, "solvers", _solvers, "list the algorithms there are")
+    listed = _command(commands, "solvers", _solvers, "list the solvers")
     _add_output(listed, "one JSON object per solver")
     return parser
 
@@ -193,13 +195,13 @@ def _add_function(
         "--args",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the tuple of the function's positional "
-        "arguments: arrays, or jax.ShapeDtypeStruct in their place",
+        help="a function without arguments that returns the tuple of positional arguments: "
+        "arrays, or jax.ShapeDtypeStruct in place of arrays",
     )
     command.add_argument(
         "--kwargs",
         metavar="MODULE:FUNCTION",
-        help="likewise a function that returns the dictionary of its keyword arguments",
+        help="a function that returns the dictionary of keyword arguments",
     )
 
 
@@ -217,13 +219,13 @@ def _add_planning(command: argparse.ArgumentParser) -> None:
         "--solver",
         default="portfolio",
         metavar="NAME",
-        help="who decides: a name that 'solvers' lists (default: portfolio)",
+        help="a name that 'solvers' lists (default: portfolio)",
     )
     command.add_argument(
         "--overhead",
         choices=("seconds", "flops"),
         default="seconds",
-        help="what recomputation is counted in (default: seconds)",
+        help="unit in which recomputation is counted (default: seconds)",
     )
     _add_derivative(command)
 
@@ -405,7 +407,7 @@ def _devices(options: argparse.Namespace) -> None:
         ),
         align="llrrrr",
     )
-    print(table.text())
+    print(table.text(report.columns()))
 
 
 def _solvers(options: argparse.Namespace) -> None:
@@ -459,8 +461,8 @@ def _called(options: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any,
     taken = sorted(set(kwargs) & _OPTIONS)
     if taken:
         raise CommandError(
-            f"--kwargs {options.kwargs} has {taken[0]!r}, which is an option of remat_opt too: "
-            "wrap the loss in a function that calls the argument something else."
+            f"--kwargs {options.kwargs} has {taken[0]!r}, which is also an option of "
+            "remat_opt: wrap the loss in a function that names the argument differently."
         )
     return fn, args, kwargs
 
@@ -474,8 +476,8 @@ def load(name: str) -> Callable[..., Any]:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise CommandError(
-            f"{name!r} is not of the form MODULE:FUNCTION, such as train:loss for the function "
-            "loss in train.py."
+            f"{name!r} is not of the form MODULE:FUNCTION, such as train:loss for the "
+            "function loss in train.py."
         )
     try:
         thing: Any = importlib.import_module(module_name)

@@ -1,8 +1,8 @@
-"""Plans beside what ``jax.checkpoint`` does alone: one row for each, figures of the compiler.
+"""Compares plans with plain ``jax.checkpoint``: one row for each, with the compiler's figures.
 
 Every contender is a way to run the loss. The step in which it is differentiated, or its gradient
 alone, is compiled for the device and its FLOPs are counted (``flop_count``); nothing is run. A
-contender that fails, as for want of memory, has a row that says so.
+contender that fails, for example for lack of memory, has a row that says so.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
-    """What the ways to take a gradient need, side by side.
+    """What each way of computing a gradient needs, side by side.
 
     Attributes:
       function: name of the loss function.
       device: name of the device compiled for.
       rows: one dictionary for each contender, all with the same keys. ``label``; ``kind``:
-        ``plain`` (the function as it is), ``policy`` (``jax.checkpoint`` round the whole or
-        every block, or a function of the user's) or ``ours``; ``predicted_temporary_bytes``;
-        ``temporary_bytes``, ``argument_bytes``, ``output_bytes``, ``host_bytes``, as the
-        compiler says; ``recomputed_flops_share``: FLOPs beyond those of the plain gradient,
-        as a share of one forward pass; ``overhead_seconds_share``: predicted time of the
-        recomputation, as a share of one forward pass; ``compile_seconds``;
-        ``plan_seconds`` (the first plan takes the sweep that the others draw on);
-        ``error``: the message where it failed. What does not apply is None.
-      notes: what a reader of the figures has to know.
+        ``plain`` (the unchanged function), ``policy`` (``jax.checkpoint`` around the whole
+        function or every block, or a function of the user's) or ``ours``;
+        ``predicted_temporary_bytes``; ``temporary_bytes``, ``argument_bytes``, ``output_bytes``,
+        ``host_bytes``, as the compiler says; ``recomputed_flops_share``: FLOPs beyond those of the
+        plain gradient, as a share of one forward pass; ``overhead_seconds_share``: predicted time
+        of the recomputation, as a share of one forward pass; ``compile_seconds``; ``plan_seconds``
+        (the first plan takes the sweep that the others draw on); ``error``: the message if it
+        failed. Fields that do not apply are None.
+      notes: what a reader of the figures should know.
       step: name of the step that was compiled; "" for the gradient alone.
       limit_bytes: what the device's memory leaves for temporaries, beside arguments and outputs;
-        None where that is unknown, or nothing.
+        None if that is unknown, or nothing.
     """
 
     function: str
@@ -90,7 +90,8 @@ class Comparison:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __repr__(self) -> str:
-        return "\n".join([self._table().text(), *self._remarks()])
+        width = report.columns()
+        return "\n".join([self._table().text(width), *report.wrapped(self._remarks(), width)])
 
     def _repr_html_(self) -> str:
         remarks = "".join(f"<div>{report.escape(line)}</div>" for line in self._remarks())
@@ -102,7 +103,7 @@ class Comparison:
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draws memory against overhead: ours as a line, all else as points with names.
+        """Draws memory against overhead: our plans as a line, everything else as labelled points.
 
         Args:
           ax: matplotlib axes; the current ones if None.
@@ -367,8 +368,8 @@ def policy_contenders(
       chosen: names in ``jax.checkpoint_policies``, or labels with, for each, such a name or
         a function with the results of the loss; None for all that JAX has.
       signature: how the arguments of the loss are read.
-      has_blocks: whether the loss is made of blocks. Then each policy is taken round the whole
-        function and round every block; but not the one that keeps everything, which is the
+      has_blocks: whether the loss is made of blocks. Then each policy is taken around the whole
+        function and around every block; but not the one that keeps everything, which is the
         function as it is.
 
     Raises:
@@ -408,9 +409,9 @@ def _policy_of(name: str) -> Callable[..., Any]:
     if found is None:
         names = ", ".join(policies.default_policies())
         raise RematError(
-            f"{name!r} is not a policy of jax.checkpoint_policies that can be used as it is: "
-            f"give one of {names}, or, for one of your own, a mapping from a label to the function "
-            "wrapped in it."
+            f"{name!r} is not a policy of jax.checkpoint_policies that works without "
+            f"arguments: give one of {names}, or, for one of your own, a mapping from a label "
+            "to the function wrapped in it."
         )
     return found
 
@@ -430,5 +431,5 @@ def _is_policy_of_jax(function: object) -> bool:
 
 
 def plain_contender() -> Contender:
-    """The function as it is, first in every comparison."""
+    """The unchanged function, first in every comparison."""
     return _contender("plain", as_it_is, "plain")

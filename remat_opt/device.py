@@ -4,10 +4,10 @@ A table of plain numbers with their public source; no JAX here. Rates and bandwi
 peaks from data sheets. A plan only compares recomputations with one another and with one
 forward pass, so that a factor common to all of them does not matter.
 
-What float32 means. JAX multiplies float32 matrices at its *default precision*, and the
-"float32" rate here is that of what then really runs: one bfloat16 pass on a TPU, TF32 on an
-NVIDIA GPU from Ampere on (jax issues 1856 and 12008), float32 on a CPU. Who sets
-``jax_default_matmul_precision`` to something slower can register a device of their own.
+What float32 means. JAX multiplies float32 matrices at its *default precision*, and the "float32"
+rate here is that of what then really runs: one bfloat16 pass on a TPU, TF32 on an NVIDIA GPU from
+Ampere on (jax issues 1856 and 12008), float32 on a CPU. If you set
+``jax_default_matmul_precision`` to something slower, register a device of your own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AttachedTarget:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TpuTarget:
-    """Compile with libtpu for a TPU that need not be there.
+    """Compile with libtpu for a TPU that need not be attached.
 
     Attributes:
       topology: name of a slice: of a pod that is meant, or the smallest that every supported
@@ -48,7 +48,7 @@ class TpuTarget:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTarget:
-    """The facts of an NVIDIA GPU that XLA compiles by, for one that need not be there.
+    """What XLA needs to know to compile for an NVIDIA GPU that need not be attached.
 
     These are the fields of XLA's ``GpuTargetConfigProto`` that change what is compiled:
     found by leaving out one at a time and compiling. Leaving out one of those that are the
@@ -130,15 +130,15 @@ class Device:
       name: what users write, such as ``"h200"``, or ``"v5e:4x4"`` for one of a pod's.
       title: what people call it.
       platform: whose compiler is used.
-      memory_bytes: device memory a program can have.
+      memory_bytes: device memory a program can use.
       memory_bandwidth: bytes per second between the device and its memory.
       flops_per_second: dense rates by dtype name; read it through :meth:`flops_rate`. The
         rate of "float32" is that at JAX's default matmul precision (see the module).
       host_bandwidth: bytes per second between device and host memory, one way.
       source: the public documents that the figures come from.
       target: how to compile for it.
-      network_bandwidth: bytes per second that it sends to others of a mesh, over all its links;
-        as to the host if left out.
+      network_bandwidth: bytes per second that it sends to others of a mesh, over all its links; by
+        default the same as to the host.
     """
 
     name: str
@@ -220,10 +220,10 @@ def get_device(name: str) -> Device:
     Args:
       name: as listed by :func:`available`, in any case; with a slice of TPUs or a number of GPUs
         behind it, as in ``"v5e:4x4"`` and ``"h200:8"``, one of so many. What is attached to this
-        process is no entry of the table: ``measurement.resolve_device("attached")`` finds it.
+        process is not an entry of the table: ``measurement.resolve_device("attached")`` finds it.
 
     Raises:
-      DeviceError: if there is none of that name.
+      DeviceError: if there is no device of that name.
     """
     word, colon, pod = name.lower().partition(":") if isinstance(name, str) else ("", "", "")
     device = _devices.get(word)
@@ -243,9 +243,9 @@ def _one_of_pod(device: Device, pod: str) -> Device:
             target = dataclasses.replace(gpu, devices=int(pod))
         case _:
             raise DeviceError(
-                f"There is no device '{device.name}:{pod}'. Of TPUs give the slice, as in "
-                "'v5e:4x4', of GPUs how many there are, as in 'h200:8'; what is attached is used "
-                "as it is."
+                f"There is no device '{device.name}:{pod}'. For TPUs give the slice, as in "
+                "'v5e:4x4'; for GPUs give their number, as in 'h200:8'. Attached devices are "
+                "used as they are."
             )
     return dataclasses.replace(device, name=f"{device.name}:{pod}", target=target)
 
@@ -259,14 +259,14 @@ def register(device: Device) -> None:
     """Adds a device to the table, for this process.
 
     Args:
-      device: its name must be new: replacing an entry would change plans behind the back
-        of whoever relies on it.
+      device: its name must be new: replacing an entry would change the plans of code that relies
+        on it.
 
     Raises:
       DeviceError: if the name is taken by a different device.
     """
     if device.name == "attached":
-        raise DeviceError("The name 'attached' means what jax.devices() shows: take another.")
+        raise DeviceError("The name 'attached' means what jax.devices() shows: choose another.")
     known = _devices.get(device.name)
     if known is not None and known != device:
         raise DeviceError(

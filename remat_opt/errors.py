@@ -19,17 +19,17 @@ class RematError(Exception):
 
 
 class UnitError(RematError, ValueError):
-    """A text that should be an amount of bytes, but cannot be read as one."""
+    """A string that should be an amount of bytes, but cannot be read as one."""
 
 
 class BudgetError(RematError, ValueError):
     """No plan fits the budget.
 
     Attributes:
-      least_peak_bytes: the least peak of temporary bytes that any plan reaches.
+      least_peak_bytes: the lowest peak of temporary bytes that any plan reaches.
       budget_bytes: the budget that was asked for.
-      pinning: the values that keep the peak from going lower, as (label, bytes), the
-        largest first; empty where they are unknown.
+      pinning: the values that keep the peak from going lower, as (label, bytes), largest
+        first; empty if unknown.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class BudgetError(RematError, ValueError):
 
 
 class TraceError(RematError):
-    """The function could not be traced, or holds something that cannot be planned."""
+    """The function could not be traced, or contains something that cannot be planned."""
 
 
 class RewriteError(TraceError):
-    """A rewritten program is not what was planned: a fault of this package."""
+    """A rewritten program is not what was planned: a bug in this package."""
 
 
 class PlanningWarning(UserWarning):
-    """A function could not be planned, through a fault of this package, and runs unchanged."""
+    """A function could not be planned because of a bug in this package, and runs unchanged."""
 
 
 class GraphError(RematError, ValueError):
@@ -75,8 +75,8 @@ class MissingPackageError(RematError, ImportError):
 
     Attributes:
       package: the missing package, as ``import`` or ``pip`` names it.
-      extra: the extra of ``remat_opt`` that installs it, such as ``tpu`` or ``cuda``; "" where
-        there is none, and the package is to be installed by its own name.
+      extra: the extra of ``remat_opt`` that installs it, such as ``tpu`` or ``cuda``; "" if
+        there is none and the package is installed under its own name.
     """
 
     def __init__(self, purpose: str, *, package: str, extra: str = "") -> None:
@@ -95,11 +95,11 @@ class CompileError(RematError):
     Attributes:
       device: name of the device compiled for.
       needed_bytes: device memory the compiler says the program needs (of the kind it
-        names: the whole program or its temporaries), or None where it gave no figure.
+        names: the whole program or its temporaries), or None if it gave no figure.
       available_bytes: device memory the compiler says there is, or None likewise.
       compiler_message: what the compiler said, in full.
-      memory: what would have been alive when (``measurement.buffers.CompiledMemory``), where that
-        was asked for and the compiler had decided it before it refused; else None.
+      memory: what would have been alive when (``measurement.buffers.CompiledMemory``), if that was
+        requested and the compiler had decided it before it refused; else None.
     """
 
     def __init__(

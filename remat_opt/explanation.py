@@ -1,8 +1,8 @@
-"""Why a training step needs the memory that it does, and what can be done about it.
+"""Explains what a training step's memory is spent on, and what can be done about it.
 
-The step is compiled, for a device that need not be there. What the compiler decided says what lies
-in memory when, in the words of the user's own program; it is written before the compiler finds that
-a program does not fit, so that one that is refused is explained like any other.
+The step is compiled for a device that need not be attached. The compiler's buffer assignment says
+what is in memory when, in terms of the user's own program. It is written before the compiler finds
+that a program does not fit, so a refused program is explained like any other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from remat_opt.program.tracing import Signature
 from remat_opt.rematerialized import Rematerialized
 from remat_opt.solvers.base import Overhead
 from remat_opt.units import format_bytes, format_share
-from remat_opt.view import explanation_text
+from remat_opt.view import explanation_text, report
 
 _SHARE_OF_ROLE: Mapping[Role, Share] = {
     "parameter": "parameters",
@@ -50,14 +50,15 @@ class Explanation:
       function: name of the step.
       device: name of the device compiled for.
       device_title: what people call it, with its memory.
-      memory_bytes: what a program can have there.
+      memory_bytes: memory that a program can use there.
       needed_bytes: what the step needs: arguments, results and temporaries.
-      resident_bytes: of these, what is there from first to last.
+      resident_bytes: of these, what is held from start to end.
       refusal: what the compiler said, if it refused; else "".
       shares: one dictionary for each share: ``share``, ``bytes`` at the peak, and ``remedy``.
-      timelines: for each share of temporaries the bytes that are alive at each step.
-      rows: what is alive at the peak, the most bytes first, one dictionary for arrays that are
-        alike: ``share``, ``bytes`` of all, ``count``, ``label``, ``type``, ``module``, ``source``.
+      timelines: for each share of temporaries, the bytes alive at each step.
+      rows: what is alive at the peak, the most bytes first, one dictionary for each group of
+        similar arrays: ``share``, ``bytes`` of all, ``count``, ``label``, ``type``, ``module``,
+        ``source``.
       notes: what a reader should know.
     """
 
@@ -89,7 +90,7 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=1)
 
     def __repr__(self) -> str:
-        return explanation_text.text(self.to_dict())
+        return explanation_text.text(self.to_dict(), report.columns())
 
     def _repr_html_(self) -> str:
         return explanation_text.html(self.to_dict())
@@ -104,20 +105,20 @@ def explain(
     donate_argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What a training step's memory is spent on, and what can be done about it.
+    """Explains what a training step's memory is spent on, and what can be done about it.
 
-    The step is compiled as it is written and not run; also where it does not fit. Where it
-    differentiates a decorated loss, what plans could save is predicted, too.
+    The step is compiled as written, not run, and it need not fit. If it differentiates a decorated
+    loss, the explanation also predicts what plans could save.
 
     Args:
       fn: a training step, ``jax.grad`` of a loss, or a decorated loss, which stands for its value
         and gradient.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
-      device: the machine to compile for; it need not be attached.
+      device: the device to compile for; it need not be attached.
       static_argnums: as for ``jax.jit``.
       static_argnames: as for ``jax.jit``.
-      donate_argnums: as for ``jax.jit``. Left out, what the ``jax.jit`` round the step says, if
-        there is one.
+      donate_argnums: as for ``jax.jit``. The default is what the ``jax.jit`` around the step
+        says, if there is one.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
@@ -125,8 +126,8 @@ def explain(
 
     Raises:
       MissingPackageError: the compiler for that device is not installed.
-      CompileError: the compiler refused, and not for want of memory.
-      RematError: there are modules of ``flax.nnx`` among the arguments.
+      CompileError: the compiler refused for a reason other than memory.
+      RematError: some of the arguments are ``flax.nnx`` modules.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -153,18 +154,19 @@ def explain(
     program, calls = in_step.trace()
     measured: Measurement | None = None
     refusal: CompileError | None = None
+    helped_bytes = 0
     try:
-        measured = compilation.measure(
-            in_step.fn,
-            *in_step.args,
-            device=target,
-            static_argnums=in_step.static_argnums,
-            static_argnames=in_step.static_argnames,
-            donate_argnums=in_step.donate_argnums,
-            with_buffers=True,
-            **in_step.kwargs,
-        )
+        measured = _compiled(in_step, target)
         memory = measured.memory
+        if (
+            measured.device_bytes > target.memory_bytes
+            and target.platform in compilation.OWN_REMATERIALISATION
+            and _computed_again(memory)
+        ):
+            # Of no avail, and in the way of telling what the step is made of.
+            helped_bytes = measured.device_bytes
+            measured = _compiled(in_step, target, as_written=True)
+            memory = measured.memory
     except CompileError as error:
         if error.needed_bytes is None:
             raise
@@ -197,7 +199,7 @@ def explain(
         if found is None
         else {share: tuple(line.tolist()) for share, line in found.timelines.items()},
         rows=() if found is None else tuple(map(dataclasses.asdict, found.held)),
-        notes=_notes(program, memory, measured, at_peak),
+        notes=_notes(program, memory, measured, at_peak, helped_bytes),
     )
 
 
@@ -211,8 +213,9 @@ def _step(
     """What to compile: the step, or value and gradient of a decorated loss."""
     if frameworks.have_modules(args, kwargs):
         raise RematError(
-            "explain compiles functions of arrays, but there are modules of flax.nnx among the "
-            "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge."
+            "explain compiles functions of arrays, but some of the arguments are flax.nnx "
+            "modules. Split them with nnx.split, and give explain a function that calls "
+            "nnx.merge."
         )
     if isinstance(fn, Rematerialized):
         call = fn.bind(args, dict(kwargs))
@@ -221,6 +224,25 @@ def _step(
         fn = jax.value_and_grad(fn, argnums=several or 0, has_aux=fn.signature.has_aux)
         fn.__name__ = f"value_and_grad({name})"
     return step_of(fn, args, kwargs, signature, donate_argnums)
+
+
+def _compiled(in_step: Step, device: Device, *, as_written: bool = False) -> Measurement:
+    return compilation.measure(
+        in_step.fn,
+        *in_step.args,
+        device=device,
+        static_argnums=in_step.static_argnums,
+        static_argnames=in_step.static_argnames,
+        donate_argnums=in_step.donate_argnums,
+        with_buffers=True,
+        as_written=as_written,
+        **in_step.kwargs,
+    )
+
+
+def _computed_again(memory: CompiledMemory | None) -> int:
+    """How many values the compiler computes again of its own accord."""
+    return 0 if memory is None else sum(".remat" in one.name for one in memory.instructions)
 
 
 def _names_and_roles(in_step: Step, program: Program) -> dict[str, Share]:
@@ -267,20 +289,24 @@ def _notes(
     memory: CompiledMemory | None,
     measured: Measurement | None,
     at_peak: Mapping[Share, int],
+    helped_bytes: int,
 ) -> tuple[str, ...]:
     notes = []
+    if helped_bytes:
+        notes.append(
+            "told without the compiler's own rematerialisation, which brings it down to "
+            f"{format_bytes(helped_bytes)}, and that is still too much"
+        )
     if memory is None:
         notes.append(
-            "the compiler does not tell what lies in memory when: temporaries are all of them "
-            "workspace here, and arguments have the bytes of their types"
+            "the compiler does not say what is in memory when: all temporaries are shown as "
+            "workspace, and arguments with the bytes of their types"
         )
-    elif measured is None:
-        again = sum(".remat" in one.name for one in memory.instructions)
-        if again:
-            notes.append(
-                f"the compiler's own rematerialisation computes {again} values again, as it does "
-                "where the device's memory runs short; without it, more would be needed"
-            )
+    elif measured is None and (again := _computed_again(memory)):
+        notes.append(
+            f"the compiler's own rematerialisation computes {again} values again, as it does "
+            "when the device's memory runs short; without this, the step would need more"
+        )
     if not at_peak["activations"] and not any(
         one == "parameter" for one in argument_roles(program)
     ):
@@ -311,7 +337,7 @@ class _Remedies:
         self._left_bytes = left_bytes
 
     def of(self, share: Share, at_peak: Mapping[Share, int]) -> str:
-        """What can be done about a share; "" where it takes no memory."""
+        """What can be done about a share; "" if it takes no memory."""
         if not at_peak[share]:
             return ""
         match share:
@@ -328,15 +354,17 @@ class _Remedies:
             case "inputs":
                 return "a smaller batch, or microbatches"
             case "gradients":
-                return "apply each as soon as it is there; to clip by their norm takes all at once"
+                return (
+                    "apply each as soon as it is computed; clipping by their norm needs all at once"
+                )
             case "workspace":
-                return "a smaller batch, or microbatches; what lives within one pass only"
+                return "a smaller batch, or microbatches; it lives within one pass only"
             case "holes":
-                return "left by the compiler where arrays do not pack; they move with the rest"
+                return "left by the compiler where arrays do not pack; they change with the rest"
 
     def _plans(self) -> str:
         if not self._calls:
-            return "what a plan decides about: decorate the loss with @optimal_remat, explain again"
+            return "decorate the loss with @optimal_remat, then explain again"
         try:
             call = step.the_one(self._calls)
             planner = Rematerialized(call.fn, call.signature, Request(device=self._device))
@@ -347,8 +375,8 @@ class _Remedies:
             return f"no plan: {error}"
         least = rows[0]
         said = (
-            f"plans reach {format_bytes(least['temporary_bytes'])} of temporaries, recomputing "
-            f"{format_share(least['overhead_seconds_share'])} of a forward pass"
+            f"plans reach {format_bytes(least['temporary_bytes'])} of temporaries, "
+            f"recomputing {format_share(least['overhead_seconds_share'])} of a forward pass"
         )
         fit = [row for row in rows if row["temporary_bytes"] <= self._left_bytes]
         if not fit:
@@ -376,7 +404,7 @@ class _Remedies:
                 wanted.append(number)
                 saved_bytes += sum(kind.bytes * times for kind, times in needed.items())
         if not wanted:
-            return "return less; what is returned is there beside the temporaries"
+            return "return less; results take memory beside the temporaries"
         several = (*donated, *wanted)
         numbers = several[0] if len(several) == 1 else tuple(sorted(several))
         return f"donate_argnums={numbers} lets {format_bytes(saved_bytes)} lie in the arguments"

@@ -1,7 +1,7 @@
 """What is told where planning failed: a warning, and a report to file.
 
 A decorated function must run wherever the function itself does. Where a plan cannot be made or
-followed, through a fault of this package, the function runs as it is; nothing is lost but memory.
+followed, because of a bug in this package, the function runs as it is; nothing is lost but memory.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def warn(
     """
     where = _written(report(error, name, facts, fn, args, kwargs))
     warnings.warn(
-        f"remat_opt failed to plan {name!r}: {_first_line(error)}. The function runs unchanged: "
-        "its results are the same, and it takes the memory that it would take without remat_opt. "
-        "This is a fault of remat_opt: please file an issue"
+        f"remat_opt failed to plan {name!r}: {_first_line(error)}. The function runs "
+        "unchanged: its results are the same, and it takes as much memory as without "
+        "remat_opt. This is a bug in remat_opt: please file an issue"
         + (
-            f" and attach {where}, which holds the function's program and no arrays"
+            f" and attach {where}, which holds the function's program but no arrays"
             if where
             else ""
         )

@@ -32,7 +32,7 @@ class _Split:
     """A module as arrays: those that ``nnx.grad`` differentiates unless told otherwise, and others.
 
     Attributes:
-      graphdef: what is no array.
+      graphdef: what is not an array.
       parameters: state of the ``nnx.Param`` in it.
       rest: the other state.
     """
@@ -140,9 +140,9 @@ def _check_kinds(fn: Callable[..., Any], tree: Any) -> None:
             if getattr(variable, kind, False):
                 name = getattr(fn, "__name__", type(fn).__name__)
                 raise RematError(
-                    f"Among the arguments of {name!r} is a Variable of flax.nnx with {kind}=True. "
-                    f"Its changes would be lost: make it without {kind}, or leave the decorator "
-                    "out."
+                    f"Among the arguments of {name!r} is a Variable of flax.nnx with "
+                    f"{kind}=True. Its changes would be lost. Create it without {kind}, or "
+                    "leave the decorator out."
                 )
 
 
@@ -226,7 +226,7 @@ def _merged(context: Any, tree: Any) -> Any:
 
 
 def _contents(module: Any) -> tuple[Any, list[Any]]:
-    """What a module is made of: what is no array, and the arrays."""
+    """What a module is made of: what is not an array, and the arrays."""
     with sys.modules["flax.nnx"].split_context() as context:
         graphdef, state = context.split(module)
     leaves, tree = jax.tree.flatten(state)

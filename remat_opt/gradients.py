@@ -1,4 +1,4 @@
-"""The gradients of parameters: what becomes of them in a step, and what they take meanwhile.
+"""The gradients of parameters: what happens to them in a step, and what they take meanwhile.
 
 ``jit(grad(loss))`` puts its gradients out: they lie in the buffers of results, which are no
 temporaries, and until they are written some compilers put temporaries there. In a training step
@@ -21,10 +21,10 @@ import numpy as np
 
 
 class Gradients(enum.Enum):
-    """What becomes of gradients when they are there.
+    """What happens to gradients when they are there.
 
     RESULTS: they are the results of the program, as of ``jit(grad(loss))``.
-    CONSUMED: each is consumed as soon as it is there, as by Adam with donated state.
+    CONSUMED: each is consumed as soon as it exists, as by Adam with donated state.
     TOGETHER: they are needed all at once, as for clipping by their global norm.
     """
 
@@ -55,7 +55,7 @@ def workspace_bytes(
 
     Args:
       gradients: of all parameters.
-      fate: what becomes of them.
+      fate: what happens to them.
       count: of vertices.
     """
     change = np.zeros(count + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The doors out: a plan as ordinary JAX code, and what comes nearest to it by hand."""
+"""Exports: a plan as ordinary JAX code, and the hand-written policy closest to it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from remat_opt.api import apply_plan, optimal_remat
 from remat_opt.device import Device
 from remat_opt.export.source import Source
 from remat_opt.loss_in_step import undecorated
+from remat_opt.measurement.step import recording
 from remat_opt.nearest import NearestPolicy
 from remat_opt.plan import Plan
 from remat_opt.rematerialized import Rematerialized, check_belongs
@@ -26,10 +27,10 @@ def to_source(
     static_argnames: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Source:
-    """A plan as ordinary JAX code: checkpoints, names and loops, without remat_opt.
+    """Writes a plan as ordinary JAX code: checkpoints, names and loops, without remat_opt.
 
-    A plan is a decision about a program and does not hold the program, so the function is asked
-    for, too. A decorated function has a method of this name, which uses its own plan.
+    A plan is a decision about a program and does not contain the program, so the function is
+    needed too. A decorated function has a method of this name, which uses its own plan.
 
     Args:
       plan: a plan, or a file of one.
@@ -70,23 +71,23 @@ def nearest_policy(
     device: str | Device | None = None,
     **kwargs: Any,
 ) -> NearestPolicy:
-    """What one can write by hand that comes nearest to a plan, and what that loses.
+    """Finds the hand-written policy closest to a plan, and what it loses.
 
-    For code that has to do with ``nn.remat`` or ``jax.checkpoint`` and one policy for all blocks or
-    layers. Every policy of JAX is tried round every block, round every iteration of a scan, and
-    round the whole function, and policies that keep by name what the plan keeps in many blocks. Of
-    those that are predicted to need no more memory than the plan, the one that recomputes least is
-    taken; where there is none, the one that needs least memory.
+    This is for code that uses ``nn.remat`` or ``jax.checkpoint`` with one policy for all blocks or
+    layers. It tries every policy of JAX around every block, around every iteration of a scan, and
+    around the whole function, as well as policies that keep by name what the plan keeps in many
+    blocks. It returns the one that recomputes least among those predicted to need no more memory
+    than the plan or, if there is none, the one that needs the least memory.
 
     Args:
       plan: a plan, or a file of one.
-      fn: the function the plan was made for.
+      fn: the function the plan was made for, or the step that differentiates it.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise.
-      device: the device, where the plan was made for one of your own.
+      device: the device, if the plan was made for one of your own.
       **kwargs: keyword arguments of ``fn``.
 
     Raises:
@@ -116,6 +117,10 @@ def nearest_policy(
         static_argnames=static_argnames,
         device=plan.device if device is None else device,
     )
-    program = decorated.program(*args, **kwargs)
+    with recording() as found:
+        program = decorated.program(*args, **kwargs)
+    inside = [call.program for call in found.calls(program)]
+    programs = {one.fingerprint(): one for one in [program, *inside]}
+    program = programs.get(plan.fingerprint, program)
     check_belongs(plan, program.fingerprint(), program.name)
     return nearest.of(decorated.problem(program), plan)

@@ -64,9 +64,9 @@ class _Existing(Effect):
         """How much that is, and what to do."""
         told = ", ".join([*self.places[:4], *(["..."] if len(self.places) > 4 else [])])
         yield (
-            f"Checkpoints that the function has itself stay as they are ({told}). They compute "
+            f"The function's own checkpoints stay as they are ({told}). They compute "
             f"{format_share(self.share)} of a forward pass again, with or without this plan; "
-            'existing="replace" lets the plan decide about what is under them.'
+            'existing="replace" lets the plan decide about the values under them.'
         )
 
 
@@ -83,7 +83,7 @@ def model(
       program: a traced function.
       linearization: what its backward steps read.
       compiler: which one it is.
-      gradients: what becomes of them.
+      gradients: what happens to them.
       depth: how many bodies in bodies are looked into.
     """
     expected = models.model(program, linearization, compiler, gradients)

@@ -1,4 +1,4 @@
-"""What becomes of the values inside opened loops and choices: for those who read a plan.
+"""What happens to the values inside opened loops and choices: for those who read a plan.
 
 Of a loop, a schedule says what its iterations keep by name and how they run again. Here the body is
 modelled once more, the same as when the loop was opened, and each of its values gets its fate, in
@@ -72,7 +72,7 @@ def _of_loop(program: Program, expected: Model, loop: Loop, root: int) -> Iterat
       program: that it is in.
       expected: of that.
       loop: how it is opened.
-      root: position of the outermost loop or choice round it.
+      root: position of the outermost loop or choice around it.
     """
     equation = program.equations[loop.root]
     body = bodies.body_of(equation, bodies.varying(program))
@@ -116,7 +116,7 @@ class _Body:
       program: what an iteration, or the branch, does.
       model: of that.
       names: of its values.
-      root: position of the outermost loop or choice round it.
+      root: position of the outermost loop or choice around it.
       handed_on: vertices that make what one iteration hands to the next.
       scale: seconds of the loop's or choice's rates for each of the body's.
     """
@@ -135,7 +135,7 @@ class _Body:
           part: the iterations.
           where: what to call them.
           runs: how many iterations of this kind there are in all.
-          depth: how many checkpoints are round them, beside their own.
+          depth: how many checkpoints are around them, beside their own.
         """
         if part.inside:
             chunks = part.length // part.chunk

@@ -32,7 +32,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 from remat_opt import _jax_internals as internals
 from remat_opt import branches, inner, policies
@@ -52,7 +53,7 @@ from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
 
-#: A loop is opened where its residuals take at least this share of what the function as it is does.
+#: A loop is opened if its residuals take at least this share of what the unchanged function takes.
 _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
 _MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
@@ -63,6 +64,9 @@ _MOST_MIXED = 10
 _MOST_CHOICES, _MOST_SEARCHES, _MOST_SCHEDULES = 64, 4, 48
 #: Vertices that are judged in all.
 _WORK = 400_000
+#: What was found for bodies and branches, by kind, fingerprint and depth: equal ones, as of layers
+#: written one after the other, are planned once.
+Known = dict[Hashable, Any]
 #: How deep loops in loops are opened.
 _DEPTH = 3
 
@@ -147,6 +151,7 @@ def ways(
     depth: int = _DEPTH,
     *,
     alike: bool = False,
+    known: Known | None = None,
 ) -> list[tuple[Opening, ...]]:
     """For each loop or choice of a program that is worth it the ways to open it.
 
@@ -160,7 +165,9 @@ def ways(
       depth: how many loops in loops are looked into.
       alike: whether to give only those in which each iteration is under one checkpoint, all of
         them with the same policy, as one writes them by hand.
+      known: bodies and branches that were planned before, for the same compiler and measure.
     """
+    known = {} if known is None else known
     if not depth or not any(
         one.operation.primitive in ("scan", "cond") for one in program.equations
     ):
@@ -178,19 +185,22 @@ def ways(
         ):
             continue
         drafts: Iterable[Opening] = ()
-        # By hand one writes a checkpoint round a body, and none into a branch.
+        # By hand one writes a checkpoint around a body, and none into a branch.
         if not alike and branches.can_be_opened(program, root):
             search = functools.partial(
-                _front, compiler=expected.compiler, measure=measure, depth=depth
+                _front, compiler=expected.compiler, measure=measure, depth=depth, known=known
             )
-            drafts = branches.openings(program, vertex, root, derivative, expected, measure, search)
+            of_branch = functools.partial(_branch, search=search, depth=depth, known=known)
+            drafts = branches.openings(
+                program, vertex, root, derivative, expected, measure, of_branch
+            )
         elif (
             equation.operation.primitive == "scan"
             and not equation.once
             and internals.scan_of(equation.jax_equation).length > 1
         ):
             body = bodies.body_of(equation, given)
-            drafts = _openings(program, body, vertex, root, expected, measure, depth)
+            drafts = _openings(program, body, vertex, root, expected, measure, depth, known)
         if alike:
             drafts = (way for way in drafts if _is_alike(way.loop))
         if of_loop := _best(drafts, measure):
@@ -307,13 +317,17 @@ def _openings(
     expected: Model,
     measure: Overhead,
     depth: int,
+    known: Known,
 ) -> Iterator[Opening]:
     """Ways to open one loop, in any order; none if it cannot be."""
     if computes_nothing(body) or not body.differentiated:
         return
     scan = internals.scan_of(program.equations[root].jax_equation)
     compiler = expected.compiler
-    iterations, forward = _iterations(body, compiler, measure, depth)
+    key = "iteration", _same(body), depth
+    if key not in known:
+        known[key] = _iterations(body, compiler, measure, depth, known)
+    iterations, forward = known[key]
     if not iterations:
         return
 
@@ -418,21 +432,37 @@ def _part(iterations: Sequence[_Iteration], piece: Piece) -> Part:
 # --- one branch ---------------------------------------------------------------------------
 
 
+def _same(body: Program) -> Hashable:
+    """Equal for bodies that are planned alike: they compute the same, and lie alike on a mesh."""
+    places = [one.placement and one.placement.text for one in body.equations]
+    return body.fingerprint(), tuple(places)
+
+
+def _branch(
+    body: Program, *, search: branches.Search, depth: int, known: Known
+) -> tuple[list[branches.Way], float]:
+    key = "branch", _same(body), depth
+    if key not in known:
+        known[key] = branches.ways(body, search)
+    found: tuple[list[branches.Way], float] = known[key]
+    return found
+
+
 def _front(
-    body: Program, *, compiler: Compiler, measure: Overhead, depth: int
+    body: Program, *, compiler: Compiler, measure: Overhead, depth: int, known: Known
 ) -> tuple[Model, list[Candidate]]:
     """The model of a branch, and candidates for all budgets, as of a whole program.
 
     Those of the policies are all there: what is best where residuals go one by one need not be in a
     branch.
     """
-    # What becomes of the gradients that a branch hands out is counted round it.
+    # What happens to the gradients that a branch hands out is counted around it.
     linearization, expected = body_model(body, compiler, Gradients.RESULTS)
     graph = expected.graph
     search = functools.partial(portfolio.frontier, measure=measure)
     alone = judged(graph, policies.alone(body, expected.roots, graph))
     front = pareto([*search(graph), *alone], measure)
-    inside = ways(body, linearization, expected, measure, depth - 1)
+    inside = ways(body, linearization, expected, measure, depth - 1, known=known)
     if inside:
         expected = opened(expected, inside)
         front = pareto([*front, *together(graph, inside, front, search, measure)], measure)
@@ -451,7 +481,7 @@ class _Forward:
 
 
 def _iterations(
-    body: Program, compiler: Compiler, measure: Overhead, depth: int
+    body: Program, compiler: Compiler, measure: Overhead, depth: int, known: Known
 ) -> tuple[list[_Iteration], _Forward]:
     """The ways to run an iteration that no other beats in all figures."""
     linearization, expected = body_model(body, compiler)
@@ -459,7 +489,7 @@ def _iterations(
     if any(graph.pinned):
         # Every iteration runs under a checkpoint.
         return [], _Forward(seconds=0.0, flops=0)
-    inside = ways(body, linearization, expected, measure, depth - 1)
+    inside = ways(body, linearization, expected, measure, depth - 1, known=known)
     choices: list[tuple[Opening, ...]] = [()]
     if inside:
         expected = opened(expected, inside)
@@ -516,7 +546,7 @@ def _with_outputs(body: Program, expected: Model) -> Graph:
 def _schedules(
     body: Program, expected: Model, graph: Graph, measure: Overhead
 ) -> Iterator[Schedule]:
-    """One checkpoint round an iteration: what it keeps, and how it runs again."""
+    """One checkpoint around an iteration: what it keeps, and how it runs again."""
     everything = tuple(range(len(graph)))
     cuts = min_cut.breakpoints(priced(graph, measure), most_cuts=_MOST_KEPT)
     for cut in cuts:

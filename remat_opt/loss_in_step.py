@@ -66,7 +66,7 @@ def step_of(
     """
     if signature.argnums not in (None, (0,)) or signature.has_aux:
         raise RematError(
-            "argnums= and has_aux= say how a loss is differentiated; this is a step, which "
+            "argnums= and has_aux= say how to differentiate a loss, but this is a step that "
             "differentiates a decorated loss. Give them to the decorator."
         )
     found = Step(
@@ -119,10 +119,10 @@ class LossInStep:
         )
 
     def measure(self, how: How, device: Device) -> Measurement:
-        """Compiles the step with something run in the place of the loss; as it is, once.
+        """Compiles the step with something run in place of the loss; as it is, once.
 
         Raises:
-          CompileError: the compiler refuses it, as for want of memory.
+          CompileError: the compiler refuses it, as for lack of memory.
         """
         if how is not as_it_is:
             return self.step.measure(how, self.call.loss, device)
@@ -131,7 +131,7 @@ class LossInStep:
         return self._plain[device]
 
     def flops(self, how: How) -> int:
-        """FLOPs of the step with something run in the place of the loss."""
+        """FLOPs of the step with something run in place of the loss."""
         return self.step.flops(how, self.call.loss)
 
     def plan(self, wanted: Rematerialized) -> Plan:
@@ -178,9 +178,9 @@ class LossInStep:
             return ()
         gradients = format_bytes(self._gradient_bytes(device))
         return (
-            "Predictions take each gradient to be used up as soon as it is there. Where "
-            f"{self.step.name!r} needs them all at once ({gradients}), as for clipping by their "
-            'norm, give gradients="together".',
+            "Predictions assume that each gradient is used up as soon as it is computed. If "
+            f"{self.step.name!r} needs them all at once ({gradients}), as for clipping by "
+            'their norm, give gradients="together".',
         )
 
     def _gradient_bytes(self, device: Device) -> int:
@@ -243,9 +243,9 @@ def compiled_in(
     """
     if frameworks.have_modules(args, kwargs):
         raise RematError(
-            "compare compiles functions of arrays, but there are modules of flax.nnx among the "
-            "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge; "
-            "make_plan and frontier take modules."
+            "compare compiles functions of arrays, but some of the arguments are flax.nnx "
+            "modules. Split them with nnx.split, and give compare a function that calls "
+            "nnx.merge. make_plan and frontier take modules."
         )
     if not isinstance(fn, Rematerialized):
         with step.recording() as found:

@@ -1,10 +1,10 @@
-"""What one can write by hand, with one policy for all blocks, that comes nearest to a plan.
+"""The hand-written policy, one for all blocks, that is closest to a plan.
 
-``jax.checkpoint`` or ``nn.remat`` takes a policy, and is put round a class of modules, round the
-body of a scan, or round the whole loss. So the candidates are JAX's own policies in each of these
-places, and policies that keep by name what the plan keeps in at least so many of the blocks, for
-every number that makes a difference; with and without what is small beside the rest. The model that
-made the plan judges them, and each name counts a little: someone has to write it.
+``jax.checkpoint`` or ``nn.remat`` takes a policy, and goes around a class of modules, the body of
+a scan, or the whole loss. So the candidates are JAX's own policies in each of these places, and
+policies that keep by name what the plan keeps in at least so many blocks, for every number that
+makes a difference, with and without the values that are small compared with the rest. The model
+that made the plan judges them. Each name has a small cost, because someone has to write it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Named:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class NearestPolicy:
-    """One policy for all blocks, beside the plan that it stands for; all figures are predicted.
+    """One policy for all blocks, compared with the plan it replaces; all figures are predicted.
 
     Attributes:
-      where: what to put it round.
+      where: what to put it around.
       policy: the policy, as code.
-      names: what has to be named for it.
+      names: the values to name for it.
       temporary_bytes: the temporaries it needs.
       overhead_share: its recomputation, as a share of the time of a forward pass.
       plan_temporary_bytes: the temporaries of the plan.
@@ -149,7 +149,7 @@ def _whole(problem: Problem) -> Iterator[_ByHand]:
     schedules = policies.schedules(problem.program, expected.roots, expected.graph)
     for name, schedule in zip(policies.default_policies(), schedules, strict=False):
         yield _ByHand(
-            where="jax.checkpoint round the whole function", policy=name, schedule=schedule
+            where="jax.checkpoint around the whole function", policy=name, schedule=schedule
         )
 
 
@@ -174,7 +174,7 @@ def _block_name(program: Program, runs: Sequence[range]) -> str:
         stems[found[1] if found else ""] += 1
     names = [f"{stem} ({count})" for stem, count in sorted(stems.items()) if stem]
     if len(names) < len(stems):
-        return f"jax.checkpoint round each of {len(runs)} blocks"
+        return f"jax.checkpoint around each of {len(runs)} blocks"
     return f"nn.remat on every {' and '.join(names)}"
 
 
@@ -284,7 +284,7 @@ def _loops(problem: Problem, plan: Plan) -> tuple[Problem, list[_ByHand]]:
         inside = ", ".join(f'"{one.name}"' for one in names)
         found.append(
             _ByHand(
-                where="jax.checkpoint round the body of every scan",
+                where="jax.checkpoint around the body of every scan",
                 policy=f"save_only_these_names({inside})" if names else "nothing_saveable",
                 schedule=dataclasses.replace(
                     plain(model.graph), loops=tuple(way.loop for way in choice)

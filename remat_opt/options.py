@@ -55,15 +55,16 @@ def objective_of(
       max_overhead: share of a forward pass that may be recomputed.
       overhead: ``"seconds"`` or ``"flops"``, what recomputation is counted in.
       reserve: bytes that ``budget="fit"`` leaves free.
-      gradients: what becomes of them: ``"consumed"``, ``"together"`` or ``"results"``.
+      gradients: what happens to them: ``"consumed"``, ``"together"`` or ``"results"``.
 
     Raises:
       RematError: both are given, or a number is out of range.
     """
     if budget is not None and max_overhead is not None:
         raise RematError(
-            f"budget={budget!r} and max_overhead={max_overhead!r} are both given. A budget asks "
-            "for the least overhead, a largest overhead for the least memory: give one of them."
+            f"budget={budget!r} and max_overhead={max_overhead!r} are both given. budget asks "
+            "for the least overhead, max_overhead for the least memory: give only one of "
+            "them."
         )
     try:
         counted = Overhead(overhead)
@@ -73,15 +74,15 @@ def objective_of(
         fate = Gradients(gradients)
     except ValueError:
         raise RematError(
-            f"gradients={gradients!r}: give 'consumed' where a step uses up each as soon as it is "
-            "there, 'together' where it needs all at once, as for clipping by their norm, or "
-            "'results' where they are put out."
+            f"gradients={gradients!r}: give 'consumed' if the step uses up each gradient as "
+            "soon as it is computed, 'together' if it needs all at once, as for clipping by "
+            "their norm, or 'results' if it returns them."
         ) from None
     wanted = functools.partial(Objective, overhead=counted, gradients=fate)
     if reserve is not None and budget != "fit":
         raise RematError(
-            f'reserve={reserve!r} is what budget="fit" leaves free of the device\'s memory; with '
-            f"budget={budget!r} it says nothing. Leave it out, or ask for the fit."
+            f'reserve={reserve!r} is what budget="fit" leaves free of the device\'s memory; '
+            f'with budget={budget!r} it has no effect. Leave it out, or use budget="fit".'
         )
     if max_overhead is not None:
         is_number = isinstance(max_overhead, int | float) and not isinstance(max_overhead, bool)
@@ -103,8 +104,9 @@ def objective_of(
             )
         if budget > 16:
             raise RematError(
-                f"budget={budget!r}: a float is a share of what the unchanged function needs, and "
-                f"{budget:g} times that is hardly meant. For bytes, give an int or '6GiB'."
+                f"budget={budget!r}: a float is a share of what the unchanged function needs, "
+                f"and {budget:g} times that is probably not what you mean. For bytes, give an "
+                "int or '6GiB'."
             )
         return wanted(budget_share=budget)
     return wanted(budget_bytes=parse_bytes(budget))
@@ -156,8 +158,8 @@ def signature_of(
     """
     if existing not in ("keep", "replace"):
         raise RematError(
-            f"existing={existing!r}: give 'keep' to leave the function's own checkpoints as they "
-            "are, or 'replace' to have the plan decide about what is under them."
+            f"existing={existing!r}: give 'keep' to leave the function's own checkpoints as "
+            "they are, or 'replace' to let the plan decide about the values under them."
         )
     return Signature(
         argnums=None if argnums is None else numbers(argnums),

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,11 +36,12 @@ from remat_opt.view import (
     plan_text,
     plan_words,
     plots,
+    report,
 )
 
 #: Changes when files of an older version can no longer be read.
 FORMAT = "remat_opt plan 8"
-#: How deep the JSON of a plan may nest: two levels for each region round another, and a few. On a
+#: How deep the JSON of a plan may nest: two levels for each region around another, and a few. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210
 #: No amount in a plan is larger: above all counts of FLOPs, below what arithmetic has trouble with.
@@ -50,10 +50,9 @@ _MOST_NUMBER = 10**30
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is wanted of a plan.
+    """What a plan should achieve.
 
-    With all fields at their defaults: the least peak memory for at most one forward pass
-    recomputed.
+    By default: the least peak memory for at most one forward pass recomputed.
 
     Attributes:
       budget_bytes: least overhead with temporaries within this.
@@ -61,8 +60,8 @@ class Objective:
       fit: the same, within the device's memory, less arguments, outputs and the reserve.
       reserve_bytes: what ``fit`` leaves free beside them, for optimizer state and the like.
       max_overhead: least peak memory with at most this share of a forward pass recomputed.
-      overhead: what recomputation is counted in.
-      gradients: what becomes of the gradients in the step that the plan is for.
+      overhead: unit in which recomputation is counted.
+      gradients: how the step that the plan is for uses its gradients.
     """
 
     budget_bytes: int | None = None
@@ -107,9 +106,9 @@ class Decision(_Named):
       region: number of its region.
       fate: ``kept``, ``recomputed`` or ``not needed`` (by the backward pass).
       times: how often it is computed again; more than once only where regions nest.
-      bytes: of the value, where it lies in temporary memory.
-      seconds: what computing it again takes.
-      flops: what computing it again takes.
+      bytes: of the value, if it takes temporary memory.
+      seconds: time to compute it again.
+      flops: operations to compute it again.
     """
 
     root: int
@@ -137,8 +136,8 @@ class LoopValue(_Named):
       runs: how many iterations of this kind there are; 1 in a branch. Where it is kept, so many
         are in memory.
       bytes: of the value, in one iteration.
-      seconds: what computing it once takes.
-      flops: what computing it once takes.
+      seconds: time to compute it once.
+      flops: operations to compute it once.
     """
 
     loop: int
@@ -170,13 +169,13 @@ class Pin(_Named):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of a plan.
+    """What the simulator says about a plan.
 
     Attributes:
-      temporary_bytes: peak of the temporaries; where something was learnt by compiling, by that.
+      temporary_bytes: peak of the temporaries, corrected by what was learnt by compiling, if any.
       model_bytes: the same by the model alone, before anything was learnt.
       plain_temporary_bytes: the same for the unchanged function.
-      kept_bytes: bytes that wait for the backward pass in all.
+      kept_bytes: total bytes that wait for the backward pass.
       overhead_seconds: time of the recomputation.
       forward_seconds: time of one forward pass.
       recomputed_flops: operations of the recomputation.
@@ -219,7 +218,7 @@ class Plan:
       device: name of the device it was planned for.
       platform: of that device: whose compiler the plan is executed for.
       objective: what was asked for.
-      budget_bytes: the budget in bytes, or None where none was given.
+      budget_bytes: the budget in bytes, or None if none was given.
       solver: name of the solver.
       stages: the regions in terms of equations; what ``apply_plan`` executes.
       loops: those that are opened, choices among them, and what iterations or branches keep.
@@ -227,12 +226,12 @@ class Plan:
       loop_values: likewise of the values inside loops that are opened.
       predicted: what the simulator says.
       measured: what the compiler says, or None before it was asked.
-      resident: what the training step that it was made in holds beside its temporaries; None where
+      resident: what the training step that it was made for holds beside its temporaries; None if
         it was made for the loss alone.
       as_compiled: live bytes of temporaries at each step of the forward and backward pass, as
-        compiled: at evenly spaced ones, and the most of those in between. Empty where the compiler
-        was not asked, or did not tell.
-      notes: what a reader of the plan has to know.
+        compiled: at evenly spaced ones, and the most of those in between. Empty if the compiler
+        was not asked, or did not say.
+      notes: what a reader of the plan should know.
       remat_opt_version: version that made the plan.
       jax_version: version of JAX that traced the program.
     """
@@ -333,7 +332,9 @@ class Plan:
         except FileNotFoundError:
             raise PlanFileError(f"There is no plan file {os.fspath(path)!r}.") from None
         except UnicodeDecodeError:
-            raise PlanFileError(f"{os.fspath(path)!r} is not a text file, so no plan.") from None
+            raise PlanFileError(
+                f"{os.fspath(path)!r} is not a plan: it is not a text file."
+            ) from None
         except (OSError, ValueError) as error:
             # A folder, a file that may not be read, a path that no file can have.
             reason = error.strerror if isinstance(error, OSError) else error
@@ -362,9 +363,9 @@ class Plan:
         return data_frame.of(self.rows)
 
     def show(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the plan as a page of its own, to be opened in a browser.
+        """Writes the plan as a self-contained page, to open in a browser.
 
-        The page loads nothing from anywhere; it can be sent to others.
+        The page loads nothing from the network, so you can send it to others.
 
         Args:
           path: of the file, such as ``plan.html``.
@@ -401,7 +402,7 @@ class Plan:
         """What another plan does differently: fates by value, regions, loops and bytes.
 
         Args:
-          other: the second plan; best one for the same program.
+          other: the second plan, preferably for the same program.
 
         Returns:
           A record that shows itself as a table.
@@ -409,8 +410,7 @@ class Plan:
         return difference(self.to_dict(), other.to_dict())
 
     def __repr__(self) -> str:
-        columns = shutil.get_terminal_size((plan_text.WIDTH, 0)).columns
-        return plan_text.text(self.to_dict(), columns)
+        return plan_text.text(self.to_dict(), report.columns())
 
     def _repr_html_(self) -> str:
         return plan_page.html(plan_text.printable_data(self.to_dict()))

@@ -1,7 +1,8 @@
-"""What sets one plan apart from another: fates, regions, loops and bytes; from plain data.
+"""The differences between two plans: fates, regions, loops and bytes; from plain data.
 
-Both are given as ``Plan.to_dict`` gives them. Of plans for the same program, values are compared
-one by one; of others, as after a change to the function, those that are told by the same words.
+Both plans are dictionaries as from ``Plan.to_dict``. If they are for the same program, values are
+compared one by one. Otherwise, as after a change to the function, values with the same description
+are compared.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat_opt.units import format_bytes, format_share
-from remat_opt.view.plan_words import value_title
-from remat_opt.view.report import Table
+from remat_opt.view import report
+from remat_opt.view.plan_words import loop_words, value_title
 
 #: As many rows of values as a text shows.
 _MOST_ROWS = 20
@@ -27,7 +28,7 @@ Data = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Values that one plan treats in another way than the other.
+    """Values that two plans treat differently.
 
     Attributes:
       label: what the value is, with its extents.
@@ -84,7 +85,7 @@ class PlanDifference:
         lines = []
         if not self.same_program:
             lines.append("The plans are for different programs; values are matched by their words.")
-        figures = Table(
+        figures = report.Table(
             title="",
             headings=("", "first", "second"),
             rows=tuple(
@@ -99,15 +100,16 @@ class PlanDifference:
             ),
             align="lrr",
         )
-        lines.append(figures.text())
+        lines.append(figures.text(report.columns()))
         for root, (before, after) in self.loops.items():
+            name = self.loop_names.get(root, f"Loop or cond at equation {root}")
+            change = f"{before or 'as it is'} -> {after or 'as it is'}"
             lines.append(
-                f"{self.loop_names.get(root, f'Loop or cond at equation {root}')}: "
-                f"{before or 'as it is'} -> {after or 'as it is'}"
+                f"{name}: {change if before != after else f'{before}, though not of the same'}"
             )
         if self.changes:
             shown, left = self.changes[:_MOST_ROWS], self.changes[_MOST_ROWS:]
-            table = Table(
+            table = report.Table(
                 title="Values whose fates differ",
                 headings=("value", "", "bytes", "first", "second", "module", "source"),
                 rows=tuple(
@@ -127,7 +129,7 @@ class PlanDifference:
                 if left
                 else "",
             )
-            lines.append(table.text())
+            lines.append(table.text(report.columns()))
         else:
             outside = " outside of loops" if self.loops else ""
             lines.append(f"No value{outside} has another fate.")
@@ -135,7 +137,7 @@ class PlanDifference:
 
 
 def difference(first: Data, second: Data) -> PlanDifference:
-    """How the second plan differs from the first; both as ``Plan.to_dict`` gives them."""
+    """Returns how the second plan differs from the first; both are from ``Plan.to_dict``."""
     same = first["fingerprint"] == second["fingerprint"]
     changes = _by_value(first, second) if same else _by_words(first, second)
     return PlanDifference(
@@ -256,30 +258,17 @@ def _checkpoints(stages: Sequence[Data]) -> int:
 
 
 def _loops(first: Data, second: Data) -> dict[int, tuple[str, str]]:
-    mine = {one["root"]: _parts(one) for one in first["loops"]}
-    others = {one["root"]: _parts(one) for one in second["loops"]}
+    mine = {one["root"]: one for one in first["loops"]}
+    others = {one["root"]: one for one in second["loops"]}
+
+    def words(loop: Data | None) -> str:
+        return loop_words(loop) if loop is not None else ""
+
     return {
-        root: (mine.get(root, ""), others.get(root, ""))
+        root: (words(mine.get(root)), words(others.get(root)))
         for root in sorted(mine.keys() | others.keys())
         if mine.get(root) != others.get(root)
     }
-
-
-def _parts(loop: Data) -> str:
-    if "branches" in loop:
-        return ", or ".join(
-            f"one that keeps {format_bytes(one['kept_bytes'])} in {len(one['stages'])} region(s)"
-            for one in loop["branches"]
-        )
-    return ", then ".join(map(_part, loop["parts"]))
-
-
-def _part(part: Data) -> str:
-    if not part["inside"]:
-        return f"{part['length']} that keep {format_bytes(part['kept_bytes'])}"
-    size = sum(one["length"] for one in part["inside"])
-    inside = ", then ".join(map(_part, part["inside"]))
-    return f"{part['length']} in chunks of {size} ({inside})"
 
 
 def _figures(first: Data, second: Data) -> dict[str, tuple[float, float]]:

@@ -86,7 +86,7 @@ class Sweep:
       model: what the compiler is expected to make of the program.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
         need; of what is alive, no other solution of the solver's needs less for less overhead.
-      unchanged: likewise, of the function as it is.
+      unchanged: likewise, of the unchanged function.
       replays: the moments of schedules that were replayed, of each once.
     """
 
@@ -131,7 +131,7 @@ class Problem:
 
     @property
     def unchanged(self) -> Candidate:
-        """The function as it is."""
+        """The unchanged function."""
         return self.sweep.unchanged
 
 
@@ -156,7 +156,7 @@ def problem(
       device: whose rates and compiler to plan with.
       measure: what recomputation is counted in.
       solver: where the schedules to choose from come from.
-      gradients: what becomes of them.
+      gradients: what happens to them.
       off: names of rules about compilers that are switched off (``compilers.rules``).
 
     Raises:
@@ -217,7 +217,7 @@ def defaults(of: Problem) -> tuple[Candidate, ...]:
 
 
 def named_defaults(of: Problem) -> dict[str, Candidate]:
-    """The function as it is and what each of the policies does alone, by what to call them.
+    """The unchanged function and what each of the policies does alone, by what to call them.
 
     Of those that come to the same figures the first. What keeps everything is the function as it
     is, and is left out.
@@ -400,7 +400,7 @@ def _modelled(expected: Model, one: Candidate) -> Candidate:
 def _simulate(expected: Model, schedule: Schedule | None) -> Simulation:
     """The referee's replay, with what the compiler holds all along beside it.
 
-    With None that of the function as it is.
+    With None that of the unchanged function.
     """
     whole = plain(expected.graph) if schedule is None else schedule
     found = simulate(expected.graph_of(schedule), whole)
@@ -439,9 +439,9 @@ def solve(of: Problem, objective: Objective) -> Candidate:
         least = smallest_within(candidates, float("inf"), measure)
         pins = _pins(of, _simulate(of.model, least.schedule), Names(of.program))[:5]
         raise BudgetError(
-            f"No plan has temporaries within {format_bytes(budget_bytes)}: the least peak that "
-            f"remat_opt reaches is {format_bytes(least.peak_bytes)} (the unchanged function needs "
-            f"{format_bytes(of.unchanged.peak_bytes)}). Alive at that peak are "
+            f"No plan has temporaries within {format_bytes(budget_bytes)}: the lowest peak "
+            f"that remat_opt reaches is {format_bytes(least.peak_bytes)} (the unchanged "
+            f"function needs {format_bytes(of.unchanged.peak_bytes)}). Alive at that peak are "
             + "; ".join(
                 f"{format_bytes(p.bytes)} {p.role}: "
                 + ", at ".join(filter(None, (p.name.title, p.source)))
@@ -583,7 +583,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         measured=None,
         resident=None,
         as_compiled=(),
-        notes=("The function hands on its arguments or constants: there is nothing to plan.",),
+        notes=("The function only returns its arguments or constants: there is nothing to plan.",),
         remat_opt_version=__version__,
         jax_version=jax.__version__,
     )
@@ -658,7 +658,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
 def _timeline(
     expected: Model, schedule: Schedule | None, found: Simulation, moments: Sequence[Moment]
 ) -> Timeline:
-    """What is alive when under a schedule, or with None in the function as it is.
+    """What is alive when under a schedule, or with None in the unchanged function.
 
     Args:
       expected: the model that was replayed.
@@ -696,7 +696,7 @@ def _mesh_notes(program: Program) -> Iterator[str]:
         return
     axes = ", ".join(f"{name} {size}" for name, size in where.axes)
     if is_split(program):
-        yield f"All figures are those of one of the {where.devices} devices of the mesh ({axes})."
+        yield f"All figures are for one of the {where.devices} devices of the mesh ({axes})."
     else:
         yield unsplit_note(program)
 
@@ -706,10 +706,10 @@ def unsplit_note(program: Program) -> str:
     assert program.placement is not None, "it is on a mesh"
     return (
         f"{program.name!r} runs on a mesh of {program.placement.devices} devices, and nothing "
-        "tells how its arguments are split over it, as is usual under jax.jit: bytes are counted "
-        f"as if each device held all of them. Call {program.name}.plan(...) with the sharded "
-        "arguments first, or with jax.ShapeDtypeStruct that have their shardings; or constrain "
-        "values inside with jax.lax.with_sharding_constraint."
+        "shows how its arguments are split over it, as is usual under jax.jit. Bytes are "
+        f"counted as if each device held all of them. Call {program.name}.plan(...) with the "
+        "sharded arguments first, or with jax.ShapeDtypeStructs that have the same "
+        "shardings; or constrain values inside with jax.lax.with_sharding_constraint."
     )
 
 
@@ -728,10 +728,10 @@ def _side_effects(of: Problem) -> Iterator[str]:
     ]
     more = [f"and {len(found) - _MOST_EFFECTS} more"] if len(found) > _MOST_EFFECTS else []
     yield (
-        "Run once, in the order of the function, and under no checkpoint, since they have side "
-        "effects, call back to Python or speak to other devices: "
-        f"{'; '.join([*told, *more])}. What their derivatives read is kept; a loop with one inside "
-        "is planned as one piece."
+        "These run once, in the order of the function, and under no checkpoint, because they "
+        "have side effects, call back to Python or communicate with other devices: "
+        f"{'; '.join([*told, *more])}. What their derivatives read is kept. A loop with one "
+        "inside is planned as one piece."
     )
 
 

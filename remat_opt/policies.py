@@ -1,6 +1,6 @@
 """``jax.checkpoint``'s own policies: which there are, and what each comes to as a schedule.
 
-Round the whole function or round every block (``blocks``), as a careful user would write it.
+Around the whole function or around every block (``blocks``), as a careful user would write it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def policy_of(name: str) -> Callable[..., Any] | None:
 
 
 def alone(program: Program, roots: Sequence[int], graph: Graph) -> tuple[Schedule, ...]:
-    """What the default policies do alone: round the whole function, and round every block.
+    """What the default policies do alone: around the whole function, and around every block.
 
     Args:
       program: a traced function.
@@ -69,7 +69,7 @@ def alone(program: Program, roots: Sequence[int], graph: Graph) -> tuple[Schedul
 
 
 def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[Schedule]:
-    """One checkpoint round the whole function with each of the default policies.
+    """One checkpoint around the whole function with each of the default policies.
 
     A vertex counts as what its own equation is: what is fused into it is computed again with
     it. A vertex that must run once parts the checkpoint in two.
@@ -85,7 +85,7 @@ def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[
 def schedules_per_block(
     program: Program, roots: Sequence[int], graph: Graph, runs: Sequence[range]
 ) -> Iterator[Schedule]:
-    """One checkpoint round every block with each of the default policies; the rest is plain.
+    """One checkpoint around every block with each of the default policies; the rest is plain.
 
     A vertex belongs to the block that its own equation is in. One that must run once parts the
     checkpoint of its block in two.
@@ -107,7 +107,7 @@ def schedules_per_block(
 def schedule_per_block(
     graph: Graph, roots: Sequence[int], block_of: Mapping[int, int], kept: Set[int]
 ) -> Schedule:
-    """One checkpoint round every block that keeps some values; the rest is plain.
+    """One checkpoint around every block that keeps some values; the rest is plain.
 
     Args:
       graph: of the vertices.

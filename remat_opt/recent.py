@@ -52,7 +52,7 @@ class Recent(Generic[KeyT, ValueT]):
             return found
 
     def renew(self, key: KeyT, value: ValueT) -> ValueT:
-        """Holds the value in the place of the one that is there."""
+        """Holds the value in place of the one that is there."""
         with self._lock:
             self._known.pop(key, None)
         return self.put(key, value)

@@ -1,4 +1,4 @@
-"""What became of a program's recomputation in the compiler: the record, which plans keep."""
+"""What happened to a program's recomputation in the compiler: the record, which plans keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACES, MOST_PLACES = ("merged", "not_kept"), 5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What became of a program's recomputation in the compiler.
+    """What happened to a program's recomputation in the compiler.
 
     Attributes:
       asked_products: matrix products and convolutions that the program computes again. The body
@@ -51,7 +51,7 @@ class Recomputation:
         return self.merged_products > 0 or self.early_values > 0
 
     def text(self) -> str:
-        """What became of it, as a part of a sentence."""
+        """What happened to it, as a part of a sentence."""
         said = "no matrix product or convolution was to be computed again"
         if self.asked_products:
             said = (

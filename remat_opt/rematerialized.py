@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ class Rematerialized:
     Calling it gives the values, the tree and the dtypes of the function it wraps, and its
     derivatives are the same too; taken backward, it keeps and recomputes as planned. It is planned
     once for each program that it is traced to. Under ``jax.jit`` it is traced as often as what is
-    round it; by itself, once for calls that are alike, and compiled.
+    around it; by itself, once for calls that are alike, and compiled.
     """
 
     __wrapped__: Callable[..., Any]
@@ -66,7 +67,7 @@ class Rematerialized:
         # A module of ``flax.nnx`` that it is a method of.
         self._instance: tuple[Any, ...] = ()
         # Which loss it is, for ``step``: bound methods are one with what they are bound from.
-        self._identity = object()
+        self._identity = _identity(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as planned; the results are those of the function itself."""
@@ -162,7 +163,7 @@ class Rematerialized:
                 yield self.around(pure.fn, signature), pure
 
     def around(self, fn: Callable[..., Any], signature: Signature | None = None) -> Rematerialized:
-        """The same, plans included, round a function that traces to the same programs."""
+        """The same, plans included, around a function that traces to the same programs."""
         found = Rematerialized(fn, signature or self.signature, self.request, self._given)
         found._plans, found._unplanned = self._plans, self._unplanned
         found._traces = self._traces
@@ -219,9 +220,9 @@ class Rematerialized:
         with self.pure_call(args, kwargs) as (run, pure):
             if run is not self:
                 raise RematError(
-                    f"Among the arguments of {self.fn.__name__!r} are modules of flax.nnx, which "
-                    "code cannot hold. Write the loss as a function of their state, with nnx.split "
-                    "and nnx.merge, and export that."
+                    f"Among the arguments of {self.fn.__name__!r} are flax.nnx modules, which "
+                    "code cannot hold. Write the loss as a function of their state, with "
+                    "nnx.split and nnx.merge, and export that."
                 )
             call = run.bind(pure.args, pure.kwargs)
             program = run.trace(call)
@@ -259,7 +260,7 @@ class Rematerialized:
         Args:
           program: the program.
           device: the machine to plan for.
-          in_step: what is compiled round the program; what is learnt is about that.
+          in_step: what is compiled around the program; what is learnt is about that.
           compiled: compiles a plan in it.
         """
         wanted = self.request.objective
@@ -305,7 +306,7 @@ class Rematerialized:
             first_line = str(error).splitlines()[0].partition(" (http")[0]
             raise TraceError(
                 f"{call.name!r} changes a module that it closes over ({first_line}), and the "
-                "change would be lost. Give it the module as an argument."
+                "change would be lost. Pass the module as an argument."
             ) from error
 
     def plan_of(self, program: Program, call: tracing.Call) -> Plan:
@@ -337,6 +338,13 @@ class Rematerialized:
         return dataclasses.replace(plan, measured=compiled(plan)) if compile_it else plan
 
 
+def _identity(fn: Callable[..., Any]) -> object:
+    """What is the same of a function that a step defines anew whenever it is traced: its code."""
+    fn = inspect.unwrap(fn)
+    is_local = "<locals>" in getattr(fn, "__qualname__", "")
+    return getattr(fn, "__code__", object()) if is_local else object()
+
+
 def _can_be_traced(call: tracing.Call) -> bool:
     """Whether JAX traces a function that ``tracing`` failed on: else the error is its own."""
     try:
@@ -350,9 +358,9 @@ def check_belongs(plan: Plan, fingerprint: str, function: str) -> None:
     """Raises PlanFileError unless the plan was made for the program with this fingerprint."""
     if plan.fingerprint != fingerprint:
         raise PlanFileError(
-            f"The plan was made for another program: for {plan.function!r} with the fingerprint "
-            f"{printable(plan.fingerprint[:12])}, traced by JAX {printable(plan.jax_version)}; "
-            f"this is {function!r} with {fingerprint[:12]}, traced by JAX {jax.__version__}. "
-            "The function, the shapes of its arguments, argnums or the version of JAX have changed "
-            "since. Make the plan again."
+            f"The plan was made for another program: for {plan.function!r} with the "
+            f"fingerprint {printable(plan.fingerprint[:12])}, traced by JAX "
+            f"{printable(plan.jax_version)}; this is {function!r} with {fingerprint[:12]}, "
+            f"traced by JAX {jax.__version__}. The function, the shapes of its arguments, "
+            "argnums or the version of JAX have changed since then. Make the plan again."
         )

@@ -131,7 +131,7 @@ def merged(chain: Iterable[Region | Sequence[int]]) -> list[Region]:
     """The chain with what stands in a row without a checkpoint made one region.
 
     Args:
-      chain: regions; in the place of those without a checkpoint their vertices will do.
+      chain: regions; in place of those without a checkpoint their vertices will do.
     """
     found: list[Region] = []
     unchecked: list[Sequence[int]] = []

@@ -1,7 +1,7 @@
-"""For tests of training code: a plan's promise is held, or the test fails and says what to do.
+"""For tests of training code: a test fails if a plan no longer holds, and says what to do.
 
-A plan file knows the program that it was made for and, where it was made with ``verify=``, what
-the compiler said. Either may change without anybody noticing: a layer is added, JAX is updated.
+A plan file records the program it was made for and, if it was made with ``verify=``, what the
+compiler said. Either may change without anyone noticing: a layer is added, or JAX is updated.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ TOLERANCE = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of a plan's promise.
+    """Whether a plan still holds.
 
     Attributes:
       function: name of the loss.
       device: name of the device compiled for.
       then_bytes: temporaries when the plan was made, as compiled.
-      now_bytes: temporaries now, as compiled; None where the program is another or is refused.
-      complaint: what is wrong and what to do; "" where the plan holds.
+      now_bytes: temporaries now, as compiled; None if the program has changed or is refused.
+      complaint: what is wrong and what to do; "" if the plan holds.
     """
 
     function: str
@@ -61,25 +61,25 @@ def check_plan(
     device: str | Device | None = None,
     **kwargs: Any,
 ) -> Verdict:
-    """Fails where a plan is no longer for this function, or needs more memory than it did.
+    """Fails if a plan is no longer for this function, or needs more memory than before.
 
-    The plan is compiled again, for its device, which need not be there.
+    The plan is compiled again for its device, which need not be attached.
 
     Args:
-      plan: a plan that was made with ``verify=``, or a file of one.
+      plan: a plan that was made with ``verify=``, or a plan file.
       fn: what it was made for: the loss, or the step that differentiates it.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
-      tolerance: by what share the temporaries may grow.
+      tolerance: the share by which the temporaries may grow.
       argnums: see ``make_plan``; as when the plan was made, as are those that follow.
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise.
       donate_argnums: likewise.
-      device: the machine to compile for; the plan's own if None.
+      device: the device to compile for; the plan's own if None.
       **kwargs: keyword arguments of ``fn``.
 
     Returns:
-      What was found, if all is well.
+      The verdict, if the plan holds.
 
     Raises:
       AssertionError: the program has changed or the peak has grown. The message says which, by how
@@ -132,14 +132,14 @@ def verdict(
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device | None = None,
 ) -> Verdict:
-    """What became of a plan's promise; see ``check_plan``."""
+    """Checks whether a plan still holds; see ``check_plan``."""
     if tolerance < 0:
         raise RematError(f"tolerance={tolerance!r}: give a share such as 0.02, not less than 0.")
     made = plan if isinstance(plan, Plan) else Plan.load(plan)
     if made.measured is None:
         raise PlanFileError(
-            f"The plan of {made.function!r} was not compiled when it was made, so that there is "
-            "no peak to hold it to. Make it again with verify=True (--verify)."
+            f"The plan of {made.function!r} was not compiled when it was made, so there is no "
+            "peak to compare with. Make it again with verify=True (--verify)."
         )
     target = compilation.resolve_device(made.device if device is None else device)
     planner = Rematerialized(
@@ -207,10 +207,10 @@ def _judged(
             f"The peak of {made.function!r} under its plan has grown from "
             f"{format_bytes(then_bytes)} to {format_bytes(now_bytes)} of temporaries on "
             f"{device.name}, by {format_share(now_bytes / then_bytes - 1)}; "
-            f"{format_share(tolerance)} is tolerated. The program is the same: it is what is "
-            "compiled round it, or the compiler, that has changed "
-            f"({made.measured.compiler_version} then, {compilation.compiler_version(device)} now). "
-            'Make the plan again, with verify="compile" to stay within its budget.'
+            f"{format_share(tolerance)} is tolerated. The program is the same, so what is "
+            "compiled around it or the compiler has changed "
+            f"({made.measured.compiler_version} then, {compilation.compiler_version(device)} "
+            'now). Make the plan again, with verify="compile" to stay within its budget.'
         )
     return Verdict(
         function=program.name,
@@ -227,7 +227,7 @@ def _predicted(made: Plan, program: Program, request: Request, device: Device) -
     try:
         now = planning.make(program, device, made.objective, request.solver)
     except RematError as error:
-        return f"What was asked for cannot be had any more: {error} "
+        return f"The plan's request can no longer be met: {error} "
     return (
         f"A plan for the same request is predicted to take "
         f"{format_bytes(now.predicted.temporary_bytes)} of temporaries now, and was predicted "

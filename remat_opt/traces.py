@@ -1,6 +1,6 @@
 """Traces of a decorated function that is called outside of ``jax.jit``, kept and compiled.
 
-Under ``jax.jit`` a function is traced as often as what is round it. Called by itself, as by
+Under ``jax.jit`` a function is traced as often as what is around it. Called by itself, as by
 ``jax.grad`` alone, it would be traced at every call and run operation by operation. So such a
 trace is kept, compiled as ``jax.jit`` would, for calls that are alike: the same structure, shapes,
 types, shardings and static values, the same arguments that are differentiated, the same settings of

@@ -1,6 +1,6 @@
 """The frontier: the best plans over all budgets, as figures to choose from.
 
-Nothing is compiled. What a point promises in memory is the budget that gives its plan.
+Nothing is compiled. The predicted memory of a point is the budget that gives its plan.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Frontier:
     Attributes:
       function: name of the loss function.
       device: name of the device planned for.
-      overhead: what recomputation is counted in, ``seconds`` or ``flops``.
+      overhead: unit in which recomputation is counted, ``seconds`` or ``flops``.
       rows: one dictionary for each plan, by ascending memory: ``temporary_bytes``, predicted, and
         the budget that gives this plan; ``of_plain``, as a share of the unchanged function's;
         ``overhead_seconds_share`` and ``recomputed_flops_share`` of one forward pass;
         ``regions``, and how many of them hold others, ``nested``.
-      defaults: one dictionary for the function as it is and for each of ``jax.checkpoint``'s
-        policies, round the whole function and round every block: ``label``, and the first four
+      defaults: one dictionary for the unchanged function and for each of ``jax.checkpoint``'s
+        policies, around the whole function and around every block: ``label``, and the first four
         figures of a row.
       limit_bytes: what the device's memory leaves for temporaries, beside arguments and outputs;
-        None where that is unknown, or nothing.
+        None if that is unknown, or nothing.
     """
 
     function: str
@@ -50,7 +50,7 @@ class Frontier:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __repr__(self) -> str:
-        return self._table().text()
+        return self._table().text(report.columns())
 
     def _repr_html_(self) -> str:
         return report.section(
@@ -60,7 +60,7 @@ class Frontier:
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draws memory against overhead: the plans as a line, the defaults as points with names.
+        """Draws memory against overhead: the plans as a line, the defaults as labelled points.
 
         Args:
           ax: matplotlib axes; the current ones if None.
@@ -95,7 +95,10 @@ class Frontier:
                 for row in shown
             ),
             align="rrrrl",
-            footer="All predicted; time and FLOPs of recomputation as shares of one forward pass."
+            footer=(
+                "All figures are predicted. Time and FLOPs of recomputation are shares of one "
+                "forward pass."
+            )
             + (f" {left} more between them are in .rows." if left else ""),
         )
 
@@ -144,7 +147,7 @@ def of(problem: Problem, measure: Overhead, gradients: Gradients) -> Frontier:
     Args:
       problem: a program on a device.
       measure: what recomputation is counted in.
-      gradients: what becomes of them in the step.
+      gradients: how the step uses them.
     """
     graph = problem.model.graph
     unchanged = problem.unchanged.peak_bytes

@@ -47,7 +47,7 @@ def training_step(
       optimizer: as Optax has them.
       has_aux: whether the loss returns (loss, auxiliary); the auxiliary is left out.
       clip_norm: scales the gradients down to this norm of them all; as they are if None. Then all
-        gradients are there at once; else each can be used up as soon as it is there.
+        gradients are there at once; else each can be used up as soon as it exists.
       microbatches: adds up the gradients of so many parts of the batch.
       loop: how: a ``python`` loop, or ``jax.lax.scan``.
 
@@ -121,7 +121,7 @@ def _parted(count: int, leaf: Any) -> Any:
     if leaf.shape[0] % count:
         raise RematError(
             f"A batch of {leaf.shape[0]} does not divide into {count} parts: give a number of "
-            "microbatches that divides it."
+            "microbatches that divides the batch."
         )
     return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
 

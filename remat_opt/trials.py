@@ -55,7 +55,7 @@ class Memory:
     Args:
       program: the program.
       device: the machine compiled for.
-      step: what is compiled round the program.
+      step: what is compiled around the program.
       path: of a file; it is written to when something was learnt, and need not be there yet.
     """
 

@@ -47,12 +47,12 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
     if isinstance(amount, str):
         return _parse_text(amount)
     if isinstance(amount, bool):
-        raise UnitError(f"{amount!r} is no amount of bytes: {_EXAMPLES}")
+        raise UnitError(f"{amount!r} is not an amount of bytes: {_EXAMPLES}")
     try:
         amount_bytes = operator.index(amount)
     except TypeError:
         raise UnitError(
-            f"{amount!r} ({type(amount).__name__}) is no amount of bytes: {_EXAMPLES}"
+            f"{amount!r} ({type(amount).__name__}) is not an amount of bytes: {_EXAMPLES}"
         ) from None
     if amount_bytes < 0:
         raise UnitError(f"{amount_bytes} bytes is negative: {_EXAMPLES}")
@@ -62,7 +62,7 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
 def _parse_text(text: str) -> int:
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise UnitError(f"{text!r} is no amount of bytes: {_EXAMPLES}")
+        raise UnitError(f"{text!r} is not an amount of bytes: {_EXAMPLES}")
     number, unit = match.groups()
     if not unit:
         if "." in number:

@@ -59,7 +59,7 @@ def measure_plan(
 ) -> Measurement:
     """Compiles a program under a plan in the step that it is for.
 
-    What becomes of the gradients is what the plan's objective says: they are put out, or Adam
+    What happens to the gradients is what the plan's objective says: they are put out, or Adam
     consumes them, with parameters and state donated, as they are or scaled by their norm.
 
     Args:
@@ -72,15 +72,15 @@ def measure_plan(
       with_buffers: whether to read what is alive when, too.
 
     Raises:
-      CompileError: the compiler refuses it, as for want of memory.
-      RematError: the program is tied to axes of a ``vmap`` or ``shard_map`` round it.
+      CompileError: the compiler refuses it, as for lack of memory.
+      RematError: the program is tied to axes of a ``vmap`` or ``shard_map`` around it.
     """
     axes = internals.surrounding_axes(one.jax_equation for one in program.equations)
     if axes:
         raise RematError(
-            f"{program.name!r} cannot be compiled on its own, as verify= asks: it is tied to the "
-            f"axes {', '.join(axes)} of a vmap or shard_map round it. Leave verify= out, or "
-            "decorate a function that has the vmap or shard_map inside."
+            f"{program.name!r} cannot be compiled on its own, as verify= asks: it is tied to "
+            f"the axes {', '.join(axes)} of a vmap or shard_map around it. Leave verify= out, "
+            "or decorate a function that has the vmap or shard_map inside."
         )
     run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
     fate = plan.objective.gradients
@@ -103,11 +103,11 @@ def measure_run(
       program: a traced function.
       arguments: see ``measure_plan``, as are ``device`` and ``with_buffers``.
       device: likewise.
-      fate: what becomes of the gradients.
+      fate: what happens to the gradients.
       with_buffers: likewise.
 
     Raises:
-      CompileError: the compiler refuses it, as for want of memory.
+      CompileError: the compiler refuses it, as for lack of memory.
     """
     places = [program.arguments.index(value) for value in program.differentiated]
     others = [p for p in range(len(program.arguments)) if p not in places]

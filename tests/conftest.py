@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before anything imports jax: a test must not take an accelerator it happens to find.
@@ -32,3 +33,10 @@ hypothesis.settings.register_profile(
     "hunt", parent=hypothesis.settings.get_profile("ci"), derandomize=False
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it need not be searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -24,12 +24,12 @@ UNKNOWN = "?"
 
 _HEAD = """# What works, and what gains
 
-Made by `python -m tests.feature_table` from `tests/features.py`, once with the oldest and once with
-the newest JAX that is tested; do not edit by hand.
-A row *works* where value and gradient equal those of the undecorated function. It *gains* where the
-compiler says, for CPU, that the program takes at least 5 % less memory for temporaries than without
-the decorator; "-" stands where there is nothing to gain, as without a backward pass, or where
-nothing is compiled as a whole. *Refused* is what raises an error that says what to do.
+`python -m tests.feature_table` makes this page from `tests/features.py`, with the oldest and the
+newest JAX that we test. Do not edit it by hand.
+A row *works* if value and gradient equal those of the undecorated function. It *gains* if the
+compiler for CPU needs at least 5 % less memory for temporaries than without the decorator. "-"
+means that there is nothing to gain, because there is no backward pass or nothing is compiled as a
+whole. *Refused* means that an error says what to do.
 """
 
 

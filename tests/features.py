@@ -496,7 +496,7 @@ def _one_cond() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 row("Control flow", "`cond`", layers(_cond))
 row("Control flow", "`cond` with layers in its branches", layers(_cond_with_layers))
-row("Control flow", "`cond` round the whole network", _one_cond)
+row("Control flow", "`cond` around the whole network", _one_cond)
 row("Control flow", "`switch`", layers(_switch))
 row("Control flow", "`while_loop` where nothing is differentiated", _while_before)
 

@@ -171,6 +171,78 @@ def branch_with_loop(a: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
+def shared_by_branches(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Both branches read what was made before them; outputs of many types, some read no more."""
+    shared = jnp.tanh(a @ w)
+
+    def first(b: jax.Array, c: jax.Array) -> Any:
+        d = jnp.sin(b @ w) * c
+        return jnp.tanh(d @ w), jnp.argmax(d, -1), d > 0
+
+    def second(b: jax.Array, c: jax.Array) -> Any:
+        return b + c, jnp.argmin(c, -1), jnp.isfinite(lax.stop_gradient(b))
+
+    last, places, mask = lax.cond(chance_of(a) % 2 == 0, first, second, shared, jnp.cos(shared))
+    return jnp.where(mask, last, 0) + shared * (places[:, None] % 2)
+
+
+def chance_of(a: jax.Array) -> jax.Array:
+    """A whole number that depends on an array and has no derivative."""
+    return jnp.int32(jnp.abs(lax.stop_gradient(a.astype(jnp.float32)).sum()) * 10)
+
+
+def switched_twice(a: jax.Array, w: jax.Array) -> jax.Array:
+    """A choice in a choice, of branches that are equal and of one without a derivative."""
+    deep = lambda b: jnp.tanh(jnp.sin(b @ w) @ w) + b  # noqa: E731
+
+    def inner(b: jax.Array) -> jax.Array:
+        return lax.cond(chance_of(b) % 2 == 0, deep, lambda c: jnp.cos(c) @ w, deep(b))
+
+    return lax.switch(chance_of(a) % 4, [deep, deep, inner, lax.stop_gradient], jnp.sin(a))
+
+
+def scan_of_choices(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Each iteration chooses by its number among branches that share its carry; and counts."""
+
+    def step(carry: Any, which: jax.Array) -> Any:
+        c, count = carry
+        d = normalised(c)
+        branches = [
+            lambda b, d: jnp.tanh(d @ w) @ w + b,
+            lambda b, d: b + d,
+            lambda b, d: lax.stop_gradient(b) * 0.5,
+        ]
+        c = lax.switch(which, branches, c, d)
+        return (c, count + (which > 0)), jnp.max(lax.stop_gradient(c))
+
+    (last, count), most = lax.scan(step, (a, jnp.int32(0)), jnp.arange(5) % 3)
+    return last / (1 + count).astype(a.dtype) + most.sum() * 0.01
+
+
+def choice_of_scans(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Loops of unlike lengths in branches, one of them handing on what it stacked."""
+
+    def stacked(b: jax.Array) -> jax.Array:
+        last, rows = lax.scan(lambda c, _: (jnp.tanh(c @ w) + c, jnp.sin(c)), b, None, length=3)
+        return last + rows.sum(0)
+
+    def backward(b: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, row: (jnp.tanh(c @ w) * row, None), b, b[:4], reverse=True)[0]
+
+    return lax.switch(
+        chance_of(a) % 3, [stacked, backward, lambda b: loop(lax.stop_gradient(b))], a
+    )
+
+
+def choice_behind_stop(a: jax.Array, w: jax.Array) -> jax.Array:
+    """A choice that nothing differentiates, with a loop without end in it; its result is used."""
+    frozen = lax.stop_gradient(a)
+    found = lax.cond(
+        chance_of(a) % 2 == 0, lambda b: loop(jnp.tanh(b @ w)), lambda b: b @ w, frozen
+    )
+    return jnp.tanh(a @ w) * lax.stop_gradient(found)
+
+
 def nested_checkpoints(a: jax.Array, w: jax.Array) -> jax.Array:
     inner = jax.checkpoint(lambda b: jnp.tanh(b @ w) * b)
     return jax.checkpoint(lambda b: inner(jnp.sin(inner(b))) + b)(a)
@@ -342,6 +414,18 @@ SHARP_PRODUCTS: list[Callable[..., jax.Array]] = [
     switched,
     branch_with_loop,
 ]
+#: Choices: programs from ``CHOOSING_FROM`` on have them; those before are what they were.
+CHOICES: list[Callable[..., jax.Array]] = [
+    shared_by_branches,
+    switched_twice,
+    scan_of_choices,
+    choice_of_scans,
+    choice_behind_stop,
+    switched,
+    branch_with_loop,
+    scanned_branches,
+]
+CHOOSING_FROM = 1_000_000
 TERMS: list[Callable[..., jax.Array]] = [
     jnp.sum,
     jnp.mean,
@@ -419,6 +503,8 @@ def draw(seed: int) -> RandomProgram:
     # Masks flip where numbers are rounded: then any two programs differ.
     unary = SMOOTH + SHARP * 2 if dtype == "float64" else SMOOTH
     products = PRODUCTS + SHARP_PRODUCTS if dtype == "float64" else PRODUCTS
+    if seed >= CHOOSING_FROM:
+        products = products + CHOICES * 3
     rows, columns = chance.choice([(8, 8), (16, 8), (12, 12), (64, 16)])
     depth = chance.choice([1, 2, 4])
     steps: list[tuple[Callable[..., jax.Array], int, int]] = []

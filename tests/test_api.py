@@ -46,8 +46,8 @@ def of_shape(tree: Any) -> Any:
     [
         (
             {"budget": 0.5, "max_overhead": 0.1},
-            "budget=0.5 and max_overhead=0.1 are both given. A budget asks for the least overhead, "
-            "a largest overhead for the least memory: give one of them.",
+            "budget=0.5 and max_overhead=0.1 are both given. budget asks for the least "
+            "overhead, max_overhead for the least memory: give only one of them.",
         ),
         ({"overhead": "days"}, "overhead='days': give 'seconds' or 'flops'."),
         (
@@ -73,13 +73,14 @@ def of_shape(tree: Any) -> Any:
         ),
         (
             {"budget": 6e9},
-            "budget=6000000000.0: a float is a share of what the unchanged function needs, and "
-            "6e+09 times that is hardly meant. For bytes, give an int or '6GiB'.",
+            "budget=6000000000.0: a float is a share of what the unchanged function needs, "
+            "and 6e+09 times that is probably not what you mean. For bytes, give an int or "
+            "'6GiB'.",
         ),
         (
             {"budget": 0.5, "reserve": "1GiB"},
             "reserve='1GiB' is what budget=\"fit\" leaves free of the device's memory; with "
-            "budget=0.5 it says nothing. Leave it out, or ask for the fit.",
+            'budget=0.5 it has no effect. Leave it out, or use budget="fit".',
         ),
         (
             {"solver": "simplex"},
@@ -97,8 +98,8 @@ def of_shape(tree: Any) -> Any:
         ),
         (
             {"plan": remat_opt.make_plan(lambda x: x, 1.0, device="cpu"), "budget": 0.5},
-            "plan= is given together with budget= or max_overhead=. A plan is already decided: "
-            "leave the others out.",
+            "plan= cannot be combined with budget= or max_overhead=: a plan is already "
+            "decided. Leave the others out.",
         ),
     ],
 )
@@ -238,7 +239,7 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
     assert error.least_peak_bytes < least.predicted.temporary_bytes
     assert ("sum in layers, 64x8 float32", 64 * 8 * 4) in error.pinning
     message = str(error)
-    assert message.startswith("No plan has temporaries within 100 B: the least peak that ")
+    assert message.startswith("No plan has temporaries within 100 B: the lowest peak that ")
     assert "cotangent: sum in layers, 64x8 float32, at test_api.py:" in message
     assert message.endswith("(layers). Give a larger budget or a smaller batch.")
     # The least peak itself can be had.

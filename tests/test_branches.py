@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ from jax import lax
 
 import remat_opt
 from remat_opt import _jax_internals as internals
+from remat_opt import branches, loops
 from remat_opt.checksum import checksum_of
 from remat_opt.errors import PlanFileError
 from remat_opt.plan import FORMAT, Plan
+from remat_opt.program.record import Program
 from remat_opt.schedule import Choice
 
 DEPTH, WIDTH, ROWS = 3, 32, 256
@@ -71,8 +74,20 @@ def agree(found: Any, expected: Any) -> None:
         assert jnp.allclose(one, other, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(other))))
 
 
+@functools.cache
+def compiled(loss: Any) -> Any:
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+@functools.cache
+def unchanged(loss: Any, which: int) -> Any:
+    """The value and its gradients without a plan."""
+    return compiled(loss)(W, X, which)
+
+
+@functools.cache
 def make_plan(fn: Any = chosen, **wanted: Any) -> Plan:
-    return remat_opt.make_plan(fn, W, X, 0, device="h200", gradients="results", **wanted)
+    return remat_opt.make_plan(fn, W, X, 0, **{"device": "h200", "gradients": "results", **wanted})
 
 
 @pytest.mark.parametrize(("loss", "share"), [(chosen, 0.5), (nested, 0.6), (in_loop, 0.3)])
@@ -81,9 +96,8 @@ def test_a_budget_is_met_and_all_branches_give_the_same(loss: Any, share: float)
     assert plan.loops
     assert plan.predicted.temporary_bytes <= share * plan.predicted.plain_temporary_bytes
     planned = jax.jit(jax.value_and_grad(remat_opt.apply_plan(plan, loss), argnums=(0, 1)))
-    unchanged = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     for which in range(3):
-        agree(planned(W, X, which), unchanged(W, X, which))
+        agree(planned(W, X, which), unchanged(loss, which))
 
 
 def test_more_memory_never_costs_more() -> None:
@@ -91,6 +105,33 @@ def test_more_memory_never_costs_more() -> None:
     overheads = [plan.predicted.overhead_seconds for plan in plans]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[0] > overheads[-1] == 0
+
+
+@pytest.mark.slow
+def test_equal_branches_and_bodies_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Program] = []
+
+    def counted(plan_one: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda body, *rest: planned.append(body) or plan_one(body, *rest)
+
+    monkeypatch.setattr(loops, "_iterations", counted(loops._iterations))
+    monkeypatch.setattr(branches, "ways", counted(branches.ways))
+
+    def loss(w: Any, x: jax.Array, which: Any) -> jax.Array:
+        # Branches that read what has no derivative would be others.
+        x = x * jnp.mean(w[0])
+        for _ in range(2):
+            again = [block(jnp.tanh, 0, 2), block(jnp.tanh, 0, 2), block(jax.nn.gelu, 0, 2)]
+            x = lax.switch(which, again, w, jnp.cos(x))
+            x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, w)
+        return jnp.mean(x**2)
+
+    plan = make_plan(loss, budget=0.7)
+    # Not eight: two choices of three branches each, and two loops.
+    assert len(planned) == 3
+    assert len({one.fingerprint() for one in planned}) == 3
+    (choice,) = [one for one in plan.loops if isinstance(one, Choice)][:1]
+    assert choice.branches[0] == choice.branches[1]
 
 
 def test_a_plan_tells_what_branches_keep() -> None:
@@ -116,7 +157,8 @@ def test_a_plan_outlives_a_file_and_becomes_code(loss: Any) -> None:
     assert "lax.switch(" in source.text
     run = jax.jit(jax.value_and_grad(source.load()))
     for which in range(3):
-        agree(run(W, X, which), jax.jit(jax.value_and_grad(loss))(W, X, which))
+        value, (gradient, _) = unchanged(loss, which)
+        agree(run(W, X, which), (value, gradient))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +199,16 @@ def test_a_choice_by_platform_is_none_to_open() -> None:
     assert all(map(internals.is_choice_of_platform, conds(fn)))
     (plain,) = conds(lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x))
     assert not internals.is_choice_of_platform(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+def test_choices_are_opened_as_compiled() -> None:
+    plan = make_plan(nested, budget=0.6, verify="compile", device="cpu")
+    assert any(isinstance(one, Choice) for one in plan.loops)
+    assert plan.measured is not None
+    assert plan.budget_bytes is not None
+    assert plan.measured.temporary_bytes <= plan.budget_bytes
 
 
 @pytest.mark.slow

@@ -177,8 +177,8 @@ def test_plan_by_another_solver(run):
         ),
         (
             ("sample:loss", *ARGS, "--kwargs", "sample:clash"),
-            "--kwargs sample:clash has 'device', which is an option of remat_opt too: wrap the "
-            "loss in a function that calls the argument something else.",
+            "--kwargs sample:clash has 'device', which is also an option of remat_opt: wrap "
+            "the loss in a function that names the argument differently.",
         ),
         (
             ("sample:loss", *ARGS, "--save", "no/such/folder.json"),

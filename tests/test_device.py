@@ -129,7 +129,7 @@ def test_one_of_a_pod() -> None:
 
 @pytest.mark.parametrize("name", ["v5e:16", "v5e:", "h200:0", "h200:2x2", "cpu:8"])
 def test_refuses_what_is_no_pod(name: str) -> None:
-    with pytest.raises(DeviceError, match=f"There is no device '{name}'. Of TPUs give the slice"):
+    with pytest.raises(DeviceError, match=f"There is no device '{name}'. For TPUs give the slice"):
         get_device(name)
 
 

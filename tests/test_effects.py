@@ -173,20 +173,20 @@ def test_the_plan_says_so() -> None:
     log = Log()
     loss = loss_of(steps(log)["debug callback"])
     plan = remat_opt.make_plan(loss, WEIGHTS, BATCH, device="h200")
-    (note,) = [note for note in plan.notes if "Run once" in note]
+    (note,) = [note for note in plan.notes if "These run once" in note]
     place = "debug_callback at test_effects.py:"
     assert note.startswith(
-        "Run once, in the order of the function, and under no checkpoint, since they have side "
-        f"effects, call back to Python or speak to other devices: {place}"
+        "These run once, in the order of the function, and under no checkpoint, because they "
+        f"have side effects, call back to Python or communicate with other devices: {place}"
     )
     assert note.endswith(
-        "(steps.<locals>.debug), 3 times. What their derivatives read is kept; a loop with one "
-        "inside is planned as one piece."
+        "(steps.<locals>.debug), 3 times. What their derivatives read is kept. A loop with "
+        "one inside is planned as one piece."
     )
     # And it still gains.
     assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes
     assert sum(stage.checkpointed for stage in plan.stages) > 1
-    assert not any("Run once" in note for note in quiet().notes)
+    assert not any("These run once" in note for note in quiet().notes)
 
 
 def quiet() -> remat_opt.Plan:

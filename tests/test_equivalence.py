@@ -644,7 +644,7 @@ SHARDED = """
         same(jax.jit(jax.grad(layers))(whole, sharded), jax.jit(jax.grad(ours))(whole, sharded))
         assert any(stage.checkpointed for stage in ours.plan(whole, sharded).stages)
         (note,) = ours.plan(whole, sharded).notes
-        assert note.startswith("All figures are those of one of the 2 devices of the mesh")
+        assert note.startswith("All figures are for one of the 2 devices of the mesh")
 
         def constrained(weights, x):
             x = lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("data", None)))

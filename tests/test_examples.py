@@ -11,11 +11,11 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 #: What each plan's first contender by hand is called.
 BY_HAND = {
-    "gpt": "jax.checkpoint round every layer",
-    "lstm": "jax.checkpoint round every time step",
-    "quickstart": "nn.remat round every block",
-    "resnet": "nn.remat round every block",
-    "unet": "nn.remat round every stage",
+    "gpt": "jax.checkpoint around every layer",
+    "lstm": "jax.checkpoint around every time step",
+    "quickstart": "nn.remat around every block",
+    "resnet": "nn.remat around every block",
+    "unet": "nn.remat around every stage",
 }
 
 

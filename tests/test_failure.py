@@ -55,10 +55,10 @@ def test_the_function_runs_unchanged(
         np.testing.assert_allclose(one, other, rtol=1e-6)
     (report,) = reports.iterdir()
     assert str(caught[0].message) == (
-        "remat_opt failed to plan 'loss': KeyError: 'first line\\nsecond line'. The function runs "
-        "unchanged: its results are the same, and it takes the memory that it would take without "
-        f"remat_opt. This is a fault of remat_opt: please file an issue and attach {report}, which "
-        'holds the function\'s program and no arrays. With errors="raise" it is raised.'
+        "remat_opt failed to plan 'loss': KeyError: 'first line\\nsecond line'. The function "
+        "runs unchanged: its results are the same, and it takes as much memory as without "
+        f"remat_opt. This is a bug in remat_opt: please file an issue and attach {report}, "
+        'which holds the function\'s program but no arrays. With errors="raise" it is raised.'
     )
     text = report.read_text()
     for said in (

@@ -414,8 +414,9 @@ def test_a_module_that_is_closed_over() -> None:
     with pytest.raises(TraceError) as caught:
         loss(X, Y)
     assert str(caught.value) == (
-        "'<lambda>' changes a module that it closes over (Cannot mutate BatchStat from a different "
-        "trace level), and the change would be lost. Give it the module as an argument."
+        "'<lambda>' changes a module that it closes over (Cannot mutate BatchStat from a "
+        "different trace level), and the change would be lost. Pass the module as an "
+        "argument."
     )
     assert int(model.dropout.rngs.count[...]) == 0
     # In evaluation nothing changes.
@@ -434,7 +435,7 @@ def test_variables_of_experimental_kinds(kind: str) -> None:
         decorate(lambda module, x: jnp.sum(x))(module, X)
     assert str(caught.value) == (
         f"Among the arguments of '<lambda>' is a Variable of flax.nnx with {kind}=True. Its "
-        f"changes would be lost: make it without {kind}, or leave the decorator out."
+        f"changes would be lost. Create it without {kind}, or leave the decorator out."
     )
 
 
@@ -442,9 +443,9 @@ def test_modules_in_a_comparison() -> None:
     with pytest.raises(RematError) as caught:
         remat_opt.compare(loss_fn, Network(nnx.Rngs(0)), X, Y, device="cpu")
     assert str(caught.value) == (
-        "compare compiles functions of arrays, but there are modules of flax.nnx among the "
-        "arguments. Give it a function of what nnx.split makes of them, which calls nnx.merge; "
-        "make_plan and frontier take modules."
+        "compare compiles functions of arrays, but some of the arguments are flax.nnx "
+        "modules. Split them with nnx.split, and give compare a function that calls "
+        "nnx.merge. make_plan and frontier take modules."
     )
 
 

@@ -41,7 +41,7 @@ def test_is_within_the_memory_of_the_plan_where_it_can_be(share):
 def test_says_what_to_put_round_which_modules():
     plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=0.5)
     text = repr(remat_opt.nearest_policy(plan, deep, WEIGHTS, ROWS))
-    assert text.startswith(("nn.remat on every Block (6) with ", "jax.checkpoint round the whole"))
+    assert text.startswith(("nn.remat on every Block (6) with ", "jax.checkpoint around the whole"))
     assert "temporaries, predicted: " in text
     assert "of the time of a forward pass" in text
 
@@ -50,10 +50,25 @@ def test_names_what_a_scan_keeps():
     weights = jax.ShapeDtypeStruct((16, 64, 64), "float32")
     plan = remat_opt.make_plan(scanned, weights, ROWS, device="cpu", budget=0.7)
     found = remat_opt.nearest_policy(plan, scanned, weights, ROWS)
-    assert found.where.startswith("jax.checkpoint round")
+    assert found.where.startswith("jax.checkpoint around")
     for one in found.names:
         assert f'"{one.name}"' in found.policy
         assert "test_handover.py:" in one.source
+
+
+def test_the_loss_may_be_one_that_its_step_defines():
+    def step(weights, x):
+        @remat_opt.optimal_remat(device="cpu")
+        def loss(weights):
+            return deep(weights, x)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    plan = remat_opt.make_plan(step, WEIGHTS, ROWS, device="cpu", budget=0.5)
+    found = remat_opt.nearest_policy(plan, step, WEIGHTS, ROWS)
+    assert found.plan_temporary_bytes == plan.predicted.temporary_bytes
+    with pytest.raises(PlanFileError, match="another program"):
+        remat_opt.nearest_policy(plan, step, WEIGHTS[:3], ROWS)
 
 
 def test_a_plan_for_another_program_is_refused():
@@ -66,7 +81,7 @@ def test_the_body_of_a_scan_under_one_policy_needs_no_more_than_the_plan():
     weights = jax.ShapeDtypeStruct((16, 64, 64), "float32")
     plan = remat_opt.make_plan(scanned, weights, ROWS, device="cpu", budget=0.5)
     found = remat_opt.nearest_policy(plan, scanned, weights, ROWS)
-    assert found.where == "jax.checkpoint round the body of every scan"
+    assert found.where == "jax.checkpoint around the body of every scan"
     assert found.temporary_bytes <= plan.predicted.temporary_bytes
 
 
@@ -83,4 +98,4 @@ def test_values_that_blocks_have_in_common_get_one_name_each():
     assert len(set(names)) == len(names)
     # Not one for each layer: their numbers tell the layers apart, and nothing else.
     assert not any(one.module != "Layer_0" for one in found.names)
-    assert found.where.startswith(("nn.remat on every Layer (6)", "jax.checkpoint round"))
+    assert found.where.startswith(("nn.remat on every Layer (6)", "jax.checkpoint around"))

@@ -143,16 +143,17 @@ def test_what_is_recomputed_anyway_is_told() -> None:
     make = functools.partial(remat_opt.make_plan, device="h200")
     for shape in (unrolled, scanned):
         loss = shape(jax.checkpoint(layer))
-        (note,) = [n for n in make(loss, W, X).notes if n.startswith("Checkpoints that")]
+        own = "The function's own checkpoints"
+        (note,) = [n for n in make(loss, W, X).notes if n.startswith(own)]
         assert "stay as they are (test_inner.py:" in note
-        assert note.endswith('existing="replace" lets the plan decide about what is under them.')
+        assert note.endswith('existing="replace" lets the plan decide about the values under them.')
         share = float(note.partition("They compute ")[2].partition(" %")[0])
         assert 50 < share <= 100
         for other in (make(loss, W, X, existing="replace"), make(shape(layer), W, X)):
-            assert not any(n.startswith("Checkpoints that") for n in other.notes)
+            assert not any(n.startswith(own) for n in other.notes)
 
 
 def test_options_are_checked() -> None:
     with pytest.raises(RematError, match="existing='drop': give 'keep' to leave") as told:
         remat_opt.optimal_remat(layer, existing="drop")
-    assert "'replace' to have the plan decide" in str(told.value)
+    assert "'replace' to let the plan decide" in str(told.value)

@@ -516,20 +516,21 @@ FINGERPRINT = """
 """
 
 
-def test_fingerprint_is_the_same_in_every_process() -> None:
-    def run(seed: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(FINGERPRINT)],
-            check=True,
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parent.parent,
-            env=os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
-        ).stdout.strip()
-
-    first = run("1")
-    assert len(first) == 64
-    assert run("2") == first
+def test_fingerprint_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str]) -> None:
+    script = textwrap.dedent(FINGERPRINT)
+    exec(script, {})
+    here = capsys.readouterr().out
+    assert len(here.strip()) == 64
+    there = subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        # Not the seed that may be set here.
+        env=os.environ | {"PYTHONHASHSEED": "31337"},
+    )
+    assert there.stdout == here
 
 
 def test_axes_round_equations() -> None:
@@ -551,6 +552,23 @@ def test_axes_round_equations() -> None:
     # Under vmap only those that are named tie; a shard_map's types tell of its axes as well.
     assert seen == [("i",), ("i",), (), ("i",)]
     assert internals.surrounding_axes(()) == ()
+
+
+def test_a_slice_in_a_checkpoint_knows_its_mesh_only_where_it_was_taken_in_one() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((4, 3)), jax.sharding.NamedSharding(mesh, jax.P()))
+
+    def loss(x: jax.Array) -> jax.Array:
+        def step(total: jax.Array, place: jax.Array) -> tuple[jax.Array, None]:
+            with _jax_meshes.explicit_mesh_of(x):
+                entry = lax.dynamic_index_in_dim(x, place, keepdims=False)
+            return total + jnp.sin(entry), None
+
+        total, _ = lax.scan(jax.checkpoint(step), jnp.sin(x[0]), np.arange(4))
+        return jnp.sum(total)
+
+    assert jax.jit(jax.grad(loss))(x).shape == x.shape
+    assert jax.grad(loss)(jnp.ones((4, 3))).shape == x.shape
 
 
 def test_what_values_tell_of_a_mesh() -> None:
@@ -730,6 +748,15 @@ def test_of_a_checkpoint_in_a_gradient_the_rest_is_marked():
     equations = equations_of(jax.grad(jax.checkpoint(fn)), jnp.ones(3))
     found = [one for e in equations if (one := internals.checkpoint_of(e)) is not None]
     assert [one.differentiated for one in found] == [True]
+
+
+def test_policies_tell_what_equations_they_keep():
+    policy = jax.checkpoint_policies.dots_saveable
+    found = internals.checkpoint_of(named_and_checkpointed(policy))
+    assert not any(_jax_checkpoints.saves(policy, one) for one in internals.parts(found.body)[3])
+    (product,) = equations_of(lambda x: x @ x, jnp.ones(3))
+    assert _jax_checkpoints.saves(policy, product)
+    assert not _jax_checkpoints.saves(None, product)
 
 
 def test_policies_tell_what_names_they_keep():

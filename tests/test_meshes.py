@@ -84,7 +84,7 @@ def test_predictions_are_what_a_device_takes(fn: Callable[..., Any], auto: Mesh)
     assert plan.measured.argument_bytes == pytest.approx(arguments, abs=64)
     plain = remat_opt.measure(jax.grad(fn), *args)
     assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.3)
-    assert "All figures are those of one of the 8 devices of the mesh (data 8)." in plan.notes
+    assert "All figures are for one of the 8 devices of the mesh (data 8)." in plan.notes
 
 
 def test_the_budget_of_a_device_is_met(auto: Mesh) -> None:
@@ -122,11 +122,45 @@ def test_values_and_gradients(kind: str, jitted: bool, request: pytest.FixtureRe
     assert ahead.predicted.plain_temporary_bytes < 4 * 2048 * 32 * 3
 
 
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_opened_loops_and_choices(kind: str, request: pytest.FixtureRequest) -> None:
+    mesh = request.getfixturevalue(kind)
+
+    def layer(x: jax.Array, entry: Any) -> tuple[jax.Array, None]:
+        weight, skipped = entry
+        run = lambda x: jnp.tanh(jnp.sin(x @ weight) @ weight.T)  # noqa: E731
+        return x + jax.lax.cond(skipped, jnp.cos, run, x), None
+
+    def opened(weights: jax.Array, x: jax.Array, which: jax.Array) -> jax.Array:
+        def deep(x: jax.Array) -> jax.Array:
+            for weight in weights:
+                x = x + jnp.tanh(x @ weight)
+            return x
+
+        x = jax.lax.cond(which > 0, deep, jnp.sin, x)
+        x, _ = jax.lax.scan(layer, x, (weights, jnp.arange(4) == which))
+        return jnp.mean(x**2)
+
+    weights, which = jnp.stack(WEIGHTS), jnp.int32(1)
+    args = on(mesh, weights), on(mesh, X, "data"), which
+    plan = remat_opt.make_plan(opened, *args, device="cpu", budget=0.5, verify="compile")
+    assert len(plan.loops) == 2
+    assert plan.measured is not None
+    alone = remat_opt.make_plan(opened, weights, X, which, device="cpu", budget=0.5)
+    assert plan.predicted.plain_temporary_bytes < alone.predicted.plain_temporary_bytes / 6
+    expected = jax.value_and_grad(opened)(weights, X, which)
+    exported = remat_opt.to_source(plan, opened, *args).load()
+    for planned in (remat_opt.apply_plan(plan, opened), exported):
+        assert_equal(jax.jit(jax.value_and_grad(planned))(*args), expected)
+
+
 def test_under_jit_it_is_said_that_shardings_are_not_seen(auto: Mesh) -> None:
     args = on(auto, WEIGHTS), on(auto, X, "data")
     decorated = optimal_remat(loss)
     message = (
-        r"'loss' runs on a mesh of 8 devices, and nothing tells how its arguments are split over "
+        r"'loss' runs on a mesh of 8 devices, and nothing shows how its arguments are split over "
         r"it, .* Call loss.plan\(\.\.\.\) with the sharded arguments first"
     )
     with pytest.warns(PlanningWarning, match=message):
@@ -324,5 +358,5 @@ def test_equal_plans_in_every_process() -> None:
         [line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in written
     )
     assert [process.returncode for process in processes] == [0, 0]
-    assert any("All figures are those of one of the 8 devices" in line for line in first)
+    assert any("All figures are for one of the 8 devices" in line for line in first)
     assert first == second

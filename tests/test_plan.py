@@ -62,7 +62,7 @@ def test_round_trip_of_a_plan_for_nothing() -> None:
     assert plan.stages == ()
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.notes == (
-        "The function hands on its arguments or constants: there is nothing to plan.",
+        "The function only returns its arguments or constants: there is nothing to plan.",
     )
 
 
@@ -350,7 +350,7 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanFileError) as caught:
         Plan.load(path)
-    assert str(caught.value) == f"{str(path)!r} is not a text file, so no plan."
+    assert str(caught.value) == f"{str(path)!r} is not a plan: it is not a text file."
 
 
 def test_of_another_program(plan: Plan) -> None:
@@ -368,7 +368,7 @@ def test_of_another_program(plan: Plan) -> None:
         )
         assert message.endswith(
             f", traced by JAX {jax.__version__}. The function, the shapes of its arguments, "
-            "argnums or the version of JAX have changed since. Make the plan again."
+            "argnums or the version of JAX have changed since then. Make the plan again."
         )
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_opt
+from remat_opt.plan_difference import difference
 
 SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
 ROWS = jax.ShapeDtypeStruct((256, 64), "float32")
@@ -74,10 +75,25 @@ def test_tells_how_loops_differ():
     ((before, after),) = plain.diff(small).loops.values()
     assert "that keep 64.0 KiB" in before
     assert after != before
+    ((_, also),) = small.diff(plain).loops.values()
+    assert also == before
     text = repr(plain.diff(small))
     assert f"{before} -> {after}" in text
     assert "Loop scan in scanned (test_plan_difference.py:" in text
     assert "No value outside of loops has another fate." in text
+
+
+def test_loops_that_keep_as_much_of_other_values_differ(plans):
+    part = {"length": 8, "inside": [], "kept": [3], "kept_bytes": 2**20, "loops": []}
+    data = plans[0].to_dict()
+    first, second = (
+        {**data, "loops": [{"root": 0, "parts": [{**part, "kept": [kept]}]}]} for kept in (3, 4)
+    )
+    found = difference(first, second)
+    assert not found.is_empty
+    told = "scan of 8: 8 that keep 1.00 MiB in 1 value each, though not of the same"
+    assert told in repr(found)
+    assert difference(first, first).is_empty
 
 
 def test_values_of_modules_that_differ_in_their_numbers_are_one_row():

@@ -16,6 +16,7 @@ from jax import lax
 import remat_opt
 from tests import hunt
 from tests.random_programs import (
+    CHOOSING_FROM,
     DEVICES,
     attention,
     differences,
@@ -39,6 +40,11 @@ def float64() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", FAST)
 def test_random_programs(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+@pytest.mark.parametrize("seed", [CHOOSING_FROM + 6, CHOOSING_FROM + 7])
+def test_random_programs_with_choices(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 

@@ -165,14 +165,14 @@ def agree(graph: Graph, schedule: Schedule) -> None:
 
 
 @hypothesis.given(scheduled_graphs())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=50)
 def test_agrees_with_the_slow_replay(drawn: tuple[Graph, Schedule]) -> None:
     agree(*drawn)
 
 
 @pytest.mark.slow
 @hypothesis.given(scheduled_graphs(max_vertices=14))
-@hypothesis.settings(max_examples=400)
+@hypothesis.settings(max_examples=300)
 def test_agrees_with_the_slow_replay_on_many_graphs(drawn: tuple[Graph, Schedule]) -> None:
     agree(*drawn)
 
@@ -351,7 +351,7 @@ def test_a_chain_of_one_inside_changes_nothing(drawn: tuple[Graph, Schedule]) ->
 
 
 @hypothesis.given(nested_graphs())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=50)
 def test_nested_regions_free_everything_and_keep_the_story(drawn: tuple[Graph, Schedule]) -> None:
     graph, schedule = drawn
     assert left_over(graph, schedule) == {}

@@ -53,13 +53,13 @@ def test_agrees_on_the_unchanged_function(name: str) -> None:
 
 
 @hypothesis.given(scheduled_graphs())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=40)
 def test_agrees_on_chains_of_regions(drawn: tuple[Graph, Schedule]) -> None:
     agree(*drawn)
 
 
 @hypothesis.given(nested_graphs(max_vertices=14))
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=50)
 def test_agrees_where_regions_nest(drawn: tuple[Graph, Schedule]) -> None:
     agree(*drawn)
 

@@ -95,7 +95,7 @@ def test_a_program_for_which_the_request_cannot_be_met():
     budget = remat_opt.frontier(loss, SHAPE, SHAPE, device="cpu").rows[0]["temporary_bytes"]
     plan = remat_opt.make_plan(loss, SHAPE, SHAPE, device="cpu", budget=budget, verify=True)
     large = jax.ShapeDtypeStruct((512, 64), "float32")
-    with pytest.raises(AssertionError, match="What was asked for cannot be had any more: "):
+    with pytest.raises(AssertionError, match="The plan's request can no longer be met: "):
         check_plan(plan, loss, SHAPE, large)
 
 

@@ -65,5 +65,6 @@ def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(RematError) as caught:
         training_step(loss, OPTIMIZER, microbatches=3)(W, OPTIMIZER.init(W), X)
     assert str(caught.value) == (
-        "A batch of 8 does not divide into 3 parts: give a number of microbatches that divides it."
+        "A batch of 8 does not divide into 3 parts: give a number of microbatches that "
+        "divides the batch."
     )

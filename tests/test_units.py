@@ -48,17 +48,17 @@ def test_reads_bytes(amount: Any, expected_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("amount", "message"),
     [
-        ("", "'' is no amount of bytes"),
-        ("-1 GB", "'-1 GB' is no amount of bytes"),
-        ("GB", "'GB' is no amount"),
+        ("", "'' is not an amount of bytes"),
+        ("-1 GB", "'-1 GB' is not an amount of bytes"),
+        ("GB", "'GB' is not an amount"),
         ("6 apples", "'6 apples' has the unknown unit 'apples': write an amount such as"),
         ("6G", r"did you mean GiB \(powers of 1024\) or GB \(powers of 1000\)\?"),
         ("6gi", "did you mean GiB"),
         ("0.5", "'0.5' has a fraction but no unit"),
-        ("1e9", "unknown unit 'e'|no amount of bytes"),
+        ("1e9", "unknown unit 'e'|not an amount of bytes"),
         (-1, "-1 bytes is negative"),
-        (0.5, r"0.5 \(float\) is no amount of bytes"),
-        (True, "True is no amount of bytes"),
+        (0.5, r"0.5 \(float\) is not an amount of bytes"),
+        (True, "True is not an amount of bytes"),
         (None, "NoneType"),
     ],
 )

@@ -324,9 +324,9 @@ def test_axes_round_the_function_are_told() -> None:
     with pytest.raises(RematError) as caught:
         jax.vmap(jax.grad(fn), in_axes=(None, 0), axis_name="i")(WEIGHTS, jnp.stack([X, X]))
     assert str(caught.value) == (
-        "'<lambda>' cannot be compiled on its own, as verify= asks: it is tied to the axes i of a "
-        "vmap or shard_map round it. Leave verify= out, or decorate a function that has the vmap "
-        "or shard_map inside."
+        "'<lambda>' cannot be compiled on its own, as verify= asks: it is tied to the axes i "
+        "of a vmap or shard_map around it. Leave verify= out, or decorate a function that "
+        "has the vmap or shard_map inside."
     )
 
 

@@ -700,6 +700,57 @@ def depthwise(batch: int) -> Parts:
     return loss, arguments
 
 
+def log_softmax_loss(batch: int, layers: int = 4, width: int = 512, tokens: int = 256) -> Parts:
+    """Layers of an MLP before logits with a bias, and a loss of their log-softmax: labels' ones."""
+    return _with_logits(
+        lambda logits, labels: (
+            -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1))
+        ),
+        batch,
+        layers,
+        width,
+        tokens,
+    )
+
+
+def smoothed_loss(batch: int, layers: int = 4, width: int = 512, tokens: int = 256) -> Parts:
+    """The same with smoothed labels, written out."""
+
+    def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        target = 0.9 * jax.nn.one_hot(labels, logits.shape[-1]) + 0.1 / logits.shape[-1]
+        return -jnp.mean(jnp.sum(target * jax.nn.log_softmax(logits), axis=-1))
+
+    return _with_logits(loss, batch, layers, width, tokens)
+
+
+def _with_logits(
+    loss_of: Callable[[jax.Array, jax.Array], jax.Array],
+    batch: int,
+    layers: int,
+    width: int,
+    tokens: int,
+    vocabulary: int = 8192,
+) -> Parts:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = params["embedding"][batch["tokens"]]
+        for layer in params["layers"]:
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        return loss_of(x @ params["head"] + params["bias"], batch["labels"])
+
+    def arguments(key: jax.Array) -> tuple[Any, Any]:
+        layer = {"up": (width, 4 * width), "down": (4 * width, width)}
+        shapes = {
+            "embedding": (vocabulary, width),
+            "layers": [layer] * layers,
+            "head": (width, vocabulary),
+            "bias": (vocabulary,),
+        }
+        drawn = jax.random.randint(key, (2, batch, tokens), 0, vocabulary)
+        return _drawn(key, shapes), {"tokens": drawn[0], "labels": drawn[1]}
+
+    return loss, arguments
+
+
 #: Each with the examples in the batch that it is measured with.
 IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
     "dilated_gates": (dilated_gates, 16),
@@ -719,6 +770,8 @@ IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
     "group_norms": (group_norms, 128),
     "second_order": (second_order, 32),
     "depthwise": (depthwise, 128),
+    "log_softmax_loss": (log_softmax_loss, 32),
+    "smoothed_loss": (smoothed_loss, 32),
 }
 
 

@@ -54,7 +54,7 @@ class Cotangents:
       sizes: of each, were it an array of its own.
       held_until_own_step: the vertices whose value is there until their own backward step, since
         their cotangent, or what comes in its place, is computed from it.
-      in_value: of what lies in the place of another's value, in its own step alone, the bytes.
+      in_value: of what lies in place of another's value, in its own step alone, the bytes.
       later: for those that begin as another's array the bytes of their own, and the vertex from
         whose backward step on it is there.
       handed_in_bytes: see ``HandedIn``.
@@ -261,11 +261,13 @@ def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
 
 
 def _overwritten(of: _Vertices) -> set[int]:
-    """The vertices whose cotangent is computed in the place of their value.
+    """The vertices whose cotangent is computed in place of their value.
 
     Such are logits: one kernel reads them, last of all, and writes their cotangent. That is so
     where only reductions read a product, and gathers whose gradient is elementwise
-    (``row_gathers``), and the derivative of one of them needs it.
+    (``row_gathers``), and the derivative of one of them needs it. Not so where what is
+    computed from the logits meets a sum of them, as in ``log_softmax``: then the kernel sums over a
+    row before it writes it, and writes over nothing it reads.
     """
     if not of.storage.compiler.has("values_overwritten"):
         return set()
@@ -280,7 +282,36 @@ def _overwritten(of: _Vertices) -> set[int]:
             for reader in readers
         )
         and any(vertex in of.needs[reader] for reader in readers)
+        and not _meets_its_reduction(of, vertex)
     }
+
+
+def _meets_its_reduction(of: _Vertices, vertex: int) -> bool:
+    """Whether something of the vertex's size is computed from it and from a reduction of it.
+
+    Reductions that have no cotangent, such as the maximum of a softmax, do not count.
+    """
+    program, costs_of = of.storage.flow.program, of.storage.flow.costs
+    root = of.storage.roots[vertex]
+    size = program.types[program.equations[root].outputs[0]].size
+    whole, reduced = set(program.equations[root].outputs), set[int]()
+    for index in range(root + 1, len(program.equations)):
+        equation = program.equations[index]
+        from_whole = not whole.isdisjoint(equation.value_inputs)
+        from_reduced = not reduced.isdisjoint(equation.value_inputs)
+        if from_whole and any(program.types[value].size == size for value in equation.outputs):
+            if from_reduced:
+                return True
+            whole.update(equation.outputs)
+        elif from_reduced:
+            reduced.update(equation.outputs)
+        elif from_whole and costs_of[index].fusion is costs.Fusion.REDUCTION:
+            reduced.update(
+                value
+                for value in equation.outputs
+                if value in of.active[of.storage.vertex_of.get(value, vertex)]
+            )
+    return False
 
 
 def _read_by_readers(of: _Vertices, vertices: Set[int]) -> set[int]:

@@ -54,7 +54,7 @@ class Named(Effect):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transposed(Effect):
-    """What convolutions read, transposed for the gradients of their weights as soon as it is there.
+    """What convolutions read, transposed for the gradients of their weights as soon as it exists.
 
     Attributes:
       pairs: of a convolution's vertex and of one that it reads.

@@ -2,7 +2,7 @@
 
 A graph has one size for each value, whatever is decided. Where what a compiler does depends on the
 decision, the rule that knows gives an ``Effect``; the model applies all of them to the graph of a
-schedule. Of the function as it is, for which nothing is rewritten, the schedule is None.
+schedule. Of the unchanged function, for which nothing is rewritten, the schedule is None.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Held(Effect):
       vertices: what computes the values whose gradients they are for.
       bytes: held by a plan that has none of them under a checkpoint.
       checkpointed_bytes: by one that has.
-      unchanged_bytes: by the function as it is.
+      unchanged_bytes: by the unchanged function.
     """
 
     vertices: tuple[int, ...]
@@ -95,7 +95,7 @@ class Held(Effect):
 
 
 def under_checkpoints(schedule: Schedule | None) -> set[int]:
-    """The vertices that run under a checkpoint; of the function as it is none."""
+    """The vertices that run under a checkpoint; of the unchanged function none."""
     regions = schedule.regions if schedule is not None else ()
     return {vertex for region in regions if region.checkpointed for vertex in region.vertices}
 
@@ -113,7 +113,7 @@ def checkpoints(
     around: Set[tuple[int, ...]] = frozenset(),
     path: tuple[int, ...] = (),
 ) -> Iterator[tuple[int, Set[tuple[int, ...]]]]:
-    """Each vertex with the checkpoints round it, each named by its place in the nest."""
+    """Each vertex with the checkpoints around it, each named by its place in the nest."""
     for number, region in enumerate(regions):
         place = (*path, number)
         inside = {*around, place} if region.checkpointed else around

@@ -69,7 +69,7 @@ class Key:
       fingerprint: of the program.
       device: name of the device compiled for.
       compiler: what the compiler calls itself.
-      step: what was compiled round the program.
+      step: what was compiled around the program.
     """
 
     fingerprint: str
@@ -297,8 +297,9 @@ def _regions(data: Any, count: int, depth: int) -> tuple[Region, ...]:
 def situations(graph: Graph, schedule: Schedule) -> list[str]:
     """For each vertex the situation in which a schedule runs it, as text.
 
-    First for each region round it, from outside in, whether it is under a checkpoint (``c``) or not
-    (``o``); then which of the vertices that it reads, and that read it, are in its region (``1``).
+    First for each region around it, from outside in, whether it is under a checkpoint (``c``) or
+    not (``o``); then which of the vertices that it reads, and that read it, are in its region
+    (``1``).
 
     Example:
       >>> from remat_opt.schedule import Region
@@ -326,7 +327,7 @@ def situations(graph: Graph, schedule: Schedule) -> list[str]:
 def _leaves(
     regions: Sequence[Region], path: tuple[int, ...], word: str
 ) -> Iterator[tuple[tuple[int, ...], str, Region]]:
-    """The regions without regions inside, with their place and the word for what is round them."""
+    """The regions without regions inside, with their place and the word for what is around them."""
     for number, region in enumerate(regions):
         here = word + ("c" if region.checkpointed else "o")
         if region.inside:
@@ -517,8 +518,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
         raise PlanFileError(f"{where} cannot be read as what was learnt: {error}.") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or "learnt" not in data:
         raise PlanFileError(
-            f"{where} does not hold what was learnt by compiling, or not in the format "
-            f"{FORMAT!r}, which this version of remat_opt reads. Learn it again, into another file."
+            f"{where} does not hold results of compiling in the format {FORMAT!r}, which this "
+            "version of remat_opt reads. Learn it again, into another file."
         )
     body = data["learnt"]
     if data.get("checksum") != checksum_of(body):

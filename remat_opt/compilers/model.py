@@ -40,7 +40,7 @@ class Model:
       assumed: names of primitives that JAX could not differentiate.
       effects: what depends on the schedule.
       never_named: the vertices that no checkpoint is to keep (``softmax``).
-      as_it_is: the same of the function as it is, where rewriting changes what is stored.
+      as_it_is: the same of the unchanged function, where rewriting changes what is stored.
       inside: of the workspaces of vertices what is for programs inside them, in bytes.
     """
 
@@ -57,7 +57,7 @@ class Model:
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def graph_of(self, schedule: Schedule | None) -> Graph:
-        """The graph with what it takes under a schedule; with None in the function as it is."""
+        """The graph with what it takes under a schedule; with None in the unchanged function."""
         figures = Figures.of(self.graph)
         for effect in self.effects:
             effect.change(figures, schedule)
@@ -78,7 +78,7 @@ class Model:
         return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
 
     def unchanged_peak_bytes(self) -> int:
-        """Those of the function as it is, whose graph may be another one."""
+        """Those of the unchanged function, whose graph may be another one."""
         return (self.as_it_is or self).peak_bytes(None)
 
     def admitted(self, schedule: Schedule) -> Schedule:
@@ -118,7 +118,7 @@ def model(
       program: a traced function.
       linearization: what its backward steps read.
       compiler: which one it is.
-      gradients: what becomes of them.
+      gradients: what happens to them.
     """
     flow = Dataflow(program, linearization)
     storage = Storage(flow, compiler)

@@ -2,7 +2,7 @@
 
 What a region takes is read off the replay of a schedule that has it, corrected by what was learnt
 (``learnt``), and counts wherever the graph is the same: in each of a program's equal layers. See
-``solvers.recombination`` for what becomes of them.
+``solvers.recombination`` for what happens to them.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class SharedZeros(Effect):
 
     Attributes:
       bytes: held by every plan.
-      unchanged_bytes: by the function as it is.
+      unchanged_bytes: by the unchanged function.
     """
 
     bytes: int

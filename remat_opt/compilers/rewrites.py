@@ -32,6 +32,7 @@ class Rewrites:
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
       ordered: whether no gradient of a product or a bias may be put off.
+      before_loops: whether gradients of what follows a loop must be there before it runs backward.
       stored: whether what a checkpointed region hands on is to be stored.
       in_turn: whether every product waits until the parts of its weight's gradient that come from
         later ones are added.
@@ -45,6 +46,7 @@ class Rewrites:
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
     ordered: bool
+    before_loops: bool
     stored: bool
     in_turn: bool
 
@@ -87,6 +89,7 @@ def rewrites(
         biases=product_sums.biases(program) if ordered else {},
         weight_place=_weight_places(program) if ordered else {},
         ordered=ordered,
+        before_loops=rules.has("loops_in_turn"),
         stored=rules.has("boundaries_stored"),
         in_turn=rules.has("parts_in_turn"),
     )

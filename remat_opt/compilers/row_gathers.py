@@ -4,23 +4,28 @@ JAX's gradient of a gather is a scatter. XLA for NVIDIA scatters in place, into 
 the rest of the operand's cotangent; and an array that is written in place is not laid over the one
 that it is computed from. So the logits of a language model and their cotangent are alive together,
 the largest arrays of the program. The gradient of picking is elementwise just as well, zero but
-where an index says. ``transform`` writes it so, and the cotangent is computed in the place of the
+where an index says. ``transform`` writes it so, and the cotangent is computed in place of the
 logits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Held
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.record import Program
 
+#: What the kernel of a product does to its result as well.
+_BY_THE_PRODUCT = frozenset({"add", "sub", "mul", "div", "reshape"})
+#: Equations that give an argument another type or shape.
+_FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
+
 
 def held(program: Program, differentiated: Iterable[int], compiler: Compiler) -> Iterator[Held]:
-    """What a compiler holds for such gathers from what products write, in functions as they are.
+    """What a compiler holds for such gathers from what products write, in unchanged functions.
 
     Args:
       program: a traced function.
@@ -33,12 +38,36 @@ def held(program: Program, differentiated: Iterable[int], compiler: Compiler) ->
     for index in differentiated:
         equation = program.equations[index]
         operand = equation.inputs[0] if is_row_gather(equation.operation) else None
-        if not isinstance(operand, int) or operand not in maker:
+        if not isinstance(operand, int):
             continue
-        if program.equations[maker[operand]].operation.primitive in PRODUCTS:
+        if _is_written_by_product(program, maker, operand):
             size = compiler.buffer_bytes(program.types[operand])
             left = 0 if compiler.has("rows_picked") else size
             yield Held(vertices=(), bytes=left, checkpointed_bytes=left, unchanged_bytes=size)
+
+
+def _is_written_by_product(program: Program, maker: Mapping[int, int], value: int) -> bool:
+    """Whether a product writes a value: with a bias or a scale at most."""
+    while value in maker:
+        equation = program.equations[maker[value]]
+        if equation.operation.primitive in PRODUCTS:
+            return True
+        if equation.operation.primitive not in _BY_THE_PRODUCT:
+            return False
+        read = [one for one in equation.value_inputs if not _is_of_argument(program, maker, one)]
+        if len(read) != 1:
+            return False
+        (value,) = read
+    return False
+
+
+def _is_of_argument(program: Program, maker: Mapping[int, int], value: int) -> bool:
+    while value in maker:
+        equation = program.equations[maker[value]]
+        if equation.operation.primitive not in _FORMS:
+            return False
+        value = equation.value_inputs[0]
+    return True
 
 
 def is_row_gather(operation: Operation) -> bool:

@@ -186,6 +186,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Weights' and biases' gradients come in their turn."
         ),
+        "loops_in_turn": _rule(
+            _TPU, "rewrite", "rewrites", "Gradients come before the loop that runs backward next."
+        ),
         "partners_wait": _rule(
             _NVIDIA, "rewrite", "product_sums", "Two products that are summed run together."
         ),

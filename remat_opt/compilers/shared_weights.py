@@ -1,16 +1,16 @@
 """Gradients of weights that several products read, such as those of an unrolled recurrent network.
 
-Each product contributes a part of the weight's size. XLA computes these parts when it can, and adds
-them at the end: 64 steps of an RNN hold 64 times its weights. ``transform`` has each part added
-before the next is computed. Then the sum waits, and one part beside it. The sum is where the
-gradient is put out in the end, which is no temporary. But a checkpointed region has a sum of its
-own, which is added to the one outside when the region has run; and so has each region in it.
+Each product contributes a part of the weight's size. XLA computes these parts when it can, and
+adds them at the end: 64 steps of an RNN hold 64 times its weights. ``transform`` has each part
+added before the next is computed. Then the sum waits, and one part beside it. The sum is where the
+gradient is returned in the end, which is not a temporary. But a checkpointed region has a sum of
+its own, which is added to the one outside when the region has run; and so has each region in it.
 
 That is XLA for NVIDIA. Of the unchanged function it puts the products for parts off to the end of
 the backward pass, where what they read takes less than what they give. Then those parts wait
 together whose products have a common factor, and so are computed as one: of one weight or several.
 XLA for CPU puts nothing out before the end, and has a sum and a part all along, whatever the
-regions, and one more sum for each region round the innermost; of the unchanged function all parts
+regions, and one more sum for each region around the innermost; of the unchanged function all parts
 wait. XLA for TPU adds parts as they come, in any program, and has sums in its vector memory as far
 as that reaches: those of flat regions were, of nested ones half were not.
 """
@@ -88,7 +88,7 @@ class SharedWeights(Effect):
     """All weights of a program that several products read.
 
     The graph's workspaces are those of ``expected_sums``; in their place come what a schedule's
-    sums take, or the parts of the function as it is.
+    sums take, or the parts of the unchanged function.
 
     Attributes:
       weights: one after the other.
@@ -104,7 +104,7 @@ class SharedWeights(Effect):
     put_off: bool
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
-        """Writes sums and parts in the place of those that are expected."""
+        """Writes sums and parts in place of those that are expected."""
         count = len(figures.workspace_bytes)
         figures.workspace_bytes[:] -= self.expected_sums(count)
         figures.workspace_bytes[:] += (
@@ -112,7 +112,7 @@ class SharedWeights(Effect):
         )
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
-        """What waits in the function as it is, and here."""
+        """What waits in the unchanged function, and here."""
         if parts_bytes := self.parts_bytes:
             count = 1 + max(max(region.vertices) for region in schedule.regions)
             sums_bytes = int(self.sums(schedule.regions, count).max())

@@ -54,7 +54,7 @@ class Storage:
       outputs: the program's output values, aliases resolved.
       softmaxes: those of which exponentials are stored.
       scores: the scores that are stored of these, each with the weights that come of it.
-      weights_of: the same, or of functions as they are of exponentials.
+      weights_of: the same, or of unchanged functions of exponentials.
       completed: for what a product writes the form of it that is stored in its place.
       product_sums: the sums of two products that are stored, with the products.
       stored: the values that are arrays.
@@ -228,7 +228,7 @@ class Storage:
     def _with_shared(
         self, forced: Set[int], readers: Mapping[int, int]
     ) -> tuple[set[int], dict[int, frozenset[int]]]:
-        """The forced values and those that are shared and dear to compute again; and the leaves.
+        """The forced values, those that are shared and expensive to recompute, and the leaves.
 
         Args:
           forced: what is stored anyway.

@@ -96,7 +96,7 @@ def squares(
 
 
 def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:
-    """What is summed up, of each sum that is no addend, each with whether nothing else reads it."""
+    """The addends of each sum that is not an addend, each with whether nothing else reads it."""
     program, active = flow.program, flow.linearization.active_values
     sums = {
         index

@@ -1,9 +1,9 @@
-"""Results of transcendental functions that compilers store, since they are dear to compute again.
+"""Transcendental functions whose results compilers store because recomputing is expensive.
 
 Most elementwise results are computed again inside each kernel that reads them. XLA for CPU never
 does so with a transcendental function, and XLA for NVIDIA only with what is a few instructions
 there, such as an exponential: a ``tanh`` that is read forward and backward, as in a GELU, is stored
-beside what is made of it. (Functions as they are, compiled for h200: a GPT was predicted 5 % too
+beside what is made of it. (Unchanged functions, compiled for h200: a GPT was predicted 5 % too
 small without, ViT-B/16 15 %; with it both are within 2 %. With exponentials among them the GPT was
 13 % too large.) XLA for TPU computes all of them again.
 """

@@ -37,7 +37,7 @@ def matrix_product(operation: Operation) -> Cost:
 def ragged_product(operation: Operation) -> Cost:
     """2 M N K, each row taken through its own group's matrix, as XLA's HandleRaggedDot.
 
-    CPU, for want of a kernel, multiplies every row with every group and masks: there
+    CPU, for lack of a kernel, multiplies every row with every group and masks: there
     it takes as many times more as there are groups.
     """
     numbers = parameter(operation, "ragged_dot_dimension_numbers")

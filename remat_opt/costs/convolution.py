@@ -2,7 +2,7 @@
 
 What meets padding, or a hole that ``lhs_dilation`` puts between input elements, is not
 counted. That matters most in gradients: the input gradient of a strided convolution is
-a dilated one, and counting the holes would make it stride**2 times too dear. This is
+a dilated one, and counting the holes would make it stride**2 times too expensive. This is
 XLA's ``HloCostAnalysis::GetConvolutionFlops``, with its loop over output positions
 replaced by arithmetic.
 """

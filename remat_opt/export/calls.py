@@ -301,7 +301,7 @@ def call(primitive: str, params: Mapping[str, Any], inputs: Sequence[str]) -> Ca
 
 
 def bound(primitive: str, params: Mapping[str, Any], inputs: Sequence[str]) -> Call:
-    """The equation as a bound primitive, for want of a function that makes it.
+    """The equation as a bound primitive, for lack of a function that makes it.
 
     Raises:
       UnprintableError: JAX does not export it.

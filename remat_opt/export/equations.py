@@ -71,7 +71,6 @@ class Scope:
       distinct: the names in use.
       ways: what is to be written in another way.
       summed: the values that derivatives are taken for, or of.
-      still: equations with names whose inputs may all be without a derivative.
       loops: those that are opened.
       label: begins what values are kept by.
       takes_at: whether what the function is handed as ``at`` comes before that.
@@ -84,7 +83,6 @@ class Scope:
     distinct: Distinct
     ways: Rewrites | None = None
     summed: frozenset[int] = frozenset()
-    still: frozenset[int] = frozenset()
     loops: Mapping[int, Loop | Choice] = dataclasses.field(default_factory=dict)
     label: str = ""
     takes_at: bool = False
@@ -232,7 +230,7 @@ class Equations:
         ways = scope.ways
         results = [scope.names[value] for value in equation.outputs]
         waiting = ways is not None and index in ways.waiting
-        if named and stands_in(equation, waiting=waiting, weight=weight):
+        if named and stands_in(equation, scope.summed, waiting=waiting, weight=weight):
             return kept.lines(self, scope, index, inputs, results)
         if index in scope.loops:
             lines = assigned(results, self._opened(scope, index, inputs))

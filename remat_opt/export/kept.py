@@ -51,7 +51,7 @@ def lines(
             found += assigned([result], equations.named(scope, value, result), one=True)
         return found
     (value,) = equation.outputs
-    parts = _derivatives(equations, scope, equation, always=index in scope.still)
+    parts = _derivatives(equations, scope, equation)
     if parts is None:
         made, several = equations.call(equation, inputs)
         named = equations.named(scope, value, f"{made}{'[0]' if several else ''}")
@@ -79,13 +79,10 @@ def lines(
     return assigned(results, written, one=True)
 
 
-def _derivatives(
-    equations: Equations, scope: Scope, equation: Equation, *, always: bool
-) -> list[str] | None:
+def _derivatives(equations: Equations, scope: Scope, equation: Equation) -> list[str] | None:
     """Functions that give the output's tangent from each input's; None if JAX's own will do.
 
-    JAX's own does for what is linear in each input, unless ``always``: what has no derivative runs
-    under a rule of its own in ``transform``, where policies do not see the name.
+    JAX's own does for what is linear in each input.
     """
     places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
     kinds = [equation.operation.inputs[place] for place in places]
@@ -117,7 +114,7 @@ def _derivatives(
     linear = equation.operation.primitive in _BILINEAR or all(
         one is not None and _is_equation(one[0], equation) for one in found
     )
-    if not reads_output and linear and not always:
+    if not reads_output and linear:
         return None
     return ["None" if one is None else _derivative(equations, equation, *one) for one in found]
 

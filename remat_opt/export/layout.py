@@ -59,7 +59,7 @@ def assigned(
     Args:
       results: the names.
       expression: the call.
-      one: whether it gives one value that is no tuple.
+      one: whether it gives one value that is not a tuple.
       unpack: whether it gives a tuple only of several values.
     """
     if not results:

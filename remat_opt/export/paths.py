@@ -26,7 +26,7 @@ class Step:
     behind: str = ""
 
     def text(self, number: str | None = None) -> str:
-        """The step as code, with an expression in the place of its number."""
+        """The step as code, with an expression in place of its number."""
         if self.number is None:
             return self.before
         if not self.before.startswith('["'):

@@ -19,7 +19,7 @@ from remat_opt.export.equations import Turn
 from remat_opt.program import blocks
 from remat_opt.program.record import Equation, Program
 from remat_opt.transform.steps import Rewriting, Step
-from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases
+from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases, with_followers
 
 #: A piece has at least so many equations.
 _LEAST = 3
@@ -73,7 +73,7 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
     """How each equation of a step is to be written, as ``rewriting._runner`` has it."""
     program, ways = rewriting.program, rewriting.ways
     before, behind = multiplied_again(rewriting, step)
-    behind = with_biases(rewriting, step, behind)
+    behind = with_followers(rewriting, step, with_biases(rewriting, step, behind))
     tied = tied_inputs(rewriting, step)
     known = set(step.inputs)
     found = {}

@@ -34,6 +34,7 @@ from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.schedule import Choice, Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
+from remat_opt.transform.turns import weights_in_turn
 from remat_opt.units import format_bytes
 
 
@@ -44,7 +45,7 @@ class Printer:
         self.platform = platform
         self.functions = Functions()
         self.equations = Equations(self.functions, self._opened)
-        # Loops are written once, however often the text of what is round them is asked for.
+        # Loops are written once, however often the text of what is around them is asked for.
         self._loops: dict[tuple[int, int], list[str]] = {}
 
     def chain(
@@ -65,7 +66,7 @@ class Printer:
           arguments: the text of its arguments and constants.
           stages: of the program.
           loops: those of it that are opened.
-          named: equations whose outputs carry names for a policy round all of it.
+          named: equations whose outputs carry names for a policy around all of it.
           label: begins the names of what is kept.
           words: for values of which it is known what to call them.
 
@@ -238,6 +239,8 @@ class _Chain:
             key = self._keys[region.whole]
             seen = self.same.uses(key) > 0
             self.same.as_region[key] += 1
+            if seen and _is_apart(steps, step):
+                self.same.told.add(key)
             if not seen:
                 self._count(region.whole, told=step.checkpointed or bool(step.named))
 
@@ -245,12 +248,6 @@ class _Chain:
         key = self._keys[piece] = self._key(region, piece)
         self.same.named[key].update(
             place for place, index in enumerate(piece.indices) if region.turns[index].named
-        )
-        self.same.still[key].update(
-            place
-            for place, index in enumerate(piece.indices)
-            if region.turns[index].named
-            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
         )
         self.same.reached[key].update(
             (place, number)
@@ -273,7 +270,10 @@ class _Chain:
                 self._count(part, told=True)
 
     def _key(self, region: Region, piece: Piece) -> str:
-        """The code of a piece, but for names; what has the same is the same code."""
+        """The code of a piece, but for names; what has the same is the same code.
+
+        But what is named and has no derivative is not written as what has one.
+        """
         scope = self._scope(piece, Distinct(), ["x"] * len(piece.inputs))
         lines = [f"def ({', '.join(scope.names[value] for value in piece.inputs)}):"]
         for index in piece.indices:
@@ -281,6 +281,12 @@ class _Chain:
             if index not in self.rewriting.ways.whole:
                 turn = dataclasses.replace(turn, named=False)
             lines += self.equations.lines(scope, index, turn)
+        lines += [
+            f"named, without a derivative: {place}"
+            for place, index in enumerate(piece.indices)
+            if region.turns[index].named
+            and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
+        ]
         return "\n".join([*lines, returned([scope.names[value] for value in piece.outputs])])
 
     def _shared(self, piece: Piece) -> bool:
@@ -343,7 +349,6 @@ class _Chain:
         scope = dataclasses.replace(
             scope,
             summed=scope.summed.union(one for one in reached if isinstance(one, int)),
-            still=frozenset(piece.indices[place] for place in self.same.still[key]),
             label="" if takes_at else label,
             takes_at=takes_at,
         )
@@ -452,7 +457,8 @@ class _Chain:
         last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
         items: list[Item] = []
         for number, step in enumerate(steps):
-            items += self._step(step, (*around, number), label)
+            own = f"{label}{number + 1}." if _is_apart(steps, step) else label
+            items += self._step(step, (*around, number), own)
 
             def behind(values: Sequence[int]) -> Item:
                 barrier = self.functions.helper(support.behind_barrier)
@@ -463,7 +469,7 @@ class _Chain:
             if self.rewriting.ways.stored and step.checkpointed:
                 items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
             shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-            weights = [v for v in shared if v in arguments]
+            weights = weights_in_turn(self.rewriting, step, number, last_reader)
             items_of = [[v] for v in shared if v not in arguments]
             if weights:
                 handed_on = [
@@ -594,3 +600,8 @@ class _Chain:
             return "Keeps nothing but what it is handed; all is computed again."
         kept = format_bytes(sum(sizes))
         return f"Keeps {kept} by name; the rest is computed again in the backward pass."
+
+
+def _is_apart(steps: Sequence[Step], step: Step) -> bool:
+    """Whether a policy round the steps is to tell the names in one from those in another."""
+    return len(steps) > 1 and not step.inside and step.named != step.kept

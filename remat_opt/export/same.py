@@ -32,7 +32,6 @@ class Same:
       inside: how often they are called otherwise.
       told: those of which the names are to differ by who calls them.
       named: places of the equations that have a name in any of them.
-      still: of these those whose inputs have no derivative in one of them that is named.
       reached: places and inputs of equations that have a derivative in any of them.
       written: the functions; also by what begins the names in them, where they are not told.
     """
@@ -42,7 +41,6 @@ class Same:
         self.inside: Counter[str] = Counter()
         self.told: set[str] = set()
         self.named: defaultdict[str, set[int]] = defaultdict(set)
-        self.still: defaultdict[str, set[int]] = defaultdict(set)
         self.reached: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
         self.written: dict[tuple[str, str], Function] = {}
 

@@ -30,7 +30,7 @@ class Item:
 
     Attributes:
       function: what is called.
-      first: arguments that are no values.
+      first: arguments that are not values.
       reads: the values it is handed.
       writes: those it gives; what is read and given is renewed.
       unpack: whether it gives a tuple only of several values.
@@ -226,7 +226,7 @@ class _Writer:
     def _calls(
         self, written: Sequence[_Written], expressions: Sequence[Sequence[str | None]]
     ) -> list[str]:
-        """The lines of calls, with expressions in the place of numbers."""
+        """The lines of calls, with expressions in place of numbers."""
         arguments = []
         for one, given in zip(written, expressions, strict=True):
             left = iter(given)

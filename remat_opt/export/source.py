@@ -49,13 +49,13 @@ from jax.custom_derivatives import SymbolicZero
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A planned function as a Python module that needs JAX and nothing else.
+    """A planned function as a Python module that needs only JAX.
 
     Attributes:
       function: the name of the function in it.
       text: the module.
       constants: the arrays that the function closed over; it takes them as ``constants=``, by
-        keyword. Empty where there are none: then its arguments are those of the original.
+        keyword. If there are none, this is empty, and the arguments are those of the original.
     """
 
     function: str
@@ -67,7 +67,7 @@ class Source:
         File(path).write_text(self.text, encoding="utf-8")
 
     def load(self) -> Any:
-        """The function, as importing the saved module gives it."""
+        """Returns the function, as importing the saved module would."""
         module: dict[str, Any] = {"__name__": self.function}
         exec(compile(self.text, f"<{self.function} as source>", "exec"), module)
         function = module[self.function]

@@ -261,10 +261,18 @@ def one_part(
     def iteration(
         reads: Sequence[Any], carry: Sequence[Any], place: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        entries = [
-            lax.dynamic_index_in_dim(one, place, keepdims=False, allow_negative_indices=False)
-            for one in reads[constant_count:]
-        ]
+        entries = []
+        for one in reads[constant_count:]:
+            # In the mesh of what is explicitly sharded: JAX 0.12 puts its gradient into zeros.
+            mesh = jax.typeof(one).sharding.mesh
+            if mesh.empty or not mesh.are_all_axes_explicit:
+                mesh = jax.sharding.get_abstract_mesh()
+            with jax.sharding.use_abstract_mesh(mesh):
+                entries.append(
+                    lax.dynamic_index_in_dim(
+                        one, place, keepdims=False, allow_negative_indices=False
+                    )
+                )
         made = list(body(*reads[:constant_count], *carry, *entries))
         return made[: len(carry)], made[len(carry) :], list(reads)
 

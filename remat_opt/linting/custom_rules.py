@@ -26,9 +26,9 @@ def residuals_without_names(found: Survey) -> Iterator[Finding]:
                 name = _jax_checkpoints.function_name(equation) or "a function"
                 yield Finding(
                     check="residuals-without-names",
-                    message=f"{name} keeps {format_bytes(lost_bytes)} for its backward rule that "
-                    "have no name which the policy keeps: all of it is computed again, whatever "
-                    "is named outside",
+                    message=f"{name} keeps {format_bytes(lost_bytes)} for its backward rule under "
+                    "no name that the policy keeps: all of it is computed again, whatever is "
+                    "named outside",
                     remedy="name the residuals with checkpoint_name in its forward rule, and list "
                     "these names in the policy",
                     source=line_of(equation) or checkpoint.source,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from remat_opt import _jax_checkpoints
+from remat_opt import _jax_internals as internals
 from remat_opt.linting.survey import Block, Checkpoint, Finding, Survey, line_of
 
 #: What reads none of its inputs going backward: where only these read a value, it is not needed.
@@ -12,6 +14,8 @@ _NEEDS_NOTHING = frozenset(
     "add add_any broadcast_in_dim concatenate convert_element_type copy name neg pad "
     "reduce_sum reshape rev slice squeeze sub transpose".split()
 )
+#: What makes an array another array of the same values.
+_MOVES = frozenset("convert_element_type reshape squeeze transpose".split())
 
 
 def names_without_values(found: Survey) -> Iterator[Finding]:
@@ -28,8 +32,8 @@ def names_without_values(found: Survey) -> Iterator[Finding]:
             known = f"; the names there are {_quoted(sorted(there))}" if there else ""
             yield Finding(
                 check="name-without-value",
-                message=f"the policy is to keep {_quoted(missing)}, but no value under its "
-                f"checkpoint has such a name{known}: what was meant is recomputed",
+                message=f"the policy lists {_quoted(missing)}, but no value under its checkpoint "
+                f"has that name{known}: what was meant is recomputed",
                 remedy="give the value that name with checkpoint_name, inside this checkpoint, or "
                 "take the name out of the policy",
                 source=checkpoint.source,
@@ -46,9 +50,9 @@ def values_without_readers(found: Survey) -> Iterator[Finding]:
                 continue
             yield Finding(
                 check="name-unread",
-                message=f"nothing reads what checkpoint_name(..., {name!r}) gives back, so that "
-                "there is nothing of this name to keep",
-                remedy=f"go on with its result: x = checkpoint_name(x, {name!r})",
+                message=f"nothing reads what checkpoint_name(..., {name!r}) returns, so there is "
+                "nothing of this name to keep",
+                remedy=f"use its result: x = checkpoint_name(x, {name!r})",
                 source=line_of(equation),
             )
 
@@ -75,11 +79,71 @@ def values_passed_by(found: Survey) -> Iterator[Finding]:
                 yield Finding(
                     check="name-passed-by",
                     message=f"{name!r} is kept, but {others[0].primitive.name} at "
-                    f"{line_of(others[0]) or 'an unknown line'} reads the value without the name: "
-                    "for it the value is computed again",
-                    remedy="let all that follows read the result of checkpoint_name",
+                    f"{line_of(others[0]) or 'an unknown line'} reads the value without the name, "
+                    "so the value is computed again for it",
+                    remedy="let everything that follows read the result of checkpoint_name",
                     source=line_of(equation),
                 )
+
+
+def values_kept_twice(found: Survey) -> Iterator[Finding]:
+    """A value is kept, and so is what it is after it was reshaped or converted."""
+    for block in found.blocks:
+        checkpoint = block.checkpoint
+        if checkpoint is None:
+            continue
+        makers = {output: one for one in block.equations for output in one.outvars}
+        for equation in block.equations:
+            name = _jax_checkpoints.name_of(equation)
+            if (
+                name is None
+                or not checkpoint.saves(name)
+                or not _needed(block, checkpoint, equation)
+            ):
+                continue
+            origin = next(
+                (
+                    one
+                    for one in _before_moves(makers, equation)
+                    if _jax_checkpoints.saves(checkpoint.policy, one)
+                ),
+                None,
+            )
+            if origin is not None and _needed(block, checkpoint, origin):
+                yield Finding(
+                    check="kept-twice",
+                    message=f"{name!r} is kept, and so is the value at {line_of(origin)}, of which "
+                    "it is made by nothing but reshaping or conversion: both are stored",
+                    remedy="keep one of them: name the one that the backward pass reads, and take "
+                    "the other out of the policy",
+                    source=line_of(equation),
+                )
+
+
+def _before_moves(makers: Mapping[Any, Any], equation: Any) -> Iterator[Any]:
+    """The equations whose results an equation reads after one move or more, the nearest first."""
+    moved = False
+    while not isinstance(equation.invars[0], internals.Literal):
+        equation = makers.get(equation.invars[0])
+        if equation is None:
+            return
+        if moved:
+            yield equation
+        if equation.primitive.name not in _MOVES | {"name"}:
+            return
+        moved = moved or equation.primitive.name in _MOVES
+
+
+def _needed(block: Block, checkpoint: Checkpoint, equation: Any) -> bool:
+    """Whether the backward pass needs what an equation gives, be it after a move."""
+
+    def needs(reader: Any) -> bool:
+        name = _jax_checkpoints.name_of(reader)
+        if reader.primitive.name in _MOVES or (name is not None and not checkpoint.saves(name)):
+            return _needed(block, checkpoint, reader)
+        return reader.primitive.name not in _NEEDS_NOTHING
+
+    return any(map(needs, block.readers(equation.outvars[0])))
 
 
 def _inside(found: Survey, checkpoint: Checkpoint) -> Iterator[Block]:

@@ -6,59 +6,62 @@ from collections.abc import Iterator
 
 from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
-from remat_opt.linting.survey import Checkpoint, Finding, Survey, flops
+from remat_opt.linting.survey import Checkpoint, Finding, Survey, flops, row
 
-#: From this share of all FLOPs on a checkpoint is round everything.
+#: From this share of all FLOPs on a checkpoint is around everything.
 _NEARLY_ALL = 0.95
+#: From this share on, a checkpoint round a loop is: beside the loop there is a head at most.
+_MOST = 0.75
 #: Up to this share of the FLOPs of a checkpoint, what follows it is nothing to speak of.
 _NEXT_TO_NOTHING = 0.01
 
 
 def round_everything(found: Survey) -> Iterator[Finding]:
-    """One checkpoint round the whole loss: it is recomputed as soon as the forward pass ends.
+    """One checkpoint around the whole loss: it is recomputed as soon as the forward pass ends.
 
-    A policy that keeps something does help, except where a loop does the work: then what is
-    recomputed is that of all of its iterations at once.
+    A policy that keeps something does help, except where a loop does the work: it says what the
+    loop keeps, but what is recomputed is that of all of its iterations at once.
     """
     total = sum(map(flops, found.row))
     for one in found.row:
         checkpoint = found.checkpoint_at(one)
-        if checkpoint is None or checkpoint.flops < _NEARLY_ALL * max(total, 1):
+        if checkpoint is None:
+            continue
+        loop = _loop_of(checkpoint)
+        if checkpoint.flops < (_MOST if loop else _NEARLY_ALL) * max(total, 1):
             continue
         if any(other.outer is checkpoint for other in found.checkpoints):
             continue
-        loop = _loop_of(checkpoint)
         if checkpoint.policy is not None and _keeps_something(found, checkpoint) and not loop:
             continue
         remedy = (
-            "put the checkpoint round the body of the scan"
+            "put the checkpoint, with its policy, around the body of the scan"
             if loop
-            else "put one round each block but the last, or decorate the loss with optimal_remat"
+            else "put one around each block but the last, or decorate the loss with optimal_remat"
         )
         what = "the scan that does the work" if loop else "the whole of it"
         yield Finding(
             check="round-everything",
-            message=f"a checkpoint is round {what}: all of its values are there at once when it "
-            "is computed again, which costs a forward pass and saves next to nothing",
+            message=f"a checkpoint is around {what}: when it is computed again, all of its values "
+            "are in memory at once, which costs a forward pass and saves next to nothing",
             remedy=remedy,
             source=checkpoint.source,
         )
 
 
 def round_the_last(found: Survey) -> Iterator[Finding]:
-    """A checkpoint round the last block: it is recomputed at once after it was computed."""
-    row = list(found.row)
-    numbers = [n for n, one in enumerate(row) if found.checkpoint_at(one) is not None]
+    """A checkpoint around the last block: it is recomputed at once after it was computed."""
+    numbers = [n for n, one in enumerate(found.row) if found.checkpoint_at(one) is not None]
     if len(numbers) < 2:
         return
-    last = found.checkpoint_at(row[numbers[-1]])
+    last = found.checkpoint_at(found.row[numbers[-1]])
     assert last is not None, "it is among the checkpoints"
-    after = sum(map(flops, row[numbers[-1] + 1 :]))
+    after = sum(map(flops, found.row[numbers[-1] + 1 :]))
     if last.flops and after <= _NEXT_TO_NOTHING * last.flops and not _saves_by_itself(found, last):
         yield Finding(
             check="round-the-last",
-            message="a checkpoint is round the last block: the backward pass begins with it, so "
-            "that it is computed again as soon as it has been computed",
+            message="a checkpoint is around the last block: the backward pass begins with that "
+            "block, so it is computed again as soon as it has been computed",
             remedy="leave the checkpoint off the last block",
             source=last.source,
         )
@@ -66,7 +69,7 @@ def round_the_last(found: Survey) -> Iterator[Finding]:
 
 def _loop_of(checkpoint: Checkpoint) -> bool:
     """Whether most of what a checkpoint computes is in a loop."""
-    inside = internals.parts(checkpoint.body)[3]
+    inside = row(internals.parts(checkpoint.body)[3])
     loops = sum(flops(one) for one in inside if one.primitive.name == "scan")
     return loops >= _NEARLY_ALL * max(checkpoint.flops, 1)
 

@@ -14,8 +14,8 @@ def policies_that_keep_everything(found: Survey) -> Iterator[Finding]:
         if _jax_checkpoints.is_save_anything_except(checkpoint.policy):
             yield Finding(
                 check="keeps-everything",
-                message="save_anything_except_these_names takes no notice of its names: "
-                "everything is kept, as without the checkpoint",
+                message="save_anything_except_these_names ignores its names: everything is kept, "
+                "as without the checkpoint",
                 remedy="name what is to be kept, and use save_only_these_names",
                 source=checkpoint.source,
             )
@@ -29,8 +29,8 @@ def policies_of_their_own(found: Survey) -> Iterator[Finding]:
         if _jax_checkpoints.is_plain_policy(checkpoint.policy):
             yield Finding(
                 check="own-policy",
-                message="the flag jax_remat3 is on, under which this version of JAX takes a "
-                "policy that is a function of one's own for none: everything is recomputed",
+                message="the flag jax_remat3 is on, and under it this version of JAX ignores a "
+                "policy that is a custom function: everything is recomputed",
                 remedy="name what is to be kept, and use save_only_these_names; or turn the flag "
                 "off",
                 source=checkpoint.source,

@@ -1,4 +1,4 @@
-"""The door to the checks: which there are, and what they found in a function."""
+"""Runs all checks on a function and collects what they found."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ CHECKS: tuple[Callable[[Survey], Iterator[Finding]], ...] = (
     names.names_without_values,
     names.values_without_readers,
     names.values_passed_by,
+    names.values_kept_twice,
     policies.policies_that_keep_everything,
     policies.policies_of_their_own,
     custom_rules.residuals_without_names,
@@ -39,7 +40,7 @@ class Findings:
 
     Attributes:
       function: its name.
-      checkpoints: how many there are in it.
+      checkpoints: how many it contains.
       rows: one dictionary for each finding: ``check``, ``message``, ``remedy``, ``source``.
     """
 
@@ -91,17 +92,18 @@ def lint(
     """Finds hand-written checkpoints that do nothing; the function is traced, not run.
 
     Args:
-      fn: a loss function, with ``jax.checkpoint`` and ``checkpoint_name`` in it or round it.
+      fn: a loss function that uses ``jax.checkpoint`` and ``checkpoint_name``, or is wrapped in
+        them.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       static_argnums: as for ``jax.jit``.
       static_argnames: as for ``jax.jit``.
       **kwargs: its keyword arguments.
 
     Returns:
-      What was found: false where there is nothing. ``rows`` are plain dictionaries.
+      The findings, falsy if there are none. ``rows`` are plain dictionaries.
 
     Raises:
-      RematError: derivatives are taken in the function, which takes checkpoints apart.
+      RematError: the function takes derivatives, which dissolve checkpoints.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -130,8 +132,8 @@ def lint(
     found = survey(closed, call.name)
     if found.differentiated:
         raise RematError(
-            f"{call.name!r} takes derivatives, in which JAX takes checkpoints apart. Give the loss "
-            "that it differentiates."
+            f"{call.name!r} takes derivatives, in which JAX dissolves checkpoints. Give lint "
+            "the loss that it differentiates."
         )
     rows = [finding for check in CHECKS for finding in check(found)]
     return Findings(

@@ -41,7 +41,7 @@ class Checkpoint:
       listed: the names that a policy of names was made with; None for other policies.
       body: what runs under it.
       flops: of the body.
-      outer: the checkpoint round it, if any.
+      outer: the checkpoint around it, if any.
       source: the user's line.
     """
 
@@ -142,7 +142,7 @@ def survey(closed: Any, name: str) -> Survey:
         name=name,
         blocks=tuple(blocks),
         checkpoints=tuple(checkpoints),
-        row=tuple(_row(internals.parts(closed)[3])),
+        row=tuple(row(internals.parts(closed)[3])),
         differentiated=split,
     )
 
@@ -161,10 +161,11 @@ def line_of(equation: Any) -> str:
     return line
 
 
-def _row(equations: Sequence[Any]) -> Iterator[Any]:
+def row(equations: Sequence[Any]) -> Iterator[Any]:
+    """The equations, with those of calls in the places of the calls."""
     for equation in equations:
         body = internals.inlinable_body(equation)
         if body is None:
             yield equation
         else:
-            yield from _row(internals.parts(body)[3])
+            yield from row(internals.parts(body)[3])

@@ -261,8 +261,8 @@ def _likeliest(names: Sequence[str]) -> Origin:
 
 def _unknown(device: str, what: str) -> CompileError:
     return CompileError(
-        f"What the compiler for {device} wrote about memory cannot be read: {what}. Its format "
-        "may have changed: please report it with the versions of JAX and jaxlib.",
+        f"What the compiler for {device} wrote about memory cannot be read: {what}. Its "
+        "format may have changed: please report it with the versions of JAX and jaxlib.",
         device=device,
     )
 

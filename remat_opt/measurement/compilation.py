@@ -1,4 +1,4 @@
-"""What the real compiler says a function needs, on a machine that need not be there.
+"""What the real compiler says a function needs, for a device that need not be attached.
 
 A program is compiled, not run. The compiler's buffer assignment then gives exact bytes:
 arguments, outputs, and *temporary bytes*, which are what a plan is about.
@@ -10,8 +10,8 @@ Three things to know about the figures:
     the parts, is what has to fit.
 *   FLOPs are the compiler's count: it takes the body of a loop once, and the compiler for
     NVIDIA GPUs gives none.
-*   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). What
-    is measured is the program with that turned off, and the record says so in ``notes``.
+*   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). The program
+    is measured with that turned off, and the record says so in ``notes``.
 
 Whether the program's recomputation survived the compiler is read off the compiled program itself
 (``recomputation``), and what is alive when off what the compiler writes about it (``buffers``).
@@ -65,11 +65,14 @@ _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
+#: The pass that recomputes of the compiler's own accord where memory runs short, by platform, where
+#: it can be left out: XLA for TPU has one of its own.
+OWN_REMATERIALISATION = {"cuda": "rematerialization"}
 _BARRIER_PASS = "cse_barrier_expander"
 _BARRIER_NOTE = (
-    f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX "
-    f"{jax.__version__} on CPU removes what keeps recomputations apart from what they repeat, "
-    "and runs with as much memory as the plain function"
+    f"compiled with {_DISABLED_PASSES}={_BARRIER_PASS}: without it, JAX {jax.__version__} on "
+    "CPU merges recomputation with what it repeats, and needs as much memory as the plain "
+    "function"
 )
 
 #: An amount as libtpu writes it, in powers of 1024.
@@ -93,16 +96,16 @@ class Measurement:
       output_bytes: outputs, in device memory.
       temporary_bytes: everything else in device memory while it runs.
       host_bytes: arguments, outputs and temporaries in host memory, as offloading makes.
-      alias_bytes: outputs that lie in the buffers of donated arguments.
+      alias_bytes: outputs that reuse the buffers of donated arguments.
       flops: the compiler's count, or None where it gives none. A loop's body counts once.
-      recomputation: what became of the program's recomputation; None where there is none.
+      recomputation: what happened to the program's recomputation; None if it has none.
       compile_seconds: how long tracing, lowering and compiling took. The only figure that
         differs from one run to the next; not part of equality.
       jax_version: version of JAX.
       compiler_version: what the compiler calls itself.
-      notes: what a reader of the figures has to know.
-      memory: what is alive when, where it was asked for and could be read. Neither part of
-        equality nor of the plain data that the record is written as.
+      notes: what a reader of the figures should know.
+      memory: what is alive when, if requested and readable. It is part neither of equality nor of
+        the record's plain data.
     """
 
     device: str
@@ -163,6 +166,7 @@ def measure(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     with_buffers: bool = False,
+    as_written: bool = False,
     **kwargs: Any,
 ) -> Measurement:
     """Compiles ``fn`` as given for a device and reads what the compiler says.
@@ -179,12 +183,14 @@ def measure(
       donate_argnums: as in ``jax.jit``.
       with_buffers: whether to read what is alive when, too (``memory``). Where it cannot be read,
         a note says why.
+      as_written: whether to compile without the compiler's own rematerialisation, if it is among
+        ``OWN_REMATERIALISATION``.
       **kwargs: its keyword arguments, likewise.
 
     Raises:
       DeviceError: if the device is unknown or cannot take these arguments.
       MissingPackageError: if compiling for it needs a package that is not installed.
-      CompileError: if the compiler refuses the program, as for want of memory. Its ``memory`` is
+      CompileError: if the compiler refuses the program, as for lack of memory. Its ``memory`` is
         what was alive when, where that was asked for and the compiler came so far.
     """
     target = resolve_device(device, meshes.mesh_of((args, kwargs)))
@@ -202,7 +208,7 @@ def measure(
     with dump_folder() if with_buffers else contextlib.nullcontext() as folder:
         try:
             with doing(f"compiling {name} for {target.name}"):
-                compiled, notes = _compile(lowered, target, folder)
+                compiled, notes = _compile(lowered, target, folder, as_written)
         except CompileError as error:
             if folder is not None:
                 # XLA writes down what it decided before it finds that it does not fit.
@@ -288,7 +294,10 @@ def _lower(
 
 
 def _compile(
-    lowered: jax.stages.Lowered, target: Device, folder: Path | None = None
+    lowered: jax.stages.Lowered,
+    target: Device,
+    folder: Path | None = None,
+    as_written: bool = False,
 ) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
     """The compiled program, and notes on what it took to compile it.
 
@@ -296,8 +305,11 @@ def _compile(
       lowered: the program.
       target: the device.
       folder: where XLA is to write what it decides about memory, if anywhere.
+      as_written: whether to leave out the compiler's own rematerialisation, if possible.
     """
     options = compiler_options(target)
+    if as_written and target.platform in OWN_REMATERIALISATION:
+        options |= _without(OWN_REMATERIALISATION[target.platform])
     if folder is not None:
         options |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     with jax.default_device(_jax_device(target)):
@@ -375,15 +387,15 @@ def _recomputation_notes(found: Recomputation) -> list[str]:
     notes = []
     if found.undone:
         notes.append(
-            f"recomputation is undone, in whole or in part: {found.text()}. What was to be saved "
-            "by these is not, whatever is predicted. Plan for another budget, or with "
-            'verify="compile", which takes the plan that is best as compiled'
+            f"recomputation is undone, in whole or in part: {found.text()}. The memory it was "
+            "meant to save is not saved, whatever is predicted. Plan for another budget, or "
+            'with verify="compile", which chooses the plan that compiles best'
         )
     if found.compiler_values:
         notes.append(
-            f"the compiler's own rematerialisation computes {found.compiler_values} more values "
-            f"again{in_brackets(found.not_kept)}, as it does where the device's memory runs "
-            "short; a plan with a smaller budget leaves it less to do"
+            f"the compiler's own rematerialisation computes {found.compiler_values} more "
+            f"values again{in_brackets(found.not_kept)}, as it does when the device's memory "
+            "runs short; a plan with a smaller budget leaves it less to do"
         )
     return notes
 
@@ -391,19 +403,23 @@ def _recomputation_notes(found: Recomputation) -> list[str]:
 def _temporary_bytes(memory: Any, device: Device) -> int:
     """Temporaries in device memory: the size of the compiler's heap.
 
-    XLA for TPU reports the heap plus its fragmentation, which the heap has in it already, and
-    as the peak the heap less its fragmentation (with arguments and outputs). Half the sum of
-    the two is the heap: checked against the buffer assignments of JAX 0.10 and 0.12, with and
-    without donation, to 0.1 %.
+    XLA for TPU reports the heap plus its fragmentation, which the heap has in it already. From
+    JAX 0.11 on it also tells all that it allocates, and what of it stays allocated throughout:
+    arguments and outputs. The rest is the heap, to the byte, with and without donation, host
+    memory, loops and a mesh. Before, what is alive at the peak has to do, arguments and outputs
+    in it: where that is all temporaries, half its sum with what is reported is the heap.
     """
     reported: int = memory.temp_size_in_bytes
     if device.platform != "tpu":
         return reported
+    allocated: int | None = getattr(memory, "total_allocation_bytes", None)
+    if allocated is not None:
+        return allocated - int(memory.indefinite_allocations)
     others = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
     live = memory.peak_memory_in_bytes - others
-    # With host memory in use the peak counts that in, and cannot be told apart.
+    # Temporaries that lie in results' buffers, and host memory, count in the peak as well.
     return (reported + live) // 2 if 0 < live <= reported else reported
 
 
@@ -411,16 +427,21 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     """Compiler options without which a plan has no effect on a device; mostly none.
 
     On a CPU with JAX before 0.11, the pass ``cse_barrier_expander`` removes the barriers
-    that ``jax.checkpoint`` puts round recomputation, and common subexpression elimination
-    then merges it with what it repeats. Who runs there passes these options on:
+    that ``jax.checkpoint`` puts around recomputation, and common subexpression elimination
+    then merges it with what it repeats. To run there, pass these options on:
     ``jax.jit(step, compiler_options=compiler_options(device))``.
     """
     if device.platform != "cpu" or jax.__version_info__ >= (0, 11):
         return {}
+    return _without(_BARRIER_PASS)
+
+
+def _without(one: str) -> dict[str, str | bool]:
+    """Compiler options that leave out one pass."""
     # The option replaces what XLA_FLAGS says, so passes that are disabled there are kept.
     flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    passes = [name for name in ",".join(flags).split(",") if name and name != _BARRIER_PASS]
-    return {_DISABLED_PASSES: ",".join([*passes, _BARRIER_PASS])}
+    passes = [name for name in ",".join(flags).split(",") if name and name != one]
+    return {_DISABLED_PASSES: ",".join([*passes, one])}
 
 
 def resolve_device(device: str | Device, mesh: Any = None) -> Device:
@@ -499,7 +520,7 @@ def _placed(leaf: Any, place: Any, device: Device) -> Any:
     if _spans_devices(leaf):
         raise DeviceError(
             f"An argument of shape {leaf.shape} is spread over several devices by a "
-            f"{type(leaf.sharding).__name__}, which names no mesh that could be laid over those of "
+            f"{type(leaf.sharding).__name__}, which has no mesh to map onto the devices of "
             f"{device}. Give it a NamedSharding."
         )
     # eval_shape knows the dtype that jit would give it, such as float32 for NumPy's float64.

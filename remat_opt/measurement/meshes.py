@@ -1,7 +1,7 @@
-"""Meshes to compile on: of attached devices, or of a pod that one does not have.
+"""Meshes to compile for: of attached devices, or of a pod that you do not have.
 
-Arguments say by their shardings which mesh they are meant for. Where that is one of other devices
-than those compiled for, or an abstract one, its axes are laid over the latter.
+The shardings of arguments say which mesh they are for. If that mesh is abstract, or has other
+devices than those to compile for, its axes are mapped onto the latter.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def make_mesh(
     axis_names: Sequence[str],
     axis_types: Sequence[AxisType] | None = None,
 ) -> Mesh:
-    """A mesh of devices that need not be there, for shardings to plan and to compile with.
+    """Makes a mesh of devices that need not be attached, for shardings to plan and compile with.
 
     Args:
-      device: a pod, such as ``"v5e:4x4"``, ``"v5p:4x4x4"`` or ``"h200:8"``. Of GPUs the name
-        alone will do.
+      device: a pod, such as ``"v5e:4x4"``, ``"v5p:4x4x4"`` or ``"h200:8"``. For GPUs
+        the name alone is enough.
       axis_shapes: as for ``jax.make_mesh``, like what follows.
       axis_names: likewise.
-      axis_types: likewise; all ``AxisType.Auto`` if left out.
+      axis_types: likewise; by default all ``AxisType.Auto``.
 
     Returns:
       The mesh. Arrays cannot be put on such devices: use ``jax.ShapeDtypeStruct`` with a
@@ -133,7 +133,7 @@ def on_device(mesh: Any, device: Device, places: Sequence[Any]) -> Mesh:
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """A tree with shapes in the place of arrays, laid out on a mesh as they are on theirs.
+    """A tree with shapes in place of arrays, laid out on a mesh as they are on theirs.
 
     What is on no mesh is left to the compiler.
     """

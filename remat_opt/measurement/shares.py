@@ -109,10 +109,18 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
         share: np.zeros(len(memory.instructions), np.int64) for share in SHARES[4:8]
     }
     alive: list[tuple[Share, Buffer]] = []
+    backward = min(
+        (
+            buffer.first_step
+            for buffer in memory.buffers
+            if any(origin(name).phase == "backward" for name in buffer.made_by)
+        ),
+        default=0,
+    )
     for buffer in memory.buffers:
         if buffer.allocation != "temporary" or not buffer.counts:
             continue
-        share = _share(buffer)
+        share = _share(buffer, backward)
         timelines[share][buffer.first_step : buffer.last_step + 1] += buffer.size_bytes
         if buffer.first_step <= memory.peak_step <= buffer.last_step:
             alive.append((share, buffer))
@@ -132,9 +140,12 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
     )
 
 
-def _share(buffer: Buffer) -> Share:
-    """What a temporary counts to."""
+def _share(buffer: Buffer, backward: int) -> Share:
+    """What a temporary counts to; ``backward`` is the step at which the backward pass begins."""
     made = next((origin(name).phase for name in buffer.made_by), "other")
+    if not buffer.made_by and buffer.first_step < backward:
+        # The compiler's own: a copy, such as one that is padded for a product.
+        made = "forward"
     if made == "recomputed" or (_OWN in buffer.instruction and made == "forward"):
         return "recomputed"
     read = {origin(name).phase for name in buffer.read_by}

@@ -75,7 +75,7 @@ def running(how: How, loss: object = None) -> Iterator[None]:
     Inside what runs in its place, decorated functions are themselves again.
 
     Args:
-      how: gives what to run in the place of the undecorated function, such as the function
+      how: gives what to run in place of the undecorated function, such as the function
         itself, or ``lambda fn: jax.checkpoint(fn)``.
       loss: which loss, as ``LossCall.loss`` has it; every one if None.
 
@@ -361,7 +361,7 @@ class Step:
     def measure(
         self, how: How, loss: object, device: Device, *, with_buffers: bool = False
     ) -> Measurement:
-        """Compiles the step with something run in the place of the loss.
+        """Compiles the step with something run in place of the loss.
 
         Args:
           how: what to run, as for ``running``.
@@ -370,7 +370,7 @@ class Step:
           with_buffers: whether to read what is alive when, too.
 
         Raises:
-          CompileError: the compiler refuses it, as for want of memory.
+          CompileError: the compiler refuses it, as for lack of memory.
         """
         with running(how, loss):
             return compilation.measure(
@@ -385,7 +385,7 @@ class Step:
             )
 
     def flops(self, how: How, loss: object) -> int:
-        """FLOPs of the step with something run in the place of the loss; nothing is compiled."""
+        """FLOPs of the step with something run in place of the loss; nothing is compiled."""
         with running(how, loss):
             return flop_count.forward_flops(
                 self.fn,

@@ -41,7 +41,7 @@ _HANDING_ON = frozenset(
     "bitcast copy copy-done copy-start get-tuple-element opt-barrier tuple".split()
 )
 
-#: What JAX writes round a name, and for a call.
+#: What JAX writes around a name, and for a call.
 _TRANSFORMED = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap|shard_map)\(([^()]*)\)")
 _CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "remat2"})
 
@@ -66,7 +66,7 @@ def survival(asked: str, compiled: str) -> Recomputation | None:
       compiled: HLO text of the scheduled program, as ``compiled.as_text()`` gives it.
 
     Returns:
-      What became of the recomputation; None where there is none, be it the compiler's own.
+      What happened to the recomputation; None where there is none, be it the compiler's own.
     """
     if AGAIN not in asked and _OWN not in compiled:
         return None
@@ -200,7 +200,7 @@ def _early(module: Module) -> int:
 
 
 def _compilers_own(module: Module) -> list[str]:
-    """Where the copies stand that the compiler made to save memory; in a fusion is no array."""
+    """Where the compiler put copies to save memory; inside a fusion there is no array."""
     fused = {
         name
         for body in module.computations.values()

@@ -151,7 +151,7 @@ class Chain:
           bandwidth_bytes_per_second: of the link to the host.
           backward_seconds: time of each vertex's backward step; when left out, an estimate:
             twice the time of its forward step.
-          input_bytes: bytes of x_0, where the input is no argument (arguments are not
+          input_bytes: bytes of x_0, where the input is not an argument (arguments are not
             temporaries, so they count nothing).
 
         Raises:

@@ -37,7 +37,7 @@ def body_of(equation: Equation, given: Set[int]) -> Program:
 
     Args:
       equation: a ``scan``.
-      given: the values, in the program round it, that depend on a differentiated argument.
+      given: the values, in the program around it, that depend on a differentiated argument.
     """
     return _body_at(
         equation,
@@ -50,7 +50,7 @@ def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
 
     Args:
       equation: a ``cond``.
-      given: the values, in the program round it, that depend on a differentiated argument.
+      given: the values, in the program around it, that depend on a differentiated argument.
     """
     positions = [
         place

@@ -152,7 +152,7 @@ class Program:
       loss_outputs: how many of the flat outputs, from the first, are differentiated;
         the others are auxiliary.
       input_tree: the tree structure of (positional, keyword) arguments.
-      output_tree: the tree structure of the result, with leaves that are no arrays held.
+      output_tree: the tree structure of the result, with leaves that are not arrays held.
       name: the function's name.
       argument_labels: what the function calls its positional arguments, or their positions.
       kinds: JAX's own types of constants and arguments, in this order; opaque.

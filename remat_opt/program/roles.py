@@ -4,7 +4,7 @@ JAX says of each equation which pass it is part of. What the backward pass hands
 or puts out, are gradients; an argument that the forward pass reads and whose shape a gradient has
 is a parameter; one that no pass reads is state of the optimizer; others, such as the batch, are
 inputs. An argument counts as read where what is read is made of it, as parameters are that are
-cast before the loss. Loops round the whole of it, as over microbatches, are looked into.
+cast before the loss. Loops around the whole of it, as over microbatches, are looked into.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Leaves of arguments and results that are no arrays: they go round the trace, not through it.
+"""Leaves of arguments and results that are not arrays: they go around the trace, not through it.
 
 What ``jax.grad`` does not differentiate it hands on as it is, so a function may be given texts or
 functions beside arrays: the activation of an ``eqx.nn.MLP`` is a leaf of it. Such a leaf becomes
@@ -22,7 +22,7 @@ import numpy as np
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A leaf that is no array, as a tree without leaves.
+    """A leaf that is not an array, as a tree without leaves.
 
     Attributes:
       value: the leaf.
@@ -52,7 +52,7 @@ class Held:
 
 
 def hold(tree: Any) -> Any:
-    """The tree with all leaves that are no arrays held."""
+    """The tree with all leaves that are not arrays held."""
 
     def held(leaf: Any) -> Any:
         if _is_equinox(leaf):

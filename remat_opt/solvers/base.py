@@ -50,7 +50,7 @@ class Candidate:
 
 
 def priced(graph: Graph, measure: Overhead) -> Graph:
-    """The graph with what is to be counted in the place of seconds, for solvers that know these.
+    """The graph with what is to be counted in place of seconds, for solvers that know these.
 
     FLOPs are scaled so that a forward pass takes as long as before. A small share of the time
     breaks ties between vertices that take none.

@@ -524,7 +524,7 @@ class Catalogue:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        return self._table().text()
+        return self._table().text(report.columns())
 
     def _repr_html_(self) -> str:
         return self._table().html()

@@ -1,7 +1,7 @@
-"""A smaller graph that solvers see in the place of a larger one, and the way back.
+"""A smaller graph that solvers see in place of a larger one, and the way back.
 
 Problem. Of the values of a ResNet two thirds are means and variances of its normalisations, which
-together take less than a thousandth of the memory. What becomes of them hardly matters, but a
+together take less than a thousandth of the memory. What happens to them hardly matters, but a
 search spends as much time on each as on a large one, and loses itself among them.
 
 Method. What takes little memory is merged into the next vertex that takes more, and every
@@ -80,7 +80,7 @@ class Coarse:
 
 
 def as_it_is(graph: Graph) -> Coarse:
-    """The graph in the place of itself."""
+    """The graph in place of itself."""
     return Coarse(graph=graph, whole=graph, groups=tuple((one,) for one in range(len(graph))))
 
 

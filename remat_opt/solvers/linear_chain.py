@@ -68,7 +68,7 @@ def solve(graph: Graph) -> Solution[ChainSearch] | Refused:
 
     Returns:
       A solution whose objective is the total bytes, both ends included; or a refusal of a graph
-      that is no chain.
+      that is not a chain.
     """
     if not is_chain(graph):
         wrong = next(

@@ -7,7 +7,7 @@ Method. Several ways to choose m; ``mirror`` turns any m into a gradient graph a
 
 ``segments``       a chain in sqrt(n) segments; only the last result of each is kept (section 4.1,
                    Algorithm 1).
-``drop_cheap``     results that are dear to compute are kept, the others dropped (section 4.2).
+``drop_cheap``     results that are expensive to compute are kept, the others dropped (section 4.2).
 ``plan``           one walk: the run since the last split grows until it exceeds the budget B; then
                    the vertex is a split, and kept (Algorithm 3).
 ``least_memory``   Algorithm 3 for B = 0 gives x and y, hence B = sqrt(x y) and a grid around it;
@@ -129,7 +129,8 @@ def segments(graph: Graph, count: int | None = None) -> Answer:
       count: number of segments, at most that of vertices; sqrt(n) when left out.
 
     Returns:
-      A solution whose objective is the allocated bytes; or a refusal of a graph that is no chain.
+      A solution whose objective is the allocated bytes; or a refusal of a graph that is not a
+      chain.
 
     Raises:
       ValueError: there are fewer vertices than ``count``, or it is not positive.

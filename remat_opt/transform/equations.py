@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -28,16 +28,21 @@ def name_of(root: int, position: int, within: str = "") -> str:
     return f"remat_opt_{within}{root}_{position}"
 
 
-def stands_in(equation: Equation, *, waiting: bool, weight: int | None) -> bool:
+def stands_in(equation: Equation, summed: Set[int], *, waiting: bool, weight: int | None) -> bool:
     """Whether an equation's named outputs are to stand in for it in its own derivative.
+
+    What has no derivative must have its name in the open: JAX's partial evaluation does not look
+    into a function with a derivative of its own that nothing took, and would run it again.
 
     Args:
       equation: whose outputs carry names.
+      summed: the values that derivatives are taken for, or of.
       waiting: whether its derivative waits for its cotangent.
       weight: for a product the place of the input whose gradient comes first, if any; the
         derivative of a product reads no output.
     """
-    return equation.derivative_reads_kept and not waiting and weight is None
+    varies = not summed.isdisjoint(equation.value_inputs)
+    return varies and equation.derivative_reads_kept and not waiting and weight is None
 
 
 def arrays_of(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -69,7 +74,8 @@ def run_one(
     """
     equation = rewriting.program.equations[index]
     named_as = functools.partial(_all_named, index, rewriting.within)
-    if named and stands_in(equation, waiting=index in rewriting.ways.waiting, weight=weight):
+    waiting = index in rewriting.ways.waiting
+    if named and stands_in(equation, rewriting.summed, waiting=waiting, weight=weight):
         return _run_kept(equation, inputs, named_as)
 
     def run(*given: Any) -> list[Any]:
@@ -81,7 +87,7 @@ def run_one(
         results = internals.bind_apart(equation.jax_equation, equation.name_stack, inputs)
     elif index in rewriting.ways.picking:
         results = _run_picking(equation, inputs)
-    elif index in rewriting.ways.waiting:
+    elif waiting:
         # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
         results = jax.checkpoint(run)(*inputs)
     elif weight is not None:

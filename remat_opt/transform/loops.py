@@ -1,7 +1,7 @@
 """A ``scan`` written as parts whose iterations keep what the plan says.
 
 Every iteration runs under a checkpoint of its own, whose policy keeps some values by name: a
-``scan`` stacks these, and what it carries. A chunk is a checkpoint round a few iterations, which
+``scan`` stacks these, and what it carries. A chunk is a checkpoint around a few iterations, which
 are in parts again. Parts follow one another. What they read of stacked inputs they read by index,
 behind the checkpoint: nothing is cut up, and gradients are written where they belong. One part that
 is all there is is a plain ``scan``.
@@ -21,6 +21,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
+from remat_opt._jax_meshes import explicit_mesh_of
 from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation
@@ -159,14 +160,18 @@ def _turns(body: _Body, part: Part) -> _Turns:
     def iteration(
         reads: Sequence[Any], carry: Sequence[Any], place: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        entries = [
-            lax.dynamic_index_in_dim(one, place, keepdims=False, allow_negative_indices=False)
-            for one in reads[scan.constants :]
-        ]
+        entries = [_entry(one, place) for one in reads[scan.constants :]]
         outputs = run([*reads[: scan.constants], *carry, *entries])
         return outputs[: scan.carries], outputs[scan.carries :], list(reads)
 
     return _Turns(scan=scan, count=part.length, size=1, turn=iteration, policy=policy)
+
+
+def _entry(stacked: Any, place: Any) -> Any:
+    with explicit_mesh_of(stacked):
+        return lax.dynamic_index_in_dim(
+            stacked, place, keepdims=False, allow_negative_indices=False
+        )
 
 
 def _run_alike(

@@ -1,6 +1,6 @@
 """Rewrites a program as a chain of ``jax.checkpoint`` regions.
 
-One checkpoint round a whole function changes nothing: its recomputation may start as soon
+One checkpoint around a whole function changes nothing: its recomputation may start as soon
 as the forward pass ends. Each checkpoint of a chain, however, ties its recomputation to the
 arrival of its own cotangents, so it cannot start before its turn. So each region of a
 schedule becomes one ``jax.checkpoint`` whose policy keeps the region's kept values by
@@ -37,7 +37,14 @@ from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases, with_partner
+from remat_opt.transform.turns import (
+    multiplied_again,
+    tied_inputs,
+    weights_in_turn,
+    with_biases,
+    with_followers,
+    with_partner,
+)
 
 
 def rewrite(
@@ -61,8 +68,8 @@ def rewrite(
         not be.
       off: names of rules about compilers that are switched off.
       loops: those of the program that are opened, choices among them; the others run as they are.
-      named: equations whose outputs carry a name for a policy round all of it.
-      within: what to put into names, so that they are not those of the program round this one.
+      named: equations whose outputs carry a name for a policy around all of it.
+      within: what to put into names, so that they are not those of the program around this one.
       in_branch: whether the program is a branch of a ``cond``.
 
     Returns:
@@ -120,7 +127,7 @@ def _run_loop(
     Args:
       loop: how it is opened.
       equation: the loop.
-      summed: values of the program round it that are differentiated.
+      summed: values of the program around it that are differentiated.
       rewritten: ``rewrite`` for the same compiler.
       inside: what to put into names in it.
       inputs: of the equation.
@@ -228,7 +235,7 @@ def _run(
                 if last_reader.get(value, 0) > number:
                     (environment[value],) = behind_barrier(environment[value])
         shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-        weights = [v for v in shared if v in arguments]
+        weights = weights_in_turn(rewriting, step, number, last_reader)
         together = [[v] for v in shared if v not in arguments]
         if weights:
             handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
@@ -300,7 +307,7 @@ def _runner(
     """A step as a function of its inputs."""
     program = rewriting.program
     before, behind = multiplied_again(rewriting, step)
-    behind = with_biases(rewriting, step, behind)
+    behind = with_followers(rewriting, step, with_biases(rewriting, step, behind))
     tied = tied_inputs(rewriting, step)
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:

@@ -20,9 +20,9 @@ class Step:
       inputs: values that it reads.
       outputs: values that later steps or the result read.
       kept: equations whose outputs are saved by the step's own policy.
-      named: those whose outputs carry a name, for its policy or that of a step round it.
+      named: those whose outputs carry a name, for its policy or that of a step around it.
       checkpointed: whether it runs under ``jax.checkpoint``.
-      inside: steps to run in the place of ``equations``.
+      inside: steps to run in place of ``equations``.
     """
 
     equations: tuple[int, ...]
@@ -47,7 +47,7 @@ class Rewriting:
       summed: the values that derivatives are taken for, or of.
       ways: what is to be written in another way.
       loops: those that are opened, by equation.
-      within: what tells the names of values from those of the program round it.
+      within: what tells the names of values from those of the program around it.
     """
 
     program: Program
@@ -65,7 +65,7 @@ def steps_of(
     Args:
       program: a traced function.
       stages: of it.
-      named: equations whose outputs carry a name for a policy round all of them.
+      named: equations whose outputs carry a name for a policy around all of them.
     """
     maker = program.makers()
     all_roots = {root for stage in stages for root in stage.roots}

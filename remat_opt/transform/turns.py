@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from remat_opt.operation import PRODUCTS
@@ -41,6 +41,60 @@ def with_biases(
             if bias in step.inputs and rewriting.summed.issuperset((bias, *outputs)):
                 found[index] = found.get(index, frozenset()) | {bias}
     return found
+
+
+def with_followers(
+    rewriting: Rewriting, step: Step, behind: Mapping[int, frozenset[int]]
+) -> dict[int, frozenset[int]]:
+    """What to tie to equations' outputs, with what is read behind a loop.
+
+    Its gradients are there, then, before the loop runs backward: XLA for TPU would take that of a
+    head's weights when the loop is done, and hold all that it reads till then.
+    """
+    found = dict(behind)
+    if rewriting.ways.before_loops:
+        for index in _loops(rewriting, step):
+            later = [rewriting.program.equations[i] for i in step.equations if i > index]
+            read = {value for equation in later for value in equation.value_inputs}
+            made = {value for equation in later for value in equation.outputs}
+            own = rewriting.program.equations[index].outputs
+            tied = rewriting.summed.intersection(read).difference(made, own)
+            if tied and not rewriting.summed.isdisjoint(own):
+                found[index] = found.get(index, frozenset()) | tied
+    return found
+
+
+def weights_in_turn(
+    rewriting: Rewriting, step: Step, number: int, last_reader: Mapping[int, int]
+) -> list[int]:
+    """The arguments whose gradients from later steps are to be there before the step's own turn.
+
+    They are those it reads as well, so that parts are added as they come; and all that later steps
+    read if it has a loop.
+
+    Args:
+      rewriting: what holds for all steps.
+      step: one of them.
+      number: which one it is.
+      last_reader: by value the number of the last step that reads it.
+    """
+    all_of_them = rewriting.ways.before_loops and bool([*_loops(rewriting, step)])
+    return [
+        value
+        for value in rewriting.program.arguments
+        if value in rewriting.summed
+        and last_reader.get(value, 0) > number
+        and (all_of_them or value in step.inputs)
+    ]
+
+
+def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:
+    """The loops of a step."""
+    for index in step.equations:
+        if rewriting.program.equations[index].operation.primitive == "scan":
+            yield index
+    for inner in step.inside:
+        yield from _loops(rewriting, inner)
 
 
 def multiplied_again(

@@ -1,7 +1,7 @@
 """What pictures share: axes, the frame that they span, and SVG in small pieces.
 
-Text takes its colour from the page round it, so that it is legible in light and dark. The same data
-give the same characters.
+Text takes its colour from the page around it, so that it is legible in light and dark. The same
+data give the same characters.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from remat_opt.view.plan_words import RESIDENT
 
 #: Rows of the table of arrays in a terminal, and on a page.
 _MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
-#: Characters of the picture in a terminal, of a label, of a module, and of the compiler's words.
-_COLUMNS, _MOST_LABEL, _MOST_MODULE, _MOST_WORDS = 60, 20, 26, 300
-#: Characters of a line, and of its margin: what the words before facts take.
-_MOST_WIDTH, _MARGIN = 110, 10
+#: Characters of the picture in a terminal, of what is beside it, and of the compiler's words.
+_COLUMNS, _BESIDE, _MOST_WORDS = 60, 34, 300
+#: Characters of a line from which on there is room for the names of functions.
+_WIDE = 110
 #: How many moments are drawn; and up to how many times the peak the device's memory is.
 _MOST_MOMENTS, _FARTHEST = 240, 2.0
 #: What is there from first to last has a line in a terminal if it is this part of all.
@@ -26,17 +25,19 @@ _SHOWN = 50
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def text(explanation: Mapping[str, Any]) -> str:
+def text(explanation: Mapping[str, Any], width: int = report.WIDTH) -> str:
     """An explanation as text.
 
     Args:
       explanation: what ``Explanation.to_dict`` gives.
+      width: of the terminal, in characters. What is longer is cut or broken.
     """
-    facts = [(word, _wrapped(said)) for word, said in _facts(explanation)]
-    parts = ["\n".join([_title(explanation), report.facts_text(facts)])]
-    parts.append(_shares_table(explanation).text())
-    parts.append(_curves(explanation))
-    parts.append(_arrays_table(explanation, _MOST_ROWS, shorten=True).text())
+    facts = report.facts_text(_facts(explanation), width)
+    parts = [f"{_title(explanation)}\n{facts}"]
+    parts.append(_shares_table(explanation).text(width))
+    parts.append(_curves(explanation, min(_COLUMNS, max(1, width - _BESIDE))))
+    arrays = _arrays_table(explanation, _MOST_ROWS, with_functions=width >= _WIDE)
+    parts.append(arrays.text(width))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -51,7 +52,7 @@ def html(explanation: Mapping[str, Any]) -> str:
         report.facts_html(_facts(explanation)),
         _shares_table(explanation).html(),
         _picture(explanation),
-        _arrays_table(explanation, _MOST_ROWS_ON_A_PAGE, shorten=False).html(),
+        _arrays_table(explanation, _MOST_ROWS_ON_A_PAGE).html(),
     )
 
 
@@ -95,11 +96,6 @@ def _fullest(total: Sequence[int]) -> list[int]:
     return [max(range(a, b), key=total.__getitem__) for a, b in itertools.pairwise(edges)]
 
 
-def _wrapped(said: str) -> str:
-    """A long text in lines that go on below one another, behind the word that they explain."""
-    return f"\n{' ' * _MARGIN}".join(textwrap.wrap(said, _MOST_WIDTH - _MARGIN)) or said
-
-
 def _title(explanation: Mapping[str, Any]) -> str:
     return f"Memory of {printable(explanation['function'])} on {explanation['device_title']}"
 
@@ -109,7 +105,7 @@ def _facts(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
     if needed > available:
         verdict = f"{format_bytes(needed - available)} too much: it does not fit"
     elif explanation["refusal"]:
-        verdict = "refused by the compiler all the same"
+        verdict = "the compiler still refused it"
     else:
         verdict = f"it fits, {format_bytes(available - needed)} are left"
     facts = [("needs", f"{format_bytes(needed)} of {format_bytes(available)}; {verdict}")]
@@ -138,6 +134,7 @@ def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
             if row["bytes"]
         ),
         align="lrrl",
+        prose=True,
     )
 
 
@@ -156,7 +153,7 @@ def _total(explanation: Mapping[str, Any]) -> list[int]:
     return [resident + sum(amounts) for amounts in zip(*curves, strict=True)]
 
 
-def _curves(explanation: Mapping[str, Any]) -> str:
+def _curves(explanation: Mapping[str, Any], columns: int) -> str:
     """Memory over time, a line of characters for all and for each share of temporaries."""
     total = _total(explanation)
     if not total:
@@ -170,7 +167,8 @@ def _curves(explanation: Mapping[str, Any]) -> str:
     kinds = [("all", total), *resident.items(), *explanation["timelines"].items()]
     width = max(len(name) for name, _ in kinds)
     lines = [
-        f"{name.ljust(width)}  {_curve(amounts, highest)}  most {format_bytes(max(amounts))}"
+        f"{name.ljust(width)}  {_curve(amounts, highest, columns)}  "
+        f"most {format_bytes(max(amounts))}"
         for name, amounts in kinds
         if any(amounts)
     ]
@@ -178,8 +176,8 @@ def _curves(explanation: Mapping[str, Any]) -> str:
     return "\n".join([f"Memory over time: highest at step {where:,} of {len(total):,}", *lines])
 
 
-def _curve(amounts: Sequence[int], highest: int) -> str:
-    count = min(_COLUMNS, len(amounts))
+def _curve(amounts: Sequence[int], highest: int, columns: int) -> str:
+    count = min(columns, len(amounts))
     most = [
         max(amounts[len(amounts) * n // count : len(amounts) * (n + 1) // count])
         for n in range(count)
@@ -188,14 +186,11 @@ def _curve(amounts: Sequence[int], highest: int) -> str:
     return "".join(_BLOCKS[-(-8 * amount // highest)] for amount in most)
 
 
-def _arrays_table(explanation: Mapping[str, Any], most: int, *, shorten: bool) -> report.Table:
+def _arrays_table(
+    explanation: Mapping[str, Any], most: int, *, with_functions: bool = True
+) -> report.Table:
     rows = explanation["rows"]
     left = rows[most:]
-
-    def cut(words: str, length: int) -> str:
-        words = printable(words)
-        return words if not shorten or len(words) <= length else words[: length - 3] + "..."
-
     return report.Table(
         title="Largest arrays at the peak",
         headings=("bytes", "", "share", "made by", "type", "module", "source"),
@@ -204,10 +199,10 @@ def _arrays_table(explanation: Mapping[str, Any], most: int, *, shorten: bool) -
                 format_bytes(row["bytes"]),
                 f"{row['count']} x" if row["count"] > 1 else "",
                 row["share"],
-                cut(row["label"], _MOST_LABEL),
+                printable(row["label"]),
                 row["type"],
-                cut(row["module"], _MOST_MODULE),
-                printable(row["source"]),
+                printable(row["module"]),
+                printable(row["source"] if with_functions else row["source"].partition(" (")[0]),
             )
             for row in rows[:most]
         ),

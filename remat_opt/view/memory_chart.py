@@ -228,7 +228,11 @@ class MemoryChart:
         taken: list[tuple[float, float, float]] = []
         if count:
             parts.append(self._peak_mark(frame, taken))
-        parts += [_level(frame, level, self.base, taken) for level in self.levels]
+        levels = sorted(self.levels, key=lambda level: -level.amount)
+        parts += [
+            _level(frame, level, self.base, taken, is_highest=level is levels[0])
+            for level in levels
+        ]
         drawn = svg_element(self.text(), self.caption(), width, height, "".join(parts))
         return drawn.replace(
             "<svg ",
@@ -352,14 +356,20 @@ def _line(frame: _Frame, line: Line, base: int) -> str:
     )
 
 
-def _level(frame: _Frame, level: Level, base: int, taken: list[tuple[float, float, float]]) -> str:
-    """A dashed line, and its name above or below where nothing else is written."""
+def _level(
+    frame: _Frame,
+    level: Level,
+    base: int,
+    taken: list[tuple[float, float, float]],
+    *,
+    is_highest: bool,
+) -> str:
+    """A dashed line and its name where nothing else is written: above the highest, below others."""
     y = frame.down(base + level.amount)
     said = level.text
     wide = 6.9 * len(said)
-    places = [
-        (left, y + down) for left in (frame.right - wide, frame.left + 4) for down in (-5, 14)
-    ]
+    downs = (-5, -5 - _LINE, 14) if is_highest else (14, 14 + _LINE, -5)
+    places = [(left, y + down) for down in downs for left in (frame.right - wide, frame.left + 4)]
     left, at = next(
         (
             place
@@ -368,7 +378,7 @@ def _level(frame: _Frame, level: Level, base: int, taken: list[tuple[float, floa
                 place[0] > end or place[0] + wide < start or abs(place[1] - other) >= _LINE
                 for start, end, other in taken
             )
-            and place[1] < frame.floor
+            and _LINE <= place[1] < frame.floor
         ),
         places[0],
     )

@@ -1,4 +1,4 @@
-"""The shell of a page: style, script and data round a part, and a document round that.
+"""The shell of a page: style, script and data around a part, and a document around that.
 
 Both files are in ``assets``. Everything is under the class ``remat-opt``, so that nothing else on a
 notebook's page changes, and nothing has an identifier, so that several parts can stand on one.
@@ -33,7 +33,7 @@ def part(body: str, data: str = "") -> str:
 
 
 def document(title: str, body: str) -> str:
-    """A whole HTML document round a part; it follows the reader's choice of light or dark."""
+    """A whole HTML document around a part; it follows the reader's choice of light or dark."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -195,7 +195,7 @@ def _parts(chart: MemoryChart) -> str:
         return ""
     most = chart.totals[chart.peak] - chart.base
     return (
-        f' <span class="ro-sub">{format_bytes(chart.base)} there all the time, up to '
+        f' <span class="ro-sub">{format_bytes(chart.base)} held throughout, up to '
         f"{format_bytes(most)} of temporaries above</span>"
     )
 
@@ -268,8 +268,8 @@ def _static_values(plan: Mapping[str, Any]) -> str:
     )
     left = len(rows) - _MOST_STATIC
     more = (
-        f'<p class="ro-sub">and {left:,} smaller ones. Where scripts run, this is a table of all, '
-        "to sort and to filter.</p>"
+        f'<p class="ro-sub">and {left:,} smaller ones. With scripts enabled, this is a table '
+        "of all values that you can sort and filter.</p>"
         if left > 0
         else ""
     )

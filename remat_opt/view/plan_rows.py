@@ -1,4 +1,4 @@
-"""The values of a plan as rows: what each is, what becomes of it, and why.
+"""The values of a plan as rows: what each is, what happens to it, and why.
 
 Those inside loops that are opened are among them: as many bytes, and as much time, as all the
 iterations of their part come to together.
@@ -22,8 +22,8 @@ WHY = {
     "each MiB.",
     "boundary": "A later region reads it. Dropping it would free {bytes} and cost at least {time} "
     "of recomputation: {rate} for each MiB.",
-    "handed on": "The next iteration starts from it. Fewer are kept where several iterations share "
-    "a checkpoint.",
+    "handed on": "The next iteration starts from it. Fewer are kept if several iterations share a "
+    "checkpoint.",
     "recomputed": "Keeping it would take {bytes} more and save at most {time} of recomputation: "
     "{rate} for each MiB.",
     "not needed": "No backward step reads it.",

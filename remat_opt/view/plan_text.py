@@ -16,8 +16,6 @@ from typing import Any
 from remat_opt.units import format_bytes, format_flops, format_seconds
 from remat_opt.view import plan_rows, plan_words, report
 
-#: Characters of a line where nothing is known of the terminal.
-WIDTH = 120
 #: Rows of a table; what is left is summed up below it.
 _MOST_ROWS = 12
 #: Characters of a line from which on there is room for all columns.
@@ -28,7 +26,7 @@ _MOST_WIDTH = 100
 _NUMBER = re.compile(r"\d+")
 
 
-def text(plan: Mapping[str, Any], width: int = WIDTH) -> str:
+def text(plan: Mapping[str, Any], width: int = report.WIDTH) -> str:
     """A plan as text.
 
     Args:

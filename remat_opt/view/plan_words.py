@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,16 +31,16 @@ RESIDENT = {
 }
 #: What each of all these is.
 MEANINGS = {
-    "parameters": "there all the time: what is trained",
-    "optimizer state": "there all the time: what the optimizer keeps from step to step",
-    "inputs": "there all the time: the batch and other arguments",
-    "results": "there all the time: what the step returns and no donated argument has room for",
+    "parameters": "held throughout: what is trained",
+    "optimizer state": "held throughout: what the optimizer keeps from step to step",
+    "inputs": "held throughout: the batch and other arguments",
+    "results": "held throughout: results of the step that fit into no donated argument",
     "kept": "waits for the backward pass of its own region",
     "boundaries": "waits for the backward pass of a later region",
     "passing": "waits for a later step of the forward pass",
     "recomputed": "computed again, for the backward pass of its region",
     "gradients": "gradients of values, and of parameters where these are temporaries",
-    "workspace": "what a step takes while it runs",
+    "workspace": "memory that a step takes while it runs",
 }
 #: What the roles of arrays at the peak are.
 ROLES = {
@@ -176,7 +177,7 @@ def warnings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
             found.append(
                 (
                     "The compiler has undone some of the recomputation.",
-                    "The notes say what; compile with the options that they name.",
+                    "The notes say which; compile with the options that they name.",
                 )
             )
     return found
@@ -191,7 +192,7 @@ def asked(plan: Mapping[str, Any]) -> str:
         return f"least memory with at most {share} of a forward pass recomputed (in {measure})"
     if plan["budget_bytes"] is not None:
         share = objective["budget_share"]
-        said = f", {format_share(share)} of the unchanged function's" if share is not None else ""
+        said = f", {format_share(share)} of {_whole(plan, share)}" if share is not None else ""
         if objective["fit"]:
             said = (
                 ", the device's memory less arguments, outputs and a reserve of "
@@ -204,12 +205,20 @@ def asked(plan: Mapping[str, Any]) -> str:
     return "least memory"
 
 
+def _whole(plan: Mapping[str, Any], share: float) -> str:
+    """What a budget is a share of: in a step, of what the unchanged function compiles to."""
+    whole_bytes = plan["budget_bytes"] / share
+    if abs(whole_bytes - plan["predicted"]["plain_temporary_bytes"]) <= 1 / share:
+        return "the unchanged function's"
+    return f"the {format_bytes(round(whole_bytes))} that the unchanged function compiles to"
+
+
 def loop_words(loop: Mapping[str, Any]) -> str:
     """What the iterations of an opened loop, or the branches of an opened choice, keep."""
     if "branches" in loop:
         branches = loop["branches"]
         return f"cond of {len(branches)}: " + ", or ".join(map(_branch, branches))
-    return f"scan of {_length(loop['parts'])}: " + ", then ".join(map(_part, loop["parts"]))
+    return f"scan of {_length(loop['parts'])}: {_parts(loop['parts'])}"
 
 
 def alive(plan: Mapping[str, Any]) -> list[str]:
@@ -264,8 +273,8 @@ def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]
     temporaries.
 
     Returns:
-      Each with its timeline: what is alive when. An array there that is no value of the program has
-      a ``title``.
+      Each with its timeline: what is alive when. An array there that is not a value of the program
+      has a ``title``.
     """
     predicted = plan["predicted"]
     if not predicted["timeline"]["at"]:
@@ -374,11 +383,18 @@ def _length(parts: Sequence[Mapping[str, Any]]) -> int:
     return sum(part["length"] for part in parts)
 
 
+def _parts(parts: Sequence[Mapping[str, Any]]) -> str:
+    """What the parts of a loop keep, in order; neighbours of which the same is said, as one."""
+    groups = itertools.groupby(parts, key=lambda part: _part({**part, "length": 2}))
+    return ", then ".join(
+        _part({**part, "length": _length([part, *others])}) for _, (part, *others) in groups
+    )
+
+
 def _part(part: Mapping[str, Any]) -> str:
     said = f"{part['length']}"
     if part["inside"]:
-        size = _length(part["inside"])
-        return f"{said} in chunks of {size} ({', then '.join(map(_part, part['inside']))})"
+        return f"{said} in chunks of {_length(part['inside'])} ({_parts(part['inside'])})"
     kept = counted(len(part["kept"]), "value")
     keep, each, they_are = (
         ("keeps", "", "it is") if part["length"] == 1 else ("keep", " each", "they are")

@@ -11,11 +11,11 @@ from typing import Any
 
 from remat_opt.errors import MissingPackageError
 from remat_opt.view.memory_chart import COLORS, MemoryChart
-from remat_opt.view.scatter import Point, Scatter
+from remat_opt.view.scatter import Scatter
 
 _COLORS = ("#59636f", "#d9731a", "#2f81d8", "#2a9d6f", "#b05cc6", "#c9475b")
-#: Names of points nearer than this share of the picture, both ways, would lie on one another.
-_NEAR = 0.04
+#: Where the name of a point may stand: so many lines of so many points above it.
+_LINES, _LINE = (0, 1, -1, 2, -2, 3, -3, 4, -4), 10
 _MARKERS = "osD^v*"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -34,8 +34,9 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
       MissingPackageError: matplotlib is not installed.
     """
     ax = _axes(ax)
+    from matplotlib.transforms import Bbox
+
     unit, name = _unit(picture.top)
-    most = max((point.x for one in picture.series for point in one.points), default=0.0)
     for number, series in enumerate(picture.series):
         points = sorted(series.points, key=lambda point: (point.x, point.y))
         if not points:
@@ -50,22 +51,14 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
             drawstyle="steps-post",
             label=series.label,
         )
-        if not series.staircase:
-            for label, point in _named(picture, points):
-                # Towards the middle, so that no name is cut off.
-                right = point.x > 0.6 * most
-                ax.annotate(
-                    label,
-                    (100 * point.x, point.y / unit),
-                    xytext=(-6 if right else 6, 5),
-                    textcoords="offset points",
-                    horizontalalignment="right" if right else "left",
-                    fontsize="x-small",
-                )
+    # Room for the names of the highest.
+    ax.set_ylim(0, 1.12 * picture.top / unit or 1)
+    shown = [(100 * point.x, point.y / unit) for one in picture.series for point in one.points]
+    taken = [Bbox([at, at]).padded(4) for at in ax.transData.transform(shown)] if shown else []
     for said, level in picture.levels:
         if level <= picture.top:
-            ax.axhline(level / unit, color="0.35", linestyle="--", linewidth=1)
-            ax.annotate(
+            line = ax.axhline(level / unit, color="0.35", linestyle="--", linewidth=1)
+            name_of_level = ax.annotate(
                 f"{said} {picture.y.write(level)}",
                 (1, level / unit),
                 xycoords=("axes fraction", "data"),
@@ -74,32 +67,51 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
                 horizontalalignment="right",
                 fontsize="x-small",
             )
+            taken.append(name_of_level.get_window_extent())
+            taken.append(line.get_window_extent().padded(2))
+    for series in picture.series:
+        for point in series.points if not series.staircase else ():
+            _write_beside(ax, (100 * point.x, point.y / unit), point.label, taken)
     ax.set(
         title=picture.title,
         xlabel=f"{picture.x.title}, %",
         ylabel=f"{picture.y.title}, {name}",
     )
-    # Room for the names of the highest.
-    ax.set_ylim(0, 1.12 * picture.top / unit or 1)
     if len(picture.series) > 1:
         ax.legend(frameon=False)
     return ax
 
 
-def _named(picture: Scatter, points: Sequence[Point]) -> list[tuple[str, Point]]:
-    """The points with their names, those that lie near one another with all of theirs."""
-    wide = max(max(one.x for series in picture.series for one in series.points), 1e-9)
-    high = picture.top or 1.0
-    groups: list[list[Point]] = []
-    for point in points:
-        for group in groups:
-            apart = abs(point.x - group[0].x) / wide, abs(point.y - group[0].y) / high
-            if max(apart) <= _NEAR:
-                group.append(point)
-                break
-        else:
-            groups.append([point])
-    return [("\n".join(point.label for point in group), group[0]) for group in groups]
+def _write_beside(ax: Any, at: tuple[float, float], said: str, taken: list[Any]) -> None:
+    """Writes a point's name where it lies on nothing; to its right where that is free.
+
+    Args:
+      ax: axes.
+      at: where the point is.
+      said: its name.
+      taken: what is there, in pixels; the name is added.
+    """
+    inside = ax.get_window_extent()
+    for lines, side in itertools.product(_LINES, (1, -1)):
+        offset = (7 * side, lines * _LINE)
+        text = ax.annotate(
+            said,
+            at,
+            xytext=offset,
+            textcoords="offset points",
+            horizontalalignment="left" if side > 0 else "right",
+            verticalalignment="center",
+            fontsize="x-small",
+        )
+        box = text.get_window_extent()
+        fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and box.y1 <= inside.y1
+        if fits and not box.count_overlaps(taken):
+            taken.append(box)
+            if lines:
+                arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6}
+                ax.annotate("", at, xytext=offset, textcoords="offset points", arrowprops=arrow)
+            return
+        text.remove()
 
 
 def memory(

@@ -1,6 +1,6 @@
-"""Rows and facts as text and as HTML, and what goes round them, from plain data only.
+"""Rows and facts as text and as HTML, and what goes around them, from plain data only.
 
-The markup carries its style inline and takes text colours from the page round it, so that it is
+The markup carries its style inline and takes text colours from the page around it, so that it is
 legible in light and dark notebooks. The same data give the same characters.
 """
 
@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import shutil
 import textwrap
 from collections.abc import Sequence
+
+#: Characters of a line where nothing is known of the terminal.
+WIDTH = 120
 
 _FONT = "font-family:system-ui,sans-serif;font-size:13px"
 _CELL = "padding:2px 10px 2px 0;vertical-align:top;border:none;background:transparent"
 _RULE = "border-bottom:1px solid rgba(128,128,128,0.5)"
+
+
+def columns() -> int:
+    """How many characters a line of the terminal has."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns
+
+
+def wrapped(lines: Sequence[str], width: int) -> list[str]:
+    """The lines, those broken that are longer than the width."""
+    return [part for line in lines for part in textwrap.wrap(line, width) or [""]]
 
 
 def escape(text: str) -> str:
@@ -31,6 +45,7 @@ class Table:
       align: ``l`` or ``r`` for each column.
       title: stands above the table, or "".
       footer: stands below the table, or "".
+      prose: whether the last column is of sentences: these are broken, where words are cut.
     """
 
     headings: tuple[str, ...]
@@ -38,6 +53,7 @@ class Table:
     align: str
     title: str = ""
     footer: str = ""
+    prose: bool = False
 
     def __post_init__(self) -> None:
         widths = {len(self.headings), len(self.align), *map(len, self.rows)}
@@ -55,11 +71,13 @@ class Table:
             table fits, unless that leaves next to nothing of them. None cuts nothing.
         """
         widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
+        rows = [self.headings, *self.rows]
         if width is not None:
-            widths = _narrowed(widths, self.align, width)
+            widths = _narrowed(widths, self, width)
+            if self.prose:
+                rows = [one for row in rows for one in _broken(row, widths[-1])]
         lines = [
-            [_cut(cell, most) for cell, most in zip(cells, widths, strict=True)]
-            for cells in (self.headings, *self.rows)
+            [_cut(cell, most) for cell, most in zip(cells, widths, strict=True)] for cells in rows
         ]
 
         def line(cells: Sequence[str]) -> str:
@@ -108,18 +126,28 @@ _FEWEST = 12
 _GAP = 2
 
 
-def _narrowed(widths: Sequence[int], align: str, width: int) -> list[int]:
-    """Widths of columns that fit into a line, as far as the columns of words can give."""
+def _narrowed(widths: Sequence[int], table: Table, width: int) -> list[int]:
+    """Widths of columns that fit into a line, as far as the columns of words can give.
+
+    The user's lines are cut last: by them a value is found.
+    """
     found = list(widths)
     over = sum(found) + _GAP * (len(found) - 1) - width
     while over > 0:
-        words = [n for n, side in enumerate(align) if side == "l" and found[n] > _FEWEST]
+        words = [n for n, side in enumerate(table.align) if side == "l" and found[n] > _FEWEST]
         if not words:
             break
-        longest = max(words, key=lambda n: found[n])
+        longest = max(words, key=lambda n: (table.headings[n] != "source", found[n]))
         found[longest] -= 1
         over -= 1
     return found
+
+
+def _broken(cells: Sequence[str], width: int) -> list[tuple[str, ...]]:
+    """A row with its last cell in lines, each in a row of its own."""
+    lines = textwrap.wrap(cells[-1], width) or [""]
+    blank = ("",) * (len(cells) - 1)
+    return [(*(blank if n else cells[:-1]), line) for n, line in enumerate(lines)]
 
 
 def _cut(text: str, most: int) -> str:
@@ -175,6 +203,8 @@ def facts_html(facts: Sequence[tuple[str, str]]) -> str:
 
 def section(title: str, *parts: str) -> str:
     """HTML parts one below the other, under a title; what a notebook shows."""
-    inside = "".join(f'<div style="margin:0 0 10px">{part}</div>' for part in parts if part)
+    inside = "".join(
+        f'<div style="margin:0 0 10px;overflow-x:auto">{part}</div>' for part in parts if part
+    )
     heading = f'<div style="font-size:15px;font-weight:600;margin:0 0 6px">{escape(title)}</div>'
     return f'<div style="{_FONT};line-height:1.4;color:inherit">{heading}{inside}</div>'

@@ -85,6 +85,13 @@ def test_logits_are_overwritten_by_their_cotangent_on_nvidia() -> None:
         if overwritten:
             assert graph.cotangent_bytes[logits] == 0
 
+    # Where they meet a sum of them, the kernel sums over a row before it writes it.
+    def log_softmax(w, x):
+        return -jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(jnp.arange(len(x)), w.shape[1]))
+
+    _, _, graph = graph_of(log_softmax, W, X)
+    assert graph.cotangent_bytes[0] == size
+
     # What is read elementwise, too, stays what it is.
     def squared(w, x):
         y = x @ w

@@ -247,7 +247,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match="cannot be read as what was learnt"):
         lessons.read(path)
     path.write_text('{"format": "remat_opt plan 6", "plan": {}}')
-    with pytest.raises(PlanFileError, match="does not hold what was learnt"):
+    with pytest.raises(PlanFileError, match="does not hold results of compiling"):
         lessons.read(path)
     lessons.write(tmp_path / "good.json", compiled(cut(0, 4)))
     text = (tmp_path / "good.json").read_text()

@@ -229,8 +229,17 @@ def skips(weights, x):
     return jnp.sum(jnp.sin(jnp.tanh(added) @ weights[0]))
 
 
+def stacked_layers(weights, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0]
+
+
 def stacked(weights, x):
-    return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0])
+    return jnp.sum(stacked_layers(weights, x))
+
+
+def stack_and_head(weights, x):
+    layers, head = weights
+    return jnp.sum(jnp.sin(stacked_layers(layers, x) @ head))
 
 
 def narrow_and_wide(weights, x):
@@ -291,6 +300,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "searches_wait": ("h200", apart, (KERNEL, IMAGES)),
     "rows_picked": ("h200", cross_entropy, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
+    "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "boundaries_stored": ("cpu", two_layers, ([W, W], X)),

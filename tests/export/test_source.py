@@ -301,6 +301,23 @@ def test_layers_that_are_the_same_are_written_once_and_called_in_a_loop():
     assert found[12] == found[24] < 120
 
 
+def test_regions_in_a_region_keep_by_names_of_their_own():
+    # All layers are one function; what one region keeps, the region round it is to compute again.
+    args = [array(32, 32)] * 4, array(128, 32)
+    plan = remat_opt.make_plan(mlp, *args, device="cpu", budget=1.0)
+    layers = [tuple(range(4 * n, 4 * n + 4)) for n in range(4)]
+    inner = [Stage(roots=layer, kept=layer[1:2], checkpointed=True) for layer in layers[:3]]
+    outer = Stage(roots=sum(layers[:3], ()), kept=(9, 11), checkpointed=True, inside=tuple(inner))
+    last = Stage(roots=(*layers[3], 16, 17, 18), kept=(), checkpointed=False)
+    plan = dataclasses.replace(plan, stages=(outer, last), loops=())
+    gradients = [
+        jax.make_jaxpr(jax.grad(loss))(*args)
+        for loss in (remat_opt.to_source(plan, mlp, *args).load(), remat_opt.apply_plan(plan, mlp))
+    ]
+    exported, decorated = (str(one).count("= dot_general") for one in gradients)
+    assert exported == decorated
+
+
 def test_functions_are_named_after_modules(sources):
     lines = sources("convolutional").text.splitlines()
     names = {line.split("(")[0].removeprefix("def ") for line in lines if line.startswith("def ")}
@@ -334,7 +351,7 @@ REFUSED = {
     "callback_without_effect": "pure_callback cannot be written as code",
     "custom_vjp": "custom_vjp_call cannot be written as code",
     "custom_vjp_symbolic_zeros": "custom_vjp_call cannot be written as code",
-    "flax_nnx": "modules of flax.nnx, which code cannot hold",
+    "flax_nnx": "flax.nnx modules, which code cannot hold",
     "linear_algebra": "custom_linear_solve cannot be written as code",
 }
 #: Those whose arguments an exported function takes in another way.

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
 
 from remat_opt.device import Platform
 from remat_opt.errors import CompileError
@@ -19,6 +21,7 @@ from remat_opt.measurement.buffers import CompiledMemory, attributed, parse_memo
 from remat_opt.program import tracing
 from remat_opt.schedule import Stage
 from remat_opt.scopes import Origin, origin
+from remat_opt.training import training_step
 from remat_opt.transform import rewriting
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
@@ -280,9 +283,10 @@ def test_compiled(device: str, platform: Platform, rows: int) -> None:
     )
     memory = found.memory
     assert memory is not None, found.notes
-    # Of a TPU's heap the compiler reports a little less.
-    assert memory.heap_bytes == pytest.approx(found.temporary_bytes, rel=0.002)
-    if platform != "tpu":
+    if platform == "tpu" and jax.__version_info__ < (0, 11):
+        # It does not tell its heap, but what that can be reckoned from.
+        assert memory.heap_bytes == pytest.approx(found.temporary_bytes, rel=0.002)
+    else:
         assert memory.heap_bytes == found.temporary_bytes
     assert 0.85 * memory.heap_bytes <= memory.timeline.max() <= memory.heap_bytes
     assert memory.timeline[memory.peak_step] == memory.peak_live_bytes == memory.timeline.max()
@@ -361,3 +365,34 @@ def test_what_jax_has_cached_is_compiled_all_the_same(tmp_path: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
         compilation_cache.reset_cache()
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the compiler does not tell its heap")
+def test_temporaries_that_lie_in_donated_arguments_are_not_counted() -> None:
+    """As in a training step: what is alive is more than the heap holds."""
+    shapes = (8, 512, 1024), (8, 1024, 512), (2048, 512)
+    *weights, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+
+    def loss(weights: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            return x + jax.nn.gelu(x @ w[0]) @ w[1], None
+
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
+
+    optimizer = optax.adam(1e-3)
+    state = jax.eval_shape(optimizer.init, weights)
+    found = compilation.measure(
+        training_step(loss, optimizer),
+        weights,
+        state,
+        x,
+        device="v5e",
+        donate_argnums=(0, 1),
+        with_buffers=True,
+    )
+    assert found.memory is not None, found.notes
+    assert 0 < found.temporary_bytes == found.memory.heap_bytes

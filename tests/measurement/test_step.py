@@ -262,8 +262,9 @@ def test_a_comparison_in_a_step() -> None:
     assert (found.step, found.function) == ("step", "plain_loss")
     assert repr(found).startswith("step with plain_loss for cpu\n")
     assert found.notes[0] == (
-        "Predictions take each gradient to be used up as soon as it is there. Where 'step' needs "
-        'them all at once (512 KiB), as for clipping by their norm, give gradients="together".'
+        "Predictions assume that each gradient is used up as soon as it is computed. If "
+        "'step' needs them all at once (512 KiB), as for clipping by their norm, give "
+        'gradients="together".'
     )
     plain = rows["plain"]["temporary_bytes"]
     assert plain == adam_step(plain_loss).measure(as_it_is, None, CPU).temporary_bytes
@@ -307,11 +308,31 @@ def test_a_plan_chosen_in_a_step() -> None:
     assert chosen.measured.temporary_bytes <= chosen.budget_bytes
     assert chosen.measured.alias_bytes > 3 * GRADIENT_BYTES
     assert chosen.objective.budget_share == 0.4
-    assert "Where 'step' needs them all at once (512 KiB)" in chosen.notes[-1]
+    assert "If 'step' needs them all at once (512 KiB)" in chosen.notes[-1]
     # To run it, the loss is decorated with it: the step needs what was promised.
     followed = adam_step(remat_opt.optimal_remat(plain_loss, plan=chosen)).fn
     found = remat_opt.measure(followed, WEIGHTS, STATE, X, donate_argnums=(0, 1), device="cpu")
     assert found.temporary_bytes == chosen.measured.temporary_bytes
+
+
+def test_a_loss_that_the_step_defines_anew_each_time() -> None:
+    """As Flax's training loops have it: under ``jax.jit``, round what the step has at hand."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(weights: Any, x: jax.Array) -> Any:
+        @decorated
+        def loss(weights: Any) -> jax.Array:
+            return plain_loss(weights, x)
+
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, jax.grad(loss)(weights))
+
+    plans = [
+        remat_opt.make_plan(train_step, WEIGHTS, X, device="cpu", budget=share, verify="compile")
+        for share in (0.9, 0.6)
+    ]
+    for plan in plans:
+        assert plan.measured.temporary_bytes <= plan.budget_bytes
+    assert plans[1].measured.temporary_bytes < plans[0].measured.temporary_bytes
 
 
 def test_a_budget_that_fits_knows_the_state_of_the_optimizer() -> None:
@@ -379,7 +400,7 @@ def test_options_of_a_loss_are_for_the_decorator() -> None:
     with pytest.raises(RematError) as caught:
         remat_opt.compare(adam_step(decorated()).fn, WEIGHTS, STATE, X, argnums=1, device="cpu")
     assert str(caught.value) == (
-        "argnums= and has_aux= say how a loss is differentiated; this is a step, which "
+        "argnums= and has_aux= say how to differentiate a loss, but this is a step that "
         "differentiates a decorated loss. Give them to the decorator."
     )
 

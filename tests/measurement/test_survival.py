@@ -83,9 +83,9 @@ def test_a_plan_that_the_compiler_undid(monkeypatch: pytest.MonkeyPatch) -> None
     assert undone.measured.temporary_bytes > 0.9 * plain.temporary_bytes
     assert kept.measured.temporary_bytes < 0.6 * plain.temporary_bytes
     assert undone.measured.notes == (
-        f"recomputation is undone, in whole or in part: {found.text()}. What was to be saved by "
-        "these is not, whatever is predicted. Plan for another budget, or with "
-        'verify="compile", which takes the plan that is best as compiled',
+        f"recomputation is undone, in whole or in part: {found.text()}. The memory it was "
+        "meant to save is not saved, whatever is predicted. Plan for another budget, or with "
+        'verify="compile", which chooses the plan that compiles best',
     )
     assert undone.measured.notes[0] in " ".join(repr(undone).split())
     assert "\nsurvived" not in repr(undone)
@@ -180,10 +180,9 @@ def test_the_compilers_own_rematerialisation(monkeypatch: pytest.MonkeyPatch) ->
     assert set(tight.recomputation.not_kept) <= {"layers/add", "layers/dot_general", "layers/tanh"}
     assert tight.recomputation.not_kept
     assert tight.notes[-1] == (
-        "the compiler's own rematerialisation computes "
-        f"{tight.recomputation.compiler_values} more values again "
-        f"({', '.join(tight.recomputation.not_kept)}), as it does where the device's memory runs "
-        "short; a plan with a smaller budget leaves it less to do"
+        f"the compiler's own rematerialisation computes {tight.recomputation.compiler_values} "
+        f"more values again ({', '.join(tight.recomputation.not_kept)}), as it does when the "
+        "device's memory runs short; a plan with a smaller budget leaves it less to do"
     )
 
 

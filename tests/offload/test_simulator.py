@@ -193,13 +193,13 @@ def test_the_referee_sees_what_is_wrong():
     )
 
 
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(cases(whole=False))
 def test_fractional_simulation_equals_the_equations(case):
     check_simulation(*case, Transfers.FRACTIONAL)
 
 
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(middles(most_stages=7))
 def test_fractional_simulation_equals_the_equations_in_the_middle(case):
     check_simulation(*case, Transfers.FRACTIONAL)
@@ -239,25 +239,25 @@ def check_best_ordered(chain, amounts, transfers):
         assert result.makespan_seconds == best
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(cases(whole=False, most_stages=5, bandwidths=(1,)))
 def test_no_ordered_fractional_schedule_is_shorter(case):
     check_best_ordered(*case, Transfers.FRACTIONAL)
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(cases(whole=True, most_stages=5, bandwidths=(1,)))
 def test_no_ordered_integral_schedule_is_shorter(case):
     check_best_ordered(*case, Transfers.INTEGRAL)
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(middles(most_stages=4))
 def test_no_ordered_fractional_schedule_is_shorter_in_the_middle(case):
     check_best_ordered(*case, Transfers.FRACTIONAL)
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(middles(most_stages=4))
 def test_no_ordered_integral_schedule_is_shorter_in_the_middle(case):
     chain, amounts = case
@@ -268,7 +268,7 @@ def test_no_ordered_integral_schedule_is_shorter_in_the_middle(case):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(middles())
 def test_no_ordered_schedule_is_shorter_in_the_middle_often(case):
     chain, amounts = case
@@ -280,21 +280,21 @@ def test_no_ordered_schedule_is_shorter_in_the_middle_often(case):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(cases(whole=False, bandwidths=(1,), most_stages=5))
 def test_no_ordered_fractional_schedule_is_shorter_often(case):
     check_best_ordered(*case, Transfers.FRACTIONAL)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(cases(whole=True, bandwidths=(1,), most_stages=5))
 def test_no_ordered_integral_schedule_is_shorter_often(case):
     check_best_ordered(*case, Transfers.INTEGRAL)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=800)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(cases(whole=False, most_stages=8))
 def test_fractional_simulation_equals_the_equations_often(case):
     check_simulation(*case, Transfers.FRACTIONAL)

@@ -140,14 +140,14 @@ def check(execution):
 
 
 @given(executions())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_legal_and_between_the_bounds(execution):
     check(execution)
 
 
 @pytest.mark.slow
 @given(executions(max_values=20))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_legal_and_between_the_bounds_on_many(execution):
     check(execution)
 
@@ -162,33 +162,33 @@ def check_same_size(execution):
 
 
 @given(executions(max_values=7))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_against_all_assignments(execution):
     check_against_all(execution)
 
 
 @pytest.mark.slow
 @given(executions(max_values=10))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_against_all_assignments_of_many(execution):
     check_against_all(execution)
 
 
 @given(executions(max_values=8, same_size=True))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_optimal_where_all_sizes_are_the_same(execution):
     check_same_size(execution)
 
 
 @pytest.mark.slow
 @given(executions(max_values=10, same_size=True))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_optimal_where_all_sizes_are_the_same_on_many(execution):
     check_same_size(execution)
 
 
 @given(graphs())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_prediction_of_any_graph(graph):
     check(prediction(graph))
 

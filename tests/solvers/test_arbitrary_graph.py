@@ -29,14 +29,14 @@ def check(graph):
 
 
 @given(oracle.any_graphs())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_optimal(graph):
     check(graph)
 
 
 @pytest.mark.slow
 @given(oracle.any_graphs())
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_optimal_on_many(graph):
     check(graph)
 
@@ -56,7 +56,7 @@ def test_complicate_segments_are_among_the_many():
 
 
 @given(oracle.chains(max_vertices=40))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_agrees_with_the_chain_solver(graph):
     assert arbitrary_graph.solve(graph).objective == linear_chain.solve(graph).objective
 

@@ -174,14 +174,14 @@ def check_links(graph: Graph) -> None:
 
 
 @given(kept_oracle.any_graphs())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_links(graph):
     check_links(graph)
 
 
 @pytest.mark.slow
 @given(kept_oracle.any_graphs())
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_links_of_many(graph):
     check_links(graph)
 
@@ -284,7 +284,7 @@ SHARES = st.sampled_from([0.1, 0.25, 0.5, 0.75])
 
 
 @given(chains(max_vertices=5))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_optimal_among_all_nests(graph):
     check_by_the_referee(graph)
 
@@ -297,14 +297,14 @@ def test_optimal_among_all_nests_of_many(graph):
 
 
 @given(chains(max_vertices=10), SHARES)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_optimal(graph, share):
     check_by_hand(graph, share)
 
 
 @pytest.mark.slow
 @given(chains(max_vertices=10), SHARES)
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_optimal_on_many(graph, share):
     check_by_hand(graph, share)
 
@@ -328,14 +328,14 @@ def check_safe(graph: Graph) -> None:
 
 
 @given(graphs())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_safe_on_any_graph(graph):
     check_safe(graph)
 
 
 @pytest.mark.slow
 @given(graphs())
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_safe_on_many(graph):
     check_safe(graph)
 

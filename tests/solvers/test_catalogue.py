@@ -107,7 +107,7 @@ def test_candidates_are_judged_by_the_referee(name: str, instance: str) -> None:
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in FIT]
 )
 @hypothesis.given(graph=graphs(max_vertices=8))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_any_graph_is_taken_or_refused(name: str, graph: Graph) -> None:
     found = solver(name).candidates(graph)
     if not isinstance(found, Refused):

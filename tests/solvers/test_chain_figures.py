@@ -58,20 +58,20 @@ def check_figures(graph: Graph, seed: int) -> None:
 
 
 @hypothesis.given(graphs(), st.integers(0, 10**6))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_figures_are_the_referees(graph: Graph, seed: int) -> None:
     check_figures(graph, seed)
 
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=16), st.integers(0, 10**6))
-@hypothesis.settings(max_examples=600)
+@hypothesis.settings(max_examples=300)
 def test_figures_are_the_referees_on_many_graphs(graph: Graph, seed: int) -> None:
     check_figures(graph, seed)
 
 
 @hypothesis.given(nested_graphs())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=50)
 def test_schedules_keep_their_figures_unless_they_are_passed_over(drawn) -> None:
     graph, schedule = drawn
     graph = dataclasses.replace(graph, internal_bytes=(0,) * len(graph))

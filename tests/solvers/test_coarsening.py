@@ -97,7 +97,7 @@ def test_the_larger_workspace_of_a_group_counts() -> None:
 
 
 @hypothesis.given(coarsened(), st.data())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=40)
 def test_a_schedule_spread_out_recomputes_what_it_says(seen: Coarse, data: st.DataObject) -> None:
     whole = seen.whole
     assert list(itertools.chain.from_iterable(map(sorted, seen.groups))) == list(range(len(whole)))
@@ -113,7 +113,7 @@ def test_a_schedule_spread_out_recomputes_what_it_says(seen: Coarse, data: st.Da
 
 
 @hypothesis.given(graphs(max_vertices=14))
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=15)
 def test_of_what_the_papers_solvers_find_only_what_can_be_executed_is_judged(graph: Graph) -> None:
     sizes = np.maximum(graph.bytes, graph.cotangent_bytes)
     seen = without_small(graph, int(np.sort(sizes)[: len(graph) // 2].sum()))
@@ -136,7 +136,7 @@ def test_regions_that_are_no_stretches_may_come_before_what_small_values_read() 
 
 
 @hypothesis.given(coarsened(), st.integers(0, 2**32 - 1))
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=40)
 def test_chains_are_spread_out_as_schedules_are(seen: Coarse, seed: int) -> None:
     draw = np.random.default_rng(seed)
     shape = (LEVELS, len(seen.graph), 4)

@@ -106,13 +106,13 @@ def check_assess(graph, kept):
 
 
 @given(oracle.any_graphs())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_tree(graph):
     check_tree(graph)
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_assess(data):
     graph = data.draw(oracle.any_graphs())
     check_assess(graph, data.draw(st.sets(st.integers(0, len(graph) - 1))))
@@ -120,7 +120,7 @@ def test_assess(data):
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_tree_and_assess_on_many(data):
     graph = data.draw(oracle.any_graphs())
     check_tree(graph)
@@ -128,7 +128,7 @@ def test_tree_and_assess_on_many(data):
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_schedules_are_legal_on_any_graph(data):
     graph = data.draw(graphs(max_vertices=8))
     kept = data.draw(st.sets(st.integers(0, len(graph) - 1)))

@@ -102,47 +102,47 @@ def check_exhaustive(graph):
 
 
 @given(oracle.paper_graphs())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_exact(graph):
     check_exact(graph)
 
 
 @given(oracle.paper_graphs())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_approximate(graph):
     check_approximate(graph)
 
 
 @given(oracle.paper_graphs(most=150))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_exhaustive(graph):
     check_exhaustive(graph)
 
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=520))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_exact_time_centric_on_many(graph):
     check_exact(graph, (Centric.TIME,))
 
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=520))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_exact_memory_centric_on_many(graph):
     check_exact(graph, (Centric.MEMORY,))
 
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=520))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_approximate_on_many(graph):
     check_approximate(graph)
 
 
 @pytest.mark.slow
 @given(oracle.paper_graphs(most=150))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_exhaustive_on_many(graph):
     check_exhaustive(graph)
 

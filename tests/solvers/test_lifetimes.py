@@ -73,7 +73,7 @@ def cotangents_by_replay(graph: Graph) -> list[int]:
 
 
 @hypothesis.given(graphs())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=50)
 def test_cotangents_are_those_of_the_referee(graph: Graph) -> None:
     profile = cotangent_profile(graph)
     assert len(profile) == len(graph)

@@ -34,20 +34,20 @@ def check(graph):
 
 
 @given(oracle.chains())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_optimal(graph):
     check(graph)
 
 
 @pytest.mark.slow
 @given(oracle.chains())
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_optimal_on_many(graph):
     check(graph)
 
 
 @given(st.lists(st.integers(0, 12), min_size=2, max_size=60))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_skipping_loses_nothing(sizes):
     """Every trial term, none skipped: no better total."""
 

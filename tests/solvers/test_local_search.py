@@ -13,7 +13,6 @@ from remat_opt.solvers import integer_program, local_search
 from remat_opt.solvers.base import Overhead, Solution, fastest_within, judge, pareto
 from remat_opt.solvers.coarsening import as_it_is
 from tests.graphs import INSTANCES, chain_edges, graphs, layered, network
-from tests.hash_order import printed_with_two_seeds
 
 
 def starts(graph: Graph) -> list[Schedule]:
@@ -42,7 +41,7 @@ def check_improved(graph: Graph) -> None:
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_what_is_found_is_legal_and_no_worse(graph: Graph) -> None:
     check_improved(graph)
 
@@ -58,25 +57,6 @@ def test_what_is_found_is_legal_and_no_worse_on_many_graphs(graph: Graph) -> Non
 def test_second_call_finds_the_same(graph: Graph) -> None:
     found = local_search.front(as_it_is(graph), starts(graph))
     assert local_search.front(as_it_is(graph), starts(graph)) == found
-
-
-PRINT_SCHEDULES = """
-from remat_opt.schedule import plain
-from remat_opt.solvers import local_search
-from remat_opt.solvers.coarsening import as_it_is
-from tests.graphs import network, sampled
-
-for graph in (network(4), *(sampled(seed, max_vertices=8) for seed in range(6))):
-    for found in local_search.front(as_it_is(graph), [plain(graph)]):
-        print(found.schedule)
-"""
-
-
-@pytest.mark.slow
-def test_order_of_hashes_decides_nothing() -> None:
-    printed = printed_with_two_seeds(PRINT_SCHEDULES)
-    assert printed[0].count("Schedule(") > 10
-    assert printed[0] == printed[1]
 
 
 @pytest.mark.parametrize("family", ["chain", "residual", "dense", "inception"])

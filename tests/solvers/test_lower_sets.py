@@ -71,13 +71,13 @@ def check_figures(graph: Graph, sequence: tuple[frozenset[int], ...]) -> None:
 
 
 @given(oracle.paper_graphs())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_families(graph):
     check_family(graph)
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_figures(data):
     graph = data.draw(oracle.paper_graphs())
     check_figures(graph, data.draw(sequences(graph)))
@@ -85,7 +85,7 @@ def test_figures(data):
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_families_and_figures_on_many(data):
     graph = data.draw(oracle.paper_graphs())
     check_family(graph)
@@ -93,7 +93,7 @@ def test_families_and_figures_on_many(data):
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_schedules_are_legal_on_any_graph(data):
     graph = data.draw(graphs(max_vertices=8))
     sequence = masks(data.draw(sequences(graph)))
@@ -103,7 +103,7 @@ def test_schedules_are_legal_on_any_graph(data):
 
 
 @given(oracle.paper_graphs(most=200))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_terms_of_all_steps(graph):
     found = tuple(lower_sets.all_lower_sets(graph))
     units = lower_sets.time_units(graph, 1 << 40)

@@ -107,14 +107,14 @@ MULTIPLIERS = st.sampled_from([0.0, 0.01, 0.1, 0.3, 1 / 3, 0.5, 1.0, 2.0, 10.0])
 
 
 @hypothesis.given(graphs(max_vertices=7), MULTIPLIERS)
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_minimum_cut_is_the_best_kept_set(graph: Graph, multiplier: float) -> None:
     check_minimum(graph, multiplier)
 
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=9), MULTIPLIERS)
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 def test_minimum_cut_is_the_best_kept_set_on_many_graphs(graph: Graph, multiplier: float) -> None:
     check_minimum(graph, multiplier)
 
@@ -125,14 +125,14 @@ def test_minimum_cut_charges_what_its_kept_set_demands(graph: Graph, multiplier:
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_breakpoints_are_all_corners_of_the_hull(graph: Graph) -> None:
     check_hull(graph)
 
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=9))
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 def test_breakpoints_are_all_corners_of_the_hull_on_many_graphs(graph: Graph) -> None:
     check_hull(graph)
 
@@ -143,14 +143,14 @@ def test_breakpoints_of_the_instances(graph: Graph) -> None:
 
 
 @hypothesis.given(graphs())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=40)
 def test_mixtures_are_consistent_and_between_their_neighbours(graph: Graph) -> None:
     check_mixtures(graph)
 
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=14))
-@hypothesis.settings(max_examples=600)
+@hypothesis.settings(max_examples=300)
 def test_mixtures_are_consistent_and_between_their_neighbours_on_many_graphs(graph: Graph) -> None:
     check_mixtures(graph)
 

@@ -52,33 +52,33 @@ def check_schedule(graph, counts):
 
 
 @given(oracle.with_counts())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_gradient_graph(drawn):
     check_gradient_graph(*drawn)
 
 
 @pytest.mark.slow
 @given(oracle.with_counts())
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_gradient_graph_on_many(drawn):
     check_gradient_graph(*drawn)
 
 
 @given(oracle.with_counts())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_schedule(drawn):
     check_schedule(*drawn)
 
 
 @pytest.mark.slow
 @given(oracle.with_counts())
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_schedule_on_many(drawn):
     check_schedule(*drawn)
 
 
 @given(oracle.with_counts())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_closed(drawn):
     graph, counts = drawn
     found = mirror.closed(graph, counts)

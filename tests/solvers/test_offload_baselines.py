@@ -201,40 +201,40 @@ def test_tflms_does_not_wait_for_memory():
     assert isinstance(vdnn(slow), OffloadAnswer)
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(hard_chains(most_stages=7))
 def test_vdnn_is_the_best_of_its_thresholds(chain):
     check_vdnn(chain)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(hard_chains(most_stages=6))
 def test_autoswap_is_legal(chain):
     check_autoswap(chain)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(hard_chains(most_stages=5))
 def test_tflms_is_the_best_of_its_choices(chain):
     check_tflms(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(hard_chains(most_stages=6))
 def test_vdnn_is_the_best_of_its_thresholds_often(chain):
     check_vdnn(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(hard_chains(most_stages=5))
 def test_autoswap_is_legal_often(chain):
     check_autoswap(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(hard_chains(most_stages=4))
 def test_tflms_is_the_best_of_its_choices_often(chain):
     check_tflms(chain)

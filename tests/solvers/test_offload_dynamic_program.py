@@ -182,7 +182,7 @@ def test_exact_is_the_best_of_all_subsets(chain):
     check_exact(chain)
 
 
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(hard_chains(most_stages=10))
 def test_what_is_left_out_of_the_table_is_not_missed(chain):
     exact = in_grains(chain)
@@ -224,7 +224,7 @@ def check_against_search(chain):
     assert rounded.makespan_seconds >= best[True] == best_of_all_subsets(chain, Transfers.INTEGRAL)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(
     st.one_of(chains(most_stages=4, bandwidths=(1,)), middles(most_stages=4).map(first))
 )
@@ -233,14 +233,14 @@ def test_no_ordered_schedule_is_shorter(chain):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(hard_chains(most_stages=7))
 def test_exact_is_the_best_of_all_subsets_often(chain):
     check_exact(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(hard_chains(most_stages=6))
 def test_slots_give_legal_schedules_often(chain):
     check_slots(chain, SLOTS)
@@ -248,7 +248,7 @@ def test_slots_give_legal_schedules_often(chain):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(
     st.one_of(chains(most_stages=3, bandwidths=(1,)), middles(most_stages=3).map(first))
 )

@@ -179,7 +179,7 @@ def test_sending_more_is_never_faster():
         previous = result.makespan_seconds
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(hard_chains(most_stages=6))
 def test_fractional_is_optimal(chain):
     check_fractional(chain)
@@ -199,14 +199,14 @@ def test_below_the_least_memory_there_is_no_schedule(chain):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(hard_chains(most_stages=5))
 def test_fractional_is_optimal_often(chain):
     check_fractional(chain)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(hard_chains(most_stages=8))
 def test_greedy_is_legal_and_rounds_up_often(chain):
     check_greedy(chain)

@@ -80,7 +80,7 @@ def check_least_bound(graph: Graph, kept: tuple[int, ...]) -> None:
 
 
 @hypothesis.given(planned(max_vertices=7, pinned=True))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_least_bound_is_that_of_the_best_of_all_chains(
     drawn: tuple[Graph, tuple[int, ...]],
 ) -> None:
@@ -89,7 +89,7 @@ def test_least_bound_is_that_of_the_best_of_all_chains(
 
 @pytest.mark.slow
 @hypothesis.given(planned(max_vertices=10, pinned=True))
-@hypothesis.settings(max_examples=500)
+@hypothesis.settings(max_examples=300)
 def test_least_bound_is_that_of_the_best_of_all_chains_on_many_graphs(
     drawn: tuple[Graph, tuple[int, ...]],
 ) -> None:
@@ -97,7 +97,7 @@ def test_least_bound_is_that_of_the_best_of_all_chains_on_many_graphs(
 
 
 @hypothesis.given(planned(max_vertices=7))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_chains_have_the_largest_free_region_within_their_bound(
     drawn: tuple[Graph, tuple[int, ...]],
 ) -> None:
@@ -136,7 +136,7 @@ def test_bounds_solved_together_are_those_solved_alone(
 
 
 @hypothesis.given(graphs(pinned=False), st.data())
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=12)
 def test_kept_sets_solved_together_are_those_solved_alone(
     graph: Graph, data: st.DataObject
 ) -> None:

@@ -231,20 +231,20 @@ SHARES = st.sampled_from([0.0, 0.0, 0.25, 0.5])
 
 
 @given(graphs(max_vertices=5), SHARES)
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_optimal(graph, share):
     check_optimal(graph, share)
 
 
 @pytest.mark.slow
 @given(graphs(max_vertices=5), SHARES)
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_optimal_on_many(graph, share):
     check_optimal(graph, share)
 
 
 @given(graphs(max_vertices=5))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_infeasible_below_the_least_peak(graph):
     least = staged_program.least_peak(graph).peak_bytes
     assert staged_program.least_overhead(graph, least - 1) == Infeasible(
@@ -265,7 +265,7 @@ def check_bound(graph: Graph, schedule: Schedule) -> None:
 
 
 @given(nested_graphs(max_vertices=7))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_bound_on_executable_schedules(drawn):
     check_bound(*drawn)
 
@@ -357,7 +357,7 @@ def test_what_the_stages_leave_out(graph):
 
 
 @given(graphs(max_vertices=4), SHARES)
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_any_order_within_a_stage_is_at_least_as_good(graph, share):
     staged = Search(graph, graph.seconds)
     free = Search(graph, graph.seconds, any_order=True)

@@ -78,7 +78,7 @@ PLANS = st.tuples(
 
 
 @given(PLANS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_plan(drawn):
     graph, budget, splits = drawn
     check_plan(graph, budget, {split for split in splits if split < len(graph)})
@@ -86,7 +86,7 @@ def test_plan(drawn):
 
 @pytest.mark.slow
 @given(PLANS)
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_plan_on_many(drawn):
     graph, budget, splits = drawn
     check_plan(graph, budget, {split for split in splits if split < len(graph)})
@@ -108,14 +108,14 @@ def test_a_stage_ends_only_when_it_exceeds_the_budget():
 
 
 @given(oracle.nothing_internal())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_candidates(graph):
     assert sublinear.candidates(graph) == oracle.splitting(graph)
 
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=14))
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_candidates_on_many(graph):
     assert sublinear.candidates(graph) == oracle.splitting(graph)
 
@@ -161,14 +161,14 @@ def check_least_memory(graph, variant):
 
 
 @given(oracle.nothing_internal(), st.sampled_from(Variant))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_least_memory(graph, variant):
     check_least_memory(graph, variant)
 
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(), st.sampled_from(Variant))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_least_memory_on_many(graph, variant):
     check_least_memory(graph, variant)
 
@@ -181,14 +181,14 @@ def check_bound(graph):
 
 
 @given(oracle.nothing_internal(max_vertices=6))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_bound(graph):
     check_bound(graph)
 
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=6))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_bound_on_many(graph):
     check_bound(graph)
 
@@ -229,7 +229,7 @@ def test_segment_count_minimises_eq_1(count):
 
 
 @given(oracle.chains(), st.integers(1, 10))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_segments(graph, count):
     check_memory(graph, sublinear.segments(graph))
     if count <= len(graph):
@@ -244,7 +244,7 @@ def test_segments(graph, count):
 
 @pytest.mark.slow
 @given(oracle.chains(max_vertices=14))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_segments_on_many(graph):
     check_memory(graph, sublinear.segments(graph))
 
@@ -314,14 +314,14 @@ def check_drop_cheap(graph, limit):
 
 
 @given(oracle.nothing_internal(), st.integers(0, 4))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_drop_cheap(graph, limit):
     check_drop_cheap(graph, limit)
 
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(), st.integers(0, 4))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_drop_cheap_on_many(graph, limit):
     check_drop_cheap(graph, limit)
 
@@ -401,14 +401,14 @@ def check_recursion(graph, kept):
 
 
 @given(oracle.nothing_internal(), st.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_recursion(graph, kept):
     check_recursion(graph, kept)
 
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=14), st.integers(1, 4))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_recursion_on_many(graph, kept):
     check_recursion(graph, kept)
 
@@ -464,14 +464,14 @@ def check_within(graph):
 
 
 @given(oracle.nothing_internal())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_within(graph):
     check_within(graph)
 
 
 @pytest.mark.slow
 @given(oracle.nothing_internal(max_vertices=7))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_within_on_many(graph):
     check_within(graph)
 

@@ -152,6 +152,21 @@ def test_a_derivative_that_reads_the_output_reads_the_kept_one() -> None:
     assert text.count("= dot_general") == plain.count("= dot_general")
 
 
+def test_what_is_kept_without_a_derivative_is_not_run_again() -> None:
+    # Nothing takes a derivative along x: its name must not hide in a rule that is never called.
+    def loss(w, x):
+        return jnp.sum(jnp.sin(jnp.tanh(x) * w))
+
+    stages = (Stage(roots=(0, 1, 2, 3), kept=(0,), checkpointed=True),)
+    _, call, _ = rewritten(stages, loss, X, X)
+    text = str(internals.make_jaxpr(jax.grad(call), X, X)[0])
+    assert len(re.findall(r"= tanh", text)) == 1
+    # Where it has one, its derivative reads what is kept, as before.
+    _, call, _ = rewritten(stages, loss, X, X, argnums=(0, 1))
+    text = str(internals.make_jaxpr(jax.grad(call, argnums=(0, 1)), X, X)[0])
+    assert len(re.findall(r"= tanh", text)) == 1
+
+
 @pytest.mark.parametrize(
     "select", [lambda y: jnp.max(y, 1), lambda y: jnp.min(y, 1), lambda y: jnp.maximum(y, 0.0)]
 )
@@ -376,6 +391,37 @@ def test_for_nvidia_gradients_of_products_are_not_put_off(
             jax.tree.leaves(jax.grad(layers, argnums=(0, 1))(*args)),
             strict=True,
         ):
+            assert jnp.allclose(found, right, rtol=1e-6)
+
+
+def loop_and_head(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+    """Equations: 0 scan, 1 product, 2 tanh, 3 sum."""
+    layers, head = weights
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+    return jnp.sum(jnp.tanh(x @ head))
+
+
+@pytest.mark.parametrize("regions", [((0, 1, 2, 3),), ((0,), (1, 2, 3))])
+def test_for_tpu_gradients_come_before_the_loop_that_runs_backward(
+    regions: tuple[tuple[int, ...], ...],
+) -> None:
+    args = (jnp.ones((3, 8, 8)), jnp.ones((8, 5))), jnp.ones((4, 8))
+    stages = [Stage(roots=roots, kept=(), checkpointed=False) for roots in regions]
+    for platform in ("tpu", "cpu"):
+        _, call, _ = rewritten(stages, loop_and_head, *args, platform=platform, argnums=(0, 1))
+        gradient = jax.grad(call)
+        equations = jax.make_jaxpr(gradient)(*args).eqns
+        (backward,) = (
+            n for n, e in enumerate(equations) if e.primitive.name == "scan" and e.params["reverse"]
+        )
+        tied = [
+            {variable.aval.shape for variable in equation.invars}
+            for equation in equations[:backward]
+            if equation.primitive.name == "optimization_barrier"
+        ]
+        # The head's gradient and the cotangent that goes into the loop.
+        assert ({(8, 5), (4, 8)} in tied) == (platform == "tpu"), platform
+        for found, right in zip(gradient(*args), jax.grad(loop_and_head)(*args), strict=True):
             assert jnp.allclose(found, right, rtol=1e-6)
 
 

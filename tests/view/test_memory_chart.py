@@ -63,6 +63,25 @@ def test_lines_and_levels_are_told():
     assert "as compiled: at most 4.00 MiB" in titles
 
 
+def test_the_name_of_a_level_stands_at_its_own_line():
+    """Narrow, where the name of the peak is in the way; the higher of two is named above it."""
+    levels = (Level(label="budget for all of it", amount=33 * MIB // 10),)
+    levels = (*levels, Level(label="temporaries", amount=31 * MIB // 10))
+    for ordered in (levels, levels[::-1]):
+        markup = chart(levels=ordered).svg(360, 200)
+        heights = {one.text: float(one.get("y")) for one in local(markup, "text")}
+        budget, temporaries = (
+            heights["budget for all of it 3.30 MiB"],
+            heights["temporaries 3.10 MiB"],
+        )
+        drawn = [
+            float(one.get("y1"))
+            for one in local(markup, "line")
+            if one.get("stroke-dasharray") == "6 4"
+        ]
+        assert budget < min(drawn) < max(drawn) < temporaries
+
+
 def test_two_charts_share_a_scale():
     low, high = (chart(top=top).text(12).split("\n")[1] for top in (3 * MIB, 12 * MIB))
     assert max(low) == "█"

@@ -153,7 +153,7 @@ def test_colours_of_the_page_are_those_of_the_pictures():
 def test_what_a_step_has_all_the_time_is_in_picture_legend_and_data():
     read = Read(plan_page.html(plan(decisions=[decision()], resident=RESIDENT, as_compiled=[MIB])))
     words = " ".join(read.words)
-    assert "3.50 MiB there all the time, up to 3.00 MiB of temporaries above" in words
+    assert "3.50 MiB held throughout, up to 3.00 MiB of temporaries above" in words
     assert "optimizer state" in words
     data = json.loads(read.data)
     assert [label for _, label in data["kinds"]][:3] == ["parameters", "optimizer state", "inputs"]

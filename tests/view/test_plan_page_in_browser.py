@@ -119,7 +119,7 @@ def test_the_table_filters(opened):
     chips = shown.locator("[data-row] .ro-chip").all_inner_texts()
     assert set(chips) == {"recomputed"}
     shown.get_by_label("Filter values").fill("nothing of the kind")
-    assert shown.get_by_text("No value is called so.").is_visible()
+    assert shown.get_by_text("No value matches.").is_visible()
 
 
 def test_a_value_says_why(opened):

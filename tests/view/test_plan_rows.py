@@ -77,7 +77,7 @@ def test_values_inside_loops_come_after_their_loop():
     )
     assert carry["seconds_per_mib"] is None
     assert carry["why"] == (
-        "The next iteration starts from it. Fewer are kept where several iterations share a "
+        "The next iteration starts from it. Fewer are kept if several iterations share a "
         "checkpoint."
     )
     assert (again["bytes"], again["fate"], again["region"]) == (2 * MIB, "recomputed", 0)

@@ -195,6 +195,32 @@ def test_loops_say_what_their_iterations_keep() -> None:
     )
 
 
+def test_parts_in_a_row_of_which_the_same_is_said_are_told_as_one() -> None:
+    """The last iteration, under no checkpoint, keeps what the others do."""
+    part = {"inside": [], "kept": [3], "kept_bytes": 2**20, "loops": []}
+    other = {**part, "length": 2, "kept": [3, 4]}
+    parts = [{**part, "length": 5}, {**part, "length": 1}, other, {**part, "length": 1}]
+    chunks = [
+        {**part, "length": 12, "inside": parts[:2]},
+        {**part, "length": 6, "inside": parts[:2]},
+    ]
+    assert plan_words.loop_words({"root": 0, "parts": [*parts, *chunks]}) == (
+        "scan of 27: 6 that keep 1.00 MiB in 1 value each, then 2 that keep 1.00 MiB in 2 values "
+        "each, then 1 that keeps 1.00 MiB in 1 value, then 18 in chunks of 6 (6 that keep 1.00 MiB "
+        "in 1 value each)"
+    )
+
+
+def test_a_share_is_one_of_what_the_step_compiles_to() -> None:
+    given = plan(budget_bytes=3 * MIB)
+    given["objective"] = {**given["objective"], "budget_share": 0.5, "fit": False}
+    given["predicted"] = {**given["predicted"], "plain_temporary_bytes": 6 * MIB}
+    assert plan_words.asked(given).endswith("3.00 MiB, 50.0 % of the unchanged function's")
+    given["predicted"]["plain_temporary_bytes"] = 5 * MIB
+    said = "50.0 % of the 6.00 MiB that the unchanged function compiles to"
+    assert plan_words.asked(given).endswith(said)
+
+
 def test_choices_say_what_their_branches_keep() -> None:
     stage = {"roots": [0], "kept": [], "checkpointed": True, "inside": []}
     kept = {"stages": [stage, stage], "kept_bytes": 2**20, "loops": []}

@@ -1,5 +1,7 @@
 """Pictures on matplotlib's axes; what is drawn, not how it looks."""
 
+import dataclasses
+import itertools
 import sys
 
 import pytest
@@ -42,8 +44,23 @@ def test_memory_against_overhead(ax):
     assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([0, 25], [3, 2])
     assert ours.get_linestyle() == "-"
     assert list(level.get_ydata()) == [5, 5]
-    assert [text.get_text() for text in ax.texts] == ["dots", "room 5.00 MiB"]
+    assert [text.get_text() for text in ax.texts] == ["room 5.00 MiB", "dots"]
     assert ax.get_ylabel() == "temporaries, MiB"
+
+
+def test_no_name_lies_on_another(ax):
+    names = ["dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable", "plain"]
+    crowd = [Point(x=1 + n / 100, y=4 * MIB + 1000 * n, label=name) for n, name in enumerate(names)]
+    crowd.append(Point(x=0, y=5 * MIB, label="on the line"))
+    plots.scatter(dataclasses.replace(PICTURE, series=(Series(label="all", points=crowd),)), ax)
+    texts = [text for text in ax.texts if text.get_text()]
+    assert {text.get_text() for text in texts} == {*names, "on the line", "room 5.00 MiB"}
+    boxes = [text.get_window_extent() for text in texts]
+    assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+    room = ax.get_window_extent()
+    assert all(room.x0 <= box.x0 and box.x1 <= room.x1 for box in boxes)
+    limit = ax.transData.transform((0, 5))[1]
+    assert not [box for box in boxes if box.y0 < limit < box.y1]
 
 
 def test_memory_over_time(ax):

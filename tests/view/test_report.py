@@ -32,6 +32,24 @@ def local(element: ET.Element, name: str) -> list[ET.Element]:
     return [found for found in element.iter() if found.tag.rpartition("}")[2] == name]
 
 
+def test_sentences_are_broken_where_words_are_cut() -> None:
+    table = Table(
+        headings=("name", "what can be done"),
+        rows=(("a_very_long_name_of_a_module", "one two three four five six"), ("b", "seven")),
+        align="ll",
+        prose=True,
+    )
+    assert table.text(60).splitlines()[2:] == [
+        "a_very_long_name_of_a_module  one two three four five six",
+        "b                             seven",
+    ]
+    assert table.text(50).splitlines()[2:] == [
+        "a_very_lon...of_a_module  one two three four five",
+        "                          six",
+        "b                         seven",
+    ]
+
+
 def test_table_as_text():
     assert table().text() == (
         "Two values\n"

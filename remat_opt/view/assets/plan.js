@@ -242,7 +242,7 @@
       if (last < rows.length) parts.push(space(rows.length - last));
       if (!rows.length) {
         parts.push(make("tr", "", {}, make("td", "ro-sub", { colspan: 3 },
-          "No value is called so.")));
+          "No value matches.")));
       }
       body.replaceChildren(...parts);
     }
