@@ -1,19 +1,18 @@
-"""MaxText's decoder with plans in the place of its remat policy.
+"""MaxText's decoder with plans instead of its remat policy.
 
-    python -m benchmarks.clients --device v5e --rows benchmarks/results/clients.jsonl
+    python -m benchmarks.clients --device h200 --rows benchmarks/results/clients_h200.jsonl
 
-MaxText is no dependency: without it there is an error that says so. It needs Python 3.12, and what
-``maxtext`` 0.2.5 imports but does not ask for (see ``benchmarks/README.md``).
+MaxText is not a dependency: without it, an error says so. It needs Python 3.12, and what ``maxtext``
+0.2.5 imports without asking for it (``benchmarks/README.md``).
 
 Its own loss (``maxtext.trainers.pre_train.train.loss_fn``) of a small Llama-style decoder, with its
-layers in one ``lax.scan`` and in a row, is compiled in a step of Adam with parameters and state
-donated: with each of MaxText's remat policies, without any, and with plans that have what each
-policy takes for their budget. MaxText puts a ``jax.checkpoint`` round each layer whatever its
-policy, so
-plans are made with ``existing="replace"``.
+layers in one ``lax.scan`` and in a row, is compiled in an Adam step with parameters and state
+donated: with each of MaxText's remat policies, with a policy that saves everything, and with plans
+whose budget is what each policy takes. MaxText puts a ``jax.checkpoint`` around each layer whatever
+its policy, so plans are made with ``existing="replace"``.
 
-``--equal`` runs one step instead, on the CPU that is there: loss and gradients with the decorator
-where a user would put it, beside those without.
+``--equal`` runs one step instead, on the CPU: loss and gradients with the decorator where a user
+would put it, beside those without.
 
 Recomputation is a share of a forward pass's FLOPs, counted in both.
 """
@@ -227,7 +226,7 @@ def _rows(
             device=options.device,
             verify="compile" if options.verify else False,
         )
-        written = remat_opt.apply_plan(plan, loss, existing="replace")
+        written = remat_opt.optimal_remat(loss, plan=plan, existing="replace")
         return written, {"predicted_bytes": plan.predicted.temporary_bytes}
 
     yield row(PLAIN, lambda: (plain, {}))
