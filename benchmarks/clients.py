@@ -2,8 +2,8 @@
 
     python -m benchmarks.clients --device h200 --rows benchmarks/results/clients_h200.jsonl
 
-MaxText is not a dependency: without it, an error says so. It needs Python 3.12, and what ``maxtext``
-0.2.5 imports without asking for it (``benchmarks/README.md``).
+MaxText is not a dependency: without it, an error says so. It needs Python 3.12, and what
+``maxtext`` 0.2.5 imports without asking for it (``benchmarks/README.md``).
 
 Its own loss (``maxtext.trainers.pre_train.train.loss_fn``) of a small Llama-style decoder, with its
 layers in one ``lax.scan`` and in a row, is compiled in an Adam step with parameters and state
