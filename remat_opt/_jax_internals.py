@@ -318,6 +318,10 @@ def jvp_of_varying(
     return tuple(jax.jvp(of_varying, [primals[number] for number in varying], directions)[1])
 
 
+#: Whether the results of a scan can be tied. JAX before 0.11 takes the cotangents of what a scan
+#: stacks for those of one iteration, under a checkpoint, where some are tied to others.
+TIES_SCANS = jax.__version_info__ >= (0, 11)
+
 #: The identity, in place of a barrier on tangents. What it is the transpose of is a barrier on
 #: the cotangents. JAX's own barrier cannot be transposed where one of several tangents is no
 #: linear function of what varies, as the zeros of a custom derivative rule are none.

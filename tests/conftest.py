@@ -18,6 +18,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
+# Tables are as wide as the terminal.
+os.environ["COLUMNS"] = "120"
+
 import hypothesis
 
 # Derandomised, so that a run is decided by the code alone. To hunt for new examples:

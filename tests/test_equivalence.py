@@ -673,7 +673,7 @@ SHARDED = """
                 return ours(weights, x)
 
             same(mapped(summed)(whole, sharded), mapped(noted)(whole, sharded))
-            assert all("speak to other devices: psum" in note for note in plans[0].notes)
+            assert all("communicate with other devices: psum" in note for note in plans[0].notes)
             assert any(stage.checkpointed for stage in plans[0].stages)
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from remat_opt import _jax_internals as internals
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
 from remat_opt.transform.barriers import stored
@@ -89,7 +90,9 @@ def weights_in_turn(
 
 
 def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:
-    """The loops of a step."""
+    """The loops of a step whose results can be tied."""
+    if not internals.TIES_SCANS:
+        return
     for index in step.equations:
         if rewriting.program.equations[index].operation.primitive == "scan":
             yield index

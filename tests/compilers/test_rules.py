@@ -368,7 +368,18 @@ def test_switching_a_rule_off_changes_figures(rule: str, device: str) -> None:
     assert figures(program, device, [rule]) != figures(program, device)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if RULES[rule].kind == "rewrite"])
+#: Rewrites that JAX before 0.11 does not take.
+NEW = frozenset({"loops_in_turn"})
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rule
+        for rule in RULES
+        if RULES[rule].kind == "rewrite" and (rule not in NEW or jax.__version_info__ >= (0, 11))
+    ],
+)
 def test_switching_a_rule_off_changes_what_is_written(rule: str) -> None:
     program, device = traced(rule), PROGRAMS[rule][0]
     assert gradient(program, device) == gradient(program, device)

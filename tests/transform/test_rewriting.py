@@ -401,6 +401,7 @@ def loop_and_head(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Arr
     return jnp.sum(jnp.tanh(x @ head))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 fails on such barriers")
 @pytest.mark.parametrize("regions", [((0, 1, 2, 3),), ((0,), (1, 2, 3))])
 def test_for_tpu_gradients_come_before_the_loop_that_runs_backward(
     regions: tuple[tuple[int, ...], ...],
