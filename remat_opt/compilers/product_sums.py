@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from remat_opt.compilers.compiler import Rules
 from remat_opt.operation import PRODUCTS
@@ -15,6 +15,15 @@ _SHAPED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 _SUMS = frozenset({"add", "add_any", "sub"})
 
 
+def shaped(program: Program, values: Iterable[int]) -> set[int]:
+    """The values, and all that are nothing but these in another type or shape, or literals."""
+    found = set(values)
+    for equation in program.equations:
+        if equation.operation.primitive in _SHAPED and found.issuperset(equation.value_inputs):
+            found.update(equation.outputs)
+    return found
+
+
 def biases(program: Program) -> dict[int, int]:
     """For equations that make products the smaller argument that is added to each."""
     made = {
@@ -22,17 +31,17 @@ def biases(program: Program) -> dict[int, int]:
         for index, equation in enumerate(program.equations)
         if equation.operation.primitive in PRODUCTS
     }
-    shaped = {value: value for value in program.arguments}
+    argument_of = {value: value for value in program.arguments}
     found: dict[int, int] = {}
     for equation in program.equations:
         primitive, read = equation.operation.primitive, equation.value_inputs
-        if primitive in _SHAPED and len(read) == 1 and read[0] in shaped:
-            shaped[equation.outputs[0]] = shaped[read[0]]
+        if primitive in _SHAPED and len(read) == 1 and read[0] in argument_of:
+            argument_of[equation.outputs[0]] = argument_of[read[0]]
         elif primitive in _PARTS and len(read) == 1 and read[0] in made:
             made.update(dict.fromkeys(equation.outputs, made[read[0]]))
         elif primitive == "add":
             of = [made[value] for value in read if value in made]
-            added = [shaped[value] for value in read if value in shaped]
+            added = [argument_of[value] for value in read if value in argument_of]
             size = program.types[equation.outputs[0]].size
             if len(of) == len(added) == 1 and program.types[added[0]].size < size:
                 found.setdefault(of[0], added[0])
@@ -58,18 +67,16 @@ def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int
         for index, equation in enumerate(program.equations)
         if equation.operation.primitive in PRODUCTS
     }
-    biases = set(program.arguments)
+    biases = shaped(program, program.arguments)
     sums: dict[int, tuple[int, int]] = {}
     # Products of which something else is read.
     others: set[int] = set()
     for index, equation in enumerate(program.equations):
         primitive, read = equation.operation.primitive, equation.value_inputs
         of = [made[value] for value in read if value in made]
-        if primitive in _SHAPED and biases.issuperset(read):
-            biases.update(equation.outputs)
-        elif not of:
+        if not of:
             continue
-        elif primitive in _SUMS and len(read) == 2 and len(set(of)) == 2:
+        if primitive in _SUMS and len(read) == 2 and len(set(of)) == 2:
             sums[index] = of[0], of[1]
         elif (primitive in _PARTS and len(of) == 1) or (
             primitive in _SUMS and len(of) == 1 and biases.issuperset(set(read) - made.keys())

@@ -11,8 +11,9 @@ logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
+from remat_opt.compilers import product_sums
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Held
 from remat_opt.operation import PRODUCTS, Operation
@@ -20,8 +21,6 @@ from remat_opt.program.record import Program
 
 #: What the kernel of a product does to its result as well.
 _BY_THE_PRODUCT = frozenset({"add", "sub", "mul", "div", "reshape"})
-#: Equations that give an argument another type or shape.
-_FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 
 
 def held(program: Program, differentiated: Iterable[int], compiler: Compiler) -> Iterator[Held]:
@@ -35,39 +34,33 @@ def held(program: Program, differentiated: Iterable[int], compiler: Compiler) ->
     if not compiler.has("row_scatters"):
         return
     maker = program.makers()
+    given = product_sums.shaped(program, (*program.arguments, *program.constants))
     for index in differentiated:
         equation = program.equations[index]
         operand = equation.inputs[0] if is_row_gather(equation.operation) else None
         if not isinstance(operand, int):
             continue
-        if _is_written_by_product(program, maker, operand):
+        if _is_written_by_product(program, maker, given, operand):
             size = compiler.buffer_bytes(program.types[operand])
             left = 0 if compiler.has("rows_picked") else size
             yield Held(vertices=(), bytes=left, checkpointed_bytes=left, unchanged_bytes=size)
 
 
-def _is_written_by_product(program: Program, maker: Mapping[int, int], value: int) -> bool:
-    """Whether a product writes a value: with a bias or a scale at most."""
+def _is_written_by_product(
+    program: Program, maker: Mapping[int, int], given: Set[int], value: int
+) -> bool:
+    """Whether a product writes a value: with a bias or a scale at most, which are ``given``."""
     while value in maker:
         equation = program.equations[maker[value]]
         if equation.operation.primitive in PRODUCTS:
             return True
         if equation.operation.primitive not in _BY_THE_PRODUCT:
             return False
-        read = [one for one in equation.value_inputs if not _is_of_argument(program, maker, one)]
+        read = [one for one in equation.value_inputs if one not in given]
         if len(read) != 1:
             return False
         (value,) = read
     return False
-
-
-def _is_of_argument(program: Program, maker: Mapping[int, int], value: int) -> bool:
-    while value in maker:
-        equation = program.equations[maker[value]]
-        if equation.operation.primitive not in _FORMS:
-            return False
-        value = equation.value_inputs[0]
-    return True
 
 
 def is_row_gather(operation: Operation) -> bool:

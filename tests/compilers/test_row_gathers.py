@@ -66,10 +66,15 @@ def test_a_bias_is_added_by_the_product() -> None:
         picked = jnp.take_along_axis(logits, ROWS[:, None], axis=-1)
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1)) - jnp.mean(picked)
 
+    def filled(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        logits = x @ weights[0] + jnp.full(weights[1].shape, 0.5)
+        picked = jnp.take_along_axis(logits, ROWS[:, None], axis=-1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1)) - jnp.mean(picked)
+
     def moved(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
         logits = x @ weights[0] + jnp.sin(x @ weights[0]) * weights[1]
         return jnp.mean(jnp.take_along_axis(logits, ROWS[:, None], axis=-1))
 
-    for loss, unchanged in ((biased, size), (moved, 0)):
+    for loss, unchanged in ((biased, size), (filled, size), (moved, 0)):
         _, found, _ = graph_of(loss, (W, W[0]), X)
         assert held_bytes(found, None, Held) == unchanged
