@@ -19,7 +19,7 @@ from remat_opt.export.equations import Turn
 from remat_opt.program import blocks
 from remat_opt.program.record import Equation, Program
 from remat_opt.transform.steps import Rewriting, Step
-from remat_opt.transform.turns import multiplied_again, tied_inputs, with_biases, with_followers
+from remat_opt.transform.turns import ties
 
 #: A piece has at least so many equations.
 _LEAST = 3
@@ -72,9 +72,7 @@ class Piece:
 def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
     """How each equation of a step is to be written, as ``rewriting._runner`` has it."""
     program, ways = rewriting.program, rewriting.ways
-    before, behind = multiplied_again(rewriting, step)
-    behind = with_followers(rewriting, step, with_biases(rewriting, step, behind))
-    tied = tied_inputs(rewriting, step)
+    waits = ties(rewriting, step)
     known = set(step.inputs)
     found = {}
     for index in step.equations:
@@ -85,11 +83,11 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
             waited = tuple(sorted(read)) if read <= known else None
         found[index] = Turn(
             named=index in step.named,
-            before=before.get(index, frozenset()),
-            behind=behind.get(index, frozenset()),
-            tied=tied.get(index, ()),
+            before=waits.before.get(index, frozenset()),
+            behind=waits.behind.get(index, frozenset()),
+            tied=waits.inputs.get(index, ()),
             waited=waited,
-            weight=ways.weight_place.get(index) if index in tied else None,
+            weight=ways.weight_place.get(index) if index in waits.inputs else None,
         )
         known.update(program.equations[index].outputs)
     return found

@@ -34,7 +34,7 @@ from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.schedule import Choice, Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import weights_in_turn
+from remat_opt.transform.turns import renewed
 from remat_opt.units import format_bytes
 
 
@@ -453,7 +453,6 @@ class _Chain:
 
     def _calls(self, steps: Sequence[Step], around: tuple[int, ...], label: str) -> list[Item]:
         """The calls that run steps, as ``rewriting._run`` runs them."""
-        summed, arguments = self.rewriting.summed, set(self.program.arguments)
         last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
         items: list[Item] = []
         for number, step in enumerate(steps):
@@ -468,15 +467,8 @@ class _Chain:
 
             if self.rewriting.ways.stored and step.checkpointed:
                 items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
-            shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-            weights = weights_in_turn(self.rewriting, step, number, last_reader)
-            items_of = [[v] for v in shared if v not in arguments]
-            if weights:
-                handed_on = [
-                    v for v in step.outputs if v in summed and last_reader.get(v, 0) > number
-                ]
-                items_of.append([*weights, *handed_on])
-            items += [behind(values) for values in items_of]
+            groups = renewed(self.rewriting, step, number, last_reader)
+            items += [behind(values) for values in groups]
         return items
 
     def _step(self, step: Step, place: tuple[int, ...], label: str) -> list[Item]:

@@ -37,14 +37,7 @@ from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import (
-    multiplied_again,
-    tied_inputs,
-    weights_in_turn,
-    with_biases,
-    with_followers,
-    with_partner,
-)
+from remat_opt.transform.turns import renewed, ties, with_partner
 
 
 def rewrite(
@@ -220,8 +213,7 @@ def _run(
       environment: the values known before.
       around: the number of the region that the steps are inside of.
     """
-    program, summed = rewriting.program, rewriting.summed
-    arguments = set(program.arguments)
+    program = rewriting.program
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
         given = [environment[value] for value in step.inputs]
@@ -234,13 +226,7 @@ def _run(
             for value in step.outputs:
                 if last_reader.get(value, 0) > number:
                     (environment[value],) = behind_barrier(environment[value])
-        shared = [v for v in step.inputs if v in summed and last_reader[v] > number]
-        weights = weights_in_turn(rewriting, step, number, last_reader)
-        together = [[v] for v in shared if v not in arguments]
-        if weights:
-            handed_on = [v for v in step.outputs if v in summed and last_reader.get(v, 0) > number]
-            together.append([*weights, *handed_on])
-        for values in together:
+        for values in renewed(rewriting, step, number, last_reader):
             behind = behind_barrier(*(environment[value] for value in values))
             environment.update(zip(values, behind, strict=True))
 
@@ -306,9 +292,8 @@ def _runner(
 ) -> Callable[..., list[Any]]:
     """A step as a function of its inputs."""
     program = rewriting.program
-    before, behind = multiplied_again(rewriting, step)
-    behind = with_followers(rewriting, step, with_biases(rewriting, step, behind))
-    tied = tied_inputs(rewriting, step)
+    found = ties(rewriting, step)
+    before, behind, tied = found.before, found.behind, found.inputs
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,32 @@ from remat_opt.transform.barriers import stored
 from remat_opt.transform.steps import Rewriting, Step
 
 
-def tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ties:
+    """What waits for what in a step, by equation.
+
+    Attributes:
+      before: arguments that pass a barrier together with the equation's inputs.
+      behind: values whose cotangents go on together with those of the equation's outputs.
+      inputs: places of inputs of which no cotangent goes on before all are computed.
+    """
+
+    before: Mapping[int, frozenset[int]]
+    behind: Mapping[int, frozenset[int]]
+    inputs: Mapping[int, tuple[int, ...]]
+
+
+def ties(rewriting: Rewriting, step: Step) -> Ties:
+    """Finds what waits for what in a step."""
+    before, behind = _multiplied_again(rewriting, step)
+    return Ties(
+        before=before,
+        behind=_with_followers(rewriting, step, _with_biases(rewriting, step, behind)),
+        inputs=_tied_inputs(rewriting, step),
+    )
+
+
+def _tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]:
     """For each product whose gradients must not be put off the places of what they are for."""
     if not rewriting.ways.ordered:
         return {}
@@ -26,7 +52,7 @@ def tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def with_biases(
+def _with_biases(
     rewriting: Rewriting, step: Step, behind: Mapping[int, frozenset[int]]
 ) -> dict[int, frozenset[int]]:
     """What to tie to products' outputs, with those biases whose gradients must not be put off.
@@ -44,7 +70,7 @@ def with_biases(
     return found
 
 
-def with_followers(
+def _with_followers(
     rewriting: Rewriting, step: Step, behind: Mapping[int, frozenset[int]]
 ) -> dict[int, frozenset[int]]:
     """What to tie to equations' outputs, with what is read behind a loop.
@@ -53,25 +79,25 @@ def with_followers(
     head's weights when the loop is done, and hold all that it reads till then.
     """
     found = dict(behind)
-    if rewriting.ways.before_loops:
-        for index in _loops(rewriting, step):
-            later = [rewriting.program.equations[i] for i in step.equations if i > index]
-            read = {value for equation in later for value in equation.value_inputs}
-            made = {value for equation in later for value in equation.outputs}
-            own = rewriting.program.equations[index].outputs
-            tied = rewriting.summed.intersection(read).difference(made, own)
-            if tied and not rewriting.summed.isdisjoint(own):
-                found[index] = found.get(index, frozenset()) | tied
+    for index in _loops(rewriting, step):
+        later = [rewriting.program.equations[i] for i in step.equations if i > index]
+        read = {value for equation in later for value in equation.value_inputs}
+        made = {value for equation in later for value in equation.outputs}
+        own = rewriting.program.equations[index].outputs
+        tied = rewriting.summed.intersection(read).difference(made, own)
+        if tied and not rewriting.summed.isdisjoint(own):
+            found[index] = found.get(index, frozenset()) | tied
     return found
 
 
-def weights_in_turn(
+def renewed(
     rewriting: Rewriting, step: Step, number: int, last_reader: Mapping[int, int]
-) -> list[int]:
-    """The arguments whose gradients from later steps are to be there before the step's own turn.
+) -> list[list[int]]:
+    """What passes a barrier behind a step, group by group, before later steps read it.
 
-    They are those it reads as well, so that parts are added as they come; and all that later steps
-    read if it has a loop.
+    It is what the step reads and they read too, if it has a cotangent. Arguments pass together with
+    what the step hands on: their gradients from later steps are there before the step's own turn.
+    If the step has a loop, so do all arguments that later steps read.
 
     Args:
       rewriting: what holds for all steps.
@@ -79,19 +105,22 @@ def weights_in_turn(
       number: which one it is.
       last_reader: by value the number of the last step that reads it.
     """
-    all_of_them = rewriting.ways.before_loops and bool([*_loops(rewriting, step)])
-    return [
-        value
-        for value in rewriting.program.arguments
-        if value in rewriting.summed
-        and last_reader.get(value, 0) > number
-        and (all_of_them or value in step.inputs)
-    ]
+
+    def is_read_later(value: int) -> bool:
+        return value in rewriting.summed and last_reader.get(value, 0) > number
+
+    arguments = set(rewriting.program.arguments)
+    groups = [[value] for value in step.inputs if value not in arguments and is_read_later(value)]
+    own = arguments if list(_loops(rewriting, step)) else arguments.intersection(step.inputs)
+    weights = [v for v in rewriting.program.arguments if v in own and is_read_later(v)]
+    if weights:
+        groups.append([*weights, *filter(is_read_later, step.outputs)])
+    return groups
 
 
 def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:
-    """The loops of a step whose results can be tied."""
-    if not internals.TIES_SCANS:
+    """The loops of a step before which gradients must be there, if that can be written."""
+    if not (rewriting.ways.before_loops and internals.TIES_SCANS):
         return
     for index in step.equations:
         if rewriting.program.equations[index].operation.primitive == "scan":
@@ -100,7 +129,7 @@ def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:
         yield from _loops(rewriting, inner)
 
 
-def multiplied_again(
+def _multiplied_again(
     rewriting: Rewriting, step: Step
 ) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
     """For products of a step the arguments that other products of it read too.
