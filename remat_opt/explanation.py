@@ -156,17 +156,16 @@ def explain(
     refusal: CompileError | None = None
     helped_bytes = 0
     try:
-        measured = _compiled(in_step, target)
-        memory = measured.memory
+        measured = in_step.compiled(target, with_buffers=True)
         if (
             measured.device_bytes > target.memory_bytes
             and target.platform in compilation.OWN_REMATERIALISATION
-            and _computed_again(memory)
+            and _computed_again(measured.memory)
         ):
             # Of no avail, and in the way of telling what the step is made of.
             helped_bytes = measured.device_bytes
-            measured = _compiled(in_step, target, as_written=True)
-            memory = measured.memory
+            measured = in_step.compiled(target, with_buffers=True, as_written=True)
+        memory = measured.memory
     except CompileError as error:
         if error.needed_bytes is None:
             raise
@@ -224,20 +223,6 @@ def _step(
         fn = jax.value_and_grad(fn, argnums=several or 0, has_aux=fn.signature.has_aux)
         fn.__name__ = f"value_and_grad({name})"
     return step_of(fn, args, kwargs, signature, donate_argnums)
-
-
-def _compiled(in_step: Step, device: Device, *, as_written: bool = False) -> Measurement:
-    return compilation.measure(
-        in_step.fn,
-        *in_step.args,
-        device=device,
-        static_argnums=in_step.static_argnums,
-        static_argnames=in_step.static_argnames,
-        donate_argnums=in_step.donate_argnums,
-        with_buffers=True,
-        as_written=as_written,
-        **in_step.kwargs,
-    )
 
 
 def _computed_again(memory: CompiledMemory | None) -> int:

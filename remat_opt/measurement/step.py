@@ -373,16 +373,32 @@ class Step:
           CompileError: the compiler refuses it, as for lack of memory.
         """
         with running(how, loss):
-            return compilation.measure(
-                self.fn,
-                *self.args,
-                device=device,
-                static_argnums=self.static_positions,
-                static_argnames=self.static_argnames,
-                donate_argnums=self.donate_argnums,
-                with_buffers=with_buffers,
-                **self.kwargs,
-            )
+            return self.compiled(device, with_buffers=with_buffers)
+
+    def compiled(
+        self, device: Device, *, with_buffers: bool = False, as_written: bool = False
+    ) -> Measurement:
+        """Compiles the step as it stands.
+
+        Args:
+          device: the machine to compile for.
+          with_buffers: whether to read what is alive when, too.
+          as_written: whether to leave out the compiler's own rematerialisation, where it can be.
+
+        Raises:
+          CompileError: the compiler refuses it, as for lack of memory.
+        """
+        return compilation.measure(
+            self.fn,
+            *self.args,
+            device=device,
+            static_argnums=self.static_positions,
+            static_argnames=self.static_argnames,
+            donate_argnums=self.donate_argnums,
+            with_buffers=with_buffers,
+            as_written=as_written,
+            **self.kwargs,
+        )
 
     def flops(self, how: How, loss: object) -> int:
         """FLOPs of the step with something run in place of the loss; nothing is compiled."""
