@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import json
 import sys
@@ -34,7 +33,7 @@ import jax.numpy as jnp
 import optax
 
 import remat_opt
-from benchmarks.json_lines import JsonLines
+from benchmarks.json_lines import JsonLines, row_of
 from remat_opt import device as device_table
 from remat_opt.measurement.compile_only import compile_only_devices
 from remat_opt.program import flop_count
@@ -190,31 +189,26 @@ def _rows(
             **{"device": options.device, "step": "adam", "jax": jax.__version__},
             "label": label,
         }
-        if lines is not None and (known := lines.with_heading(heading)) is not None:
-            return known
+        return row_of(lines, heading, lambda: compiled(make))
+
+    def compiled(make: Callable[[], tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
         try:
             loss, more = make()
         except remat_opt.BudgetError as error:
-            made = {**heading, "error": str(error)}
-        else:
-            found = remat_opt.measure(
-                training_step(loss, optimizer),
-                *(arguments[0], state, arguments[1]),
-                device=options.device,
-                donate_argnums=(0, 1),
-            )
-            flops = flop_count.gradient_flops(loss, *arguments) - least
-            made = {
-                **heading,
-                **more,
-                "temporary_bytes": found.temporary_bytes,
-                "recomputed_share": round(flops / forward, 4),
-                "compile_seconds": round(found.compile_seconds, 1),
-                "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            }
-        if lines is not None:
-            lines.append(made)
-        return made
+            return {"error": str(error)}
+        found = remat_opt.measure(
+            training_step(loss, optimizer),
+            *(arguments[0], state, arguments[1]),
+            device=options.device,
+            donate_argnums=(0, 1),
+        )
+        flops = flop_count.gradient_flops(loss, *arguments) - least
+        return {
+            **more,
+            "temporary_bytes": found.temporary_bytes,
+            "recomputed_share": round(flops / forward, 4),
+            "compile_seconds": round(found.compile_seconds, 1),
+        }
 
     def planned(loss: Callable[..., Any], budget: int) -> tuple[Any, dict[str, Any]]:
         plan = remat_opt.make_plan(

@@ -6,8 +6,9 @@ and what is written next begins a line of its own.
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,22 @@ class JsonLines:
                 file.write("\n")
                 self._whole = True
             file.write(json.dumps(row) + "\n")
+
+
+def row_of(
+    lines: JsonLines | None, heading: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The row with a heading: from the file if it is there, else made, dated and written to it.
+
+    Args:
+      lines: the file; None to keep nothing.
+      heading: what the row is of.
+      make: gives its figures.
+    """
+    if lines is not None and (known := lines.with_heading(heading)) is not None:
+        return known
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    row = {**heading, **make(), "date": today}
+    if lines is not None:
+        lines.append(row)
+    return row

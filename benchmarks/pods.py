@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import sys
@@ -34,7 +33,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import remat_opt
-from benchmarks.json_lines import JsonLines
+from benchmarks.json_lines import JsonLines, row_of
 from remat_opt.measurement.compilation import compiler_version, resolve_device
 from remat_opt.program import flop_count
 from remat_opt.training import training_step
@@ -219,13 +218,7 @@ class Case:
     ) -> dict[str, Any]:
         """A row, taken from the file if it is there; ``make`` gives the loss, and more entries."""
         heading = {**self._heading, "kind": kind, "label": label}
-        if self._lines is not None and (known := self._lines.with_heading(heading)) is not None:
-            return known
-        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        row = {**heading, **self._compiled(make), "date": today}
-        if self._lines is not None:
-            self._lines.append(row)
-        return row
+        return row_of(self._lines, heading, lambda: self._compiled(make))
 
     def _compiled(self, make: Callable[[], tuple[Loss, dict[str, Any]]]) -> dict[str, Any]:
         try:

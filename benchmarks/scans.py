@@ -21,7 +21,6 @@ Recomputation is a share of a forward pass's FLOPs, as plans have it. Each row i
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import statistics
@@ -37,7 +36,7 @@ from jax import lax
 
 import remat_opt
 from benchmarks.compiled import STEPS
-from benchmarks.json_lines import JsonLines
+from benchmarks.json_lines import JsonLines, row_of
 from remat_opt.plan import Plan
 from remat_opt.solvers import binomial
 from remat_opt.training import training_step
@@ -127,8 +126,11 @@ class Case:
           make: gives the loss to compile, and further entries.
         """
         heading = {**self.heading, "kind": kind, "label": label}
-        if self._lines is not None and (known := self._lines.with_heading(heading)) is not None:
-            return known
+        return row_of(self._lines, heading, lambda: self._compiled(make))
+
+    def _compiled(
+        self, make: Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
+    ) -> dict[str, Any]:
         loss, more = make()
         step, arguments, donated = loss, self.arguments, ()
         if self.heading["step"] == "gradient":
@@ -141,16 +143,11 @@ class Case:
         found = remat_opt.measure(
             step, *arguments, device=self.heading["device"], donate_argnums=donated
         )
-        row = {
-            **heading,
+        return {
             **more,
             "temporary_bytes": found.temporary_bytes,
             "compile_seconds": round(found.compile_seconds, 1),
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         }
-        if self._lines is not None:
-            self._lines.append(row)
-        return row
 
     def planned(self, label: str, budget: int) -> dict[str, Any]:
         """A row of a plan."""
