@@ -25,10 +25,10 @@ _NO_ARRAY = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HandedIn(Effect):
-    """Fused cotangents, which are arrays all the same where they enter a checkpoint.
+    """Cotangents that are no arrays, which are all the same where they enter a checkpoint.
 
     Attributes:
-      bytes: for vertices whose cotangent is fused what it takes there.
+      bytes: for vertices with such a cotangent what it takes there.
       readers: for each vertex those that read it.
     """
 
@@ -110,10 +110,11 @@ def cotangents(
         [of.active_readers(vertex) for vertex in range(len(active))],
         storage.compiler,
     )
-    no_arrays = (passing - shared.holders) | shared.alone | shared.until.keys()
+    no_arrays = fused | (passing - shared.holders) | shared.alone | shared.until.keys()
     return Cotangents(
         bytes=tuple(
-            _NO_ARRAY if size and vertex in no_arrays else size for vertex, size in enumerate(sizes)
+            _NO_ARRAY if active[vertex] and vertex in no_arrays else size
+            for vertex, size in enumerate(sizes)
         ),
         sizes=tuple(sizes),
         # From scores, too, products compute a cotangent as they read them.
@@ -124,7 +125,8 @@ def cotangents(
             vertex: storage.cotangent_bytes(active[vertex]) for vertex in in_its_place.values()
         },
         later={vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
-        handed_in_bytes={v: storage.operand_bytes(storage.roots[v]) for v in computed},
+        handed_in_bytes={v: sizes[v] for v in passing - shared.holders}
+        | {v: storage.operand_bytes(storage.roots[v]) for v in computed},
     )
 
 

@@ -67,11 +67,32 @@ def vector_memory_bytes(compiler: Compiler) -> int:
 
 def laid_out_bytes(arrays: Spans, compiler: Compiler) -> int:
     """The size of the heap on which a compiler lays the arrays out."""
+    arrays = _without_negative(arrays)
     if compiler.has("heap_in_order"):
         return heap_bytes(arrays, vector_memory_bytes(compiler))
     if compiler.has("heap_by_size"):
         return decreasing_size_heap_bytes(arrays)
     return arrays.peak_bytes
+
+
+def _without_negative(arrays: Spans) -> Spans:
+    """The arrays where a negative size at a step has something end there that ends a step sooner.
+
+    A step's workspace is negative where its arrays are not all there at once. What goes first gives
+    its place to what comes.
+    """
+    negative = np.flatnonzero(arrays.bytes < 0)
+    if not len(negative):
+        return arrays
+    last, sizes = arrays.last.copy(), arrays.bytes.copy()
+    for one in negative:
+        going = np.flatnonzero((last == arrays.last[one]) & (arrays.first < last))
+        enough = going[sizes[going] >= -sizes[one]]
+        if len(enough):
+            gone = enough[sizes[enough].argmin()]
+            last[gone] -= 1
+            sizes[one] += sizes[gone]
+    return dataclasses.replace(arrays, last=last, bytes=sizes)
 
 
 def heap_bytes(arrays: Spans, vector_bytes: int) -> int:

@@ -7,16 +7,12 @@ where, is said here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from remat_opt.compilers import pooling, product_sums, softmax
+from remat_opt.compilers import pooling, product_sums, softmax, turns
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.row_gathers import is_row_gather
-from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
-
-#: Equations that give their operand another type or shape.
-_FORMS = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +27,7 @@ class Rewrites:
       partner: for the first of two products that are summed up the second.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
+      activations: what products read that may be computed together with its cotangent.
       ordered: whether no gradient of a product or a bias may be put off.
       before_loops: whether gradients of what follows a loop must be there before it runs backward.
       stored: whether what a checkpointed region hands on is to be stored.
@@ -45,6 +42,7 @@ class Rewrites:
     partner: Mapping[int, int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
+    activations: Sequence[turns.Activation]
     ordered: bool
     before_loops: bool
     stored: bool
@@ -87,33 +85,10 @@ def rewrites(
         if rules.has("partners_wait")
         else {},
         biases=product_sums.biases(program) if ordered else {},
-        weight_place=_weight_places(program) if ordered else {},
+        weight_place=turns.weight_places(program) if ordered else {},
+        activations=tuple(turns.activations(program, rules)) if ordered else (),
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),
         stored=rules.has("boundaries_stored"),
         in_turn=rules.has("parts_in_turn"),
     )
-
-
-def _weight_places(program: Program) -> dict[int, int]:
-    """For products the place of the input that is an argument, as it is or in another form.
-
-    Only of those of which one of two inputs is.
-    """
-    forms = set(program.arguments)
-    found = {}
-    for index, equation in enumerate(program.equations):
-        read = [
-            place
-            for place, atom in enumerate(equation.inputs)
-            if isinstance(atom, int) and atom in forms
-        ]
-        if equation.operation.primitive in _FORMS and read:
-            forms.update(equation.outputs)
-        elif (
-            equation.operation.primitive in PRODUCTS
-            and len(equation.inputs) == 2
-            and len(read) == 1
-        ):
-            found[index] = read[0]
-    return found

@@ -108,6 +108,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "values_overwritten": _rule(
             _NVIDIA, "cotangents", "cotangents", "The cotangent of logits takes their place."
         ),
+        "values_go": _rule(
+            _NVIDIA, "cotangents", "overwriting", "Cotangents take the place of values that go."
+        ),
         "cotangents_pass": _rule(
             _NVIDIA, "cotangents", "cotangents", "Between elementwise steps they are no arrays."
         ),
@@ -138,6 +141,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "operands_padded": _rule(
             _NVIDIA, "beside", "convolutions", "Operands with more padding behind are copied."
+        ),
+        "operands_first": _rule(
+            _NVIDIA, "beside", "turns", "A product's operand goes before its cotangent comes."
         ),
         "row_scatters": _rule(
             _NVIDIA, "beside", "row_gathers", "The gradient of picking from rows is not in place."
@@ -185,6 +191,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Weights' and biases' gradients come in their turn."
+        ),
+        "activations_late": _rule(
+            _NVIDIA, "rewrite", "turns", "A dear activation is computed with its cotangent."
         ),
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the loop that runs backward next."

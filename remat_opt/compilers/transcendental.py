@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 
 from remat_opt.compilers.compiler import Compiler
+from remat_opt.device import Platform
 from remat_opt.program.dataflow import Dataflow
 
 _DEAR = frozenset(
@@ -20,6 +21,11 @@ _DEAR = frozenset(
     "tanh".split()
 )
 _CHEAP = frozenset("div exp exp2 log logistic rem rsqrt sqrt".split())
+
+
+def dear(platform: Platform) -> frozenset[str]:
+    """The primitives whose results are not computed twice."""
+    return _DEAR if platform == "cpu" else _DEAR - _CHEAP
 
 
 def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
@@ -31,7 +37,7 @@ def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
     """
     if not compiler.has("transcendental"):
         return set()
-    primitives = _DEAR if compiler.device.platform == "cpu" else _DEAR - _CHEAP
+    primitives = dear(compiler.device.platform)
     reads: Counter[int] = Counter()
     found: set[int] = set()
     for index, equation in enumerate(flow.program.equations):

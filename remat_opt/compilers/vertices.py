@@ -11,10 +11,12 @@ from remat_opt.compilers import (
     convolutions,
     copies,
     cpu_sums,
+    overwriting,
     pooling,
     row_gathers,
     shared_weights,
     sums,
+    turns,
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
 from remat_opt.compilers.effects import Effect
@@ -122,6 +124,10 @@ def vertices(storage: Storage) -> Vertices:
         | {made: storage.vertex_of[last] for made, last in storage.completed.items()},
     )
     sizes = of_cotangents.bytes
+    workspaces = _workspaces(storage, drafts, needs, of_cotangents, transposed, weights)
+    apart = turns.apart(storage, [draft.bytes for draft in drafts], sizes, predecessors, needs)
+    for vertex, size in apart.items():
+        workspaces[vertex] -= size
     graph = Graph(
         names=tuple(
             f"{vertex}:{equation.operation.primitive}" for vertex, equation in enumerate(equations)
@@ -133,7 +139,7 @@ def vertices(storage: Storage) -> Vertices:
         needs=tuple(needs),
         cotangent_bytes=sizes,
         internal_bytes=tuple(draft.internal_bytes for draft in drafts),
-        workspace_bytes=_workspaces(storage, drafts, needs, of_cotangents, transposed, weights),
+        workspace_bytes=tuple(workspaces),
         forward_workspace_bytes=tuple(forward_workspaces),
         in_place=tuple(
             flow.costs[root].fusion is costs.Fusion.FUSIBLE
@@ -148,6 +154,11 @@ def vertices(storage: Storage) -> Vertices:
             for root, equation in zip(storage.roots, equations, strict=True)
         ),
     )
+    if compiler.has("values_go"):
+        workspaces = list(graph.workspace_bytes)
+        for vertex, size in overwriting.overwritten_bytes(graph).items():
+            workspaces[vertex] -= size
+        graph = dataclasses.replace(graph, workspace_bytes=tuple(workspaces))
     flops = graph.forward_flops
     return Vertices(
         graph=graph,
@@ -254,7 +265,7 @@ def _workspaces(
     of_cotangents: Cotangents,
     transposed: Sequence[tuple[int, int]],
     weights: SharedWeights,
-) -> tuple[int, ...]:
+) -> list[int]:
     """What is held beside each vertex's backward step, in any schedule."""
     program, compiler = storage.flow.program, storage.compiler
     found = weights.expected_sums(len(drafts)).tolist()
@@ -277,7 +288,7 @@ def _workspaces(
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(program, root, compiler)
-    return tuple(map(sum, zip(found, own, _copied_so_far(storage), strict=True)))
+    return list(map(sum, zip(found, own, _copied_so_far(storage), strict=True)))
 
 
 def _copied_so_far(storage: Storage) -> list[int]:
@@ -343,6 +354,8 @@ def _effects(
         yield convolutions.Padded(copies=padded)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
+    if late := turns.late(storage):
+        yield late
     copied = tuple(draft.copied_products for draft in drafts)
     if compiler.has("copies") and any(copied):
         yield copies.Copies(products=copied)

@@ -7,7 +7,7 @@ here, as text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ class Turn:
 
     Attributes:
       named: whether its outputs carry names.
+      ahead: values whose cotangents go on together from before it on.
       before: arguments that pass a barrier with the inputs.
       behind: arguments whose cotangents wait for those of the outputs.
       tied: places of the inputs whose cotangents go on together.
@@ -49,6 +50,7 @@ class Turn:
     """
 
     named: bool = False
+    ahead: frozenset[int] = frozenset()
     before: frozenset[int] = frozenset()
     behind: frozenset[int] = frozenset()
     tied: tuple[int, ...] = ()
@@ -120,6 +122,8 @@ class Equations:
         equation, names = scope.program.equations[index], scope.names
         inputs = [self.atom(scope, equation, place) for place in range(len(equation.inputs))]
         lines: list[str] = []
+        if turn.ahead:
+            lines += self._together(scope, sorted(turn.ahead))
 
         def behind(
             places: Sequence[int],
@@ -150,9 +154,13 @@ class Equations:
                 f"be written as code, since it holds {error}."
             ) from None
         if turn.behind:
-            read = [names[value] for value in (*equation.outputs, *turn.behind)]
-            lines += assigned(read, Call(self.helper(support.cotangents_together), tuple(read)))
+            lines += self._together(scope, (*equation.outputs, *turn.behind))
         return lines
+
+    def _together(self, scope: Scope, values: Iterable[int]) -> list[str]:
+        """The line from which on the cotangents of these values go on together."""
+        read = [scope.names[value] for value in values]
+        return assigned(read, Call(self.helper(support.cotangents_together), tuple(read)))
 
     def atom(self, scope: Scope, equation: Equation, place: int) -> str:
         """What an equation reads at a place."""

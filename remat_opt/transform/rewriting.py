@@ -293,10 +293,17 @@ def _runner(
     """A step as a function of its inputs."""
     program = rewriting.program
     found = ties(rewriting, step)
-    before, behind, tied = found.before, found.behind, found.inputs
+    ahead, before, behind, tied = found.ahead, found.before, found.behind, found.inputs
+
+    def tie(values: Iterable[int], environment: dict[int, Any]) -> None:
+        read = list(values)
+        same = cotangents_together(environment[value] for value in read)
+        environment.update(zip(read, same, strict=True))
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]
+        if index in ahead:
+            tie(sorted(ahead[index]), environment)
         inputs = [
             environment[atom] if isinstance(atom, int) else atom.value for atom in equation.inputs
         ]
@@ -319,9 +326,7 @@ def _runner(
         results = run_one(rewriting, index, inputs, named=index in step.named, weight=weight)
         environment.update(zip(equation.outputs, results, strict=True))
         if index in behind:
-            read = (*equation.outputs, *behind[index])
-            same = cotangents_together(environment[value] for value in read)
-            environment.update(zip(read, same, strict=True))
+            tie((*equation.outputs, *behind[index]), environment)
 
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))

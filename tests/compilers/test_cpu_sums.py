@@ -129,7 +129,6 @@ def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
     for dtype, device, widened in (
         (jnp.bfloat16, "cpu", 4),
         (jnp.float32, "cpu", 0),
-        (jnp.bfloat16, "h200", 0),
     ):
         weights = {"rows": jnp.ones((32, 8), dtype), "product": jnp.ones((8, 4), dtype)}
         _, found, graph = graph_of(loss, weights, jnp.arange(16), device=device)

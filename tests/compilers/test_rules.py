@@ -216,6 +216,16 @@ def summed_products(w, x):
     return jnp.sum(x)
 
 
+def swish_layers(weights, x):
+    y = x @ weights[0]
+    y = (y * jnp.tanh(y)) @ weights[1]
+    return jnp.sum(jnp.sin((y @ weights[2]) @ weights[3]))
+
+
+def gated_products(weights, x):
+    return jnp.sum(jnp.sin((jnp.exp(x @ weights[0]) * (x @ weights[1])) @ weights[2]))
+
+
 def similar(w, x):
     features = jnp.tanh(x @ w)
     return jnp.sum(jnp.sin(features.T @ features))
@@ -277,6 +287,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "cotangents_fused": ("v5e", cross_entropy, (SQUARE, ROWS)),
     "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
     "values_overwritten": ("h200", cross_entropy, (W, X)),
+    "values_go": ("h200", gated_products, ([W] * 3, X)),
     "cotangents_pass": ("h200", gated, (W, X)),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
@@ -288,6 +299,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "pooling_search": ("cpu", apart, (KERNEL, IMAGES)),
     "weights_copied": ("h200", convolutions, (KERNEL, IMAGES)),
     "operands_padded": ("h200", strided, (KERNEL, IMAGES)),
+    "operands_first": ("h200", two_layers, ([W, W], X)),
     "row_scatters": ("h200", cross_entropy, (W, X)),
     "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
     "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),
@@ -300,6 +312,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "searches_wait": ("h200", apart, (KERNEL, IMAGES)),
     "rows_picked": ("h200", cross_entropy, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
+    "activations_late": ("h200", swish_layers, ([W] * 4, X)),
     "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),

