@@ -215,7 +215,13 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             parameters |= differentiated.intersection(member.value_inputs)
             if index == root and root in found_places:
                 continue
-            internal_bytes += derivative.internal_bytes
+            if flow.costs[index].fusion is costs.Fusion.FUSIBLE:
+                # What an elementwise derivative computes beside is no array: it reads the operands.
+                if derivative.internal_bytes:
+                    for value in member.value_inputs:
+                        needs.update(storage.holders(value))
+            else:
+                internal_bytes += derivative.internal_bytes
             for position in derivative.inputs:
                 atom = member.inputs[position]
                 if isinstance(atom, int):
