@@ -268,6 +268,8 @@ def apart(
         operand = equation.inputs[1 - place]
         if index in summed or not isinstance(operand, int):
             continue
+        if equation.operation.primitive != "dot_general":
+            continue
         vertex = storage.vertex_of.get(equation.outputs[0])
         read_vertex = storage.vertex_of.get(storage.flow.source[operand])
         if (
