@@ -9,6 +9,9 @@ import sys
 #: Of what a notebook's kernel compiles each cell under.
 _CELL_FOLDER = re.compile(r"ipykernel_\d+/")
 
+#: Transformations in a name stack, ``vmap(Net)``, and where they end.
+_TRANSFORMED = re.compile(r"\w+\(|\)")
+
 _SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
@@ -74,6 +77,15 @@ def extents(shape: tuple[int, ...], dtype: str) -> str:
     ('64x128 float32', 'scalar int32')
     """
     return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"
+
+
+def modules_of(name_stack: str) -> tuple[str, ...]:
+    """The modules in a name stack, the outermost first, without transformations.
+
+    >>> modules_of("vmap(Net)/vmap()/Block_0")
+    ('Net', 'Block_0')
+    """
+    return tuple(filter(None, _TRANSFORMED.sub("", name_stack).split("/")))
 
 
 def file_title(path: str) -> str:
