@@ -14,44 +14,9 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from remat_opt import _jax_internals as internals
-from remat_opt.naming import ValueName, modules_of
+from remat_opt.naming import ValueName, in_words, modules_of
 from remat_opt.program.record import Equation, Program
 
-_WORDS: Mapping[str, str] = {
-    "add": "sum",
-    "add_any": "sum",
-    "broadcast_in_dim": "broadcast",
-    "concatenate": "concatenation",
-    "conv_general_dilated": "convolution",
-    "convert_element_type": "conversion",
-    "cumsum": "running sum",
-    "custom_jvp_call": "function with a derivative of its own",
-    "custom_vjp_call": "function with a derivative of its own",
-    "div": "quotient",
-    "dot_general": "matrix product",
-    "dynamic_slice": "slice",
-    "dynamic_update_slice": "update of a slice",
-    "exp": "exponential",
-    "gather": "lookup",
-    "integer_pow": "power",
-    "log": "logarithm",
-    "logistic": "sigmoid",
-    "max": "maximum",
-    "min": "minimum",
-    "mul": "product",
-    "pow": "power",
-    "reduce_max": "maximum",
-    "reduce_min": "minimum",
-    "reduce_sum": "sum",
-    "reduce_window_max": "max pooling",
-    "reduce_window_sum": "sum pooling",
-    "rsqrt": "inverse square root",
-    "scatter-add": "sum of scattered values",
-    "select_n": "choice",
-    "sqrt": "square root",
-    "sub": "difference",
-    "transpose": "transposition",
-}
 #: What is told by the module that it is in, or the argument it reads, rather than as an output.
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 #: What hands its operand on in another form: who made the operand is to be found behind it.
@@ -174,9 +139,7 @@ class Names:
 def _operation(equation: Equation, function: str) -> str:
     """The outermost call that the equation's value is the result of, or what it does, in words."""
     primitive = equation.operation.primitive
-    said = internals.custom_name(equation.jax_equation) or _WORDS.get(
-        primitive, primitive.replace("_", " ")
-    )
+    said = internals.custom_name(equation.jax_equation) or in_words(primitive)
     variables = list(equation.jax_equation.outvars)
     for call in equation.calls:
         name = str(call.params.get("name", "")).lstrip("_")
