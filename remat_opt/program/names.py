@@ -175,7 +175,10 @@ def _argument_names(program: Program) -> dict[int, str]:
     given = len(program.arguments) - len(program.closed_over)
     tree = jax.tree.unflatten(program.input_tree, list(program.arguments[:given]))
     found = {
-        value: f"closed over[{place}]" for place, value in enumerate(program.arguments[given:])
+        value: name or f"closed over[{place}]"
+        for place, (value, name) in enumerate(
+            zip(program.arguments[given:], program.closed_over_names, strict=True)
+        )
     }
     for path, number in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not isinstance(number, int) or len(path) < 2:
