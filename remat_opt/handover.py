@@ -9,7 +9,7 @@ from typing import Any
 from remat_opt import nearest
 from remat_opt.api import apply_plan, optimal_remat
 from remat_opt.device import Device
-from remat_opt.export.source import Source
+from remat_opt.export.source import Source, source_of
 from remat_opt.loss_in_step import undecorated
 from remat_opt.measurement.step import recording
 from remat_opt.nearest import NearestPolicy
@@ -34,7 +34,9 @@ def to_source(
 
     Args:
       plan: a plan, or a file of one.
-      fn: the function the plan was made for.
+      fn: the function the plan was made for, or the step that differentiates it. If the step
+        defines it, it reads arrays of the step, such as the batch: the code takes them as
+        ``closed_over=``, in the order that ``Source.closed_over`` gives.
       *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       argnums: see ``optimal_remat``; as when the plan was made, as are those that follow.
       has_aux: likewise.
@@ -49,6 +51,7 @@ def to_source(
       PlanFileError: the plan belongs to another program.
       RematError: something in the program cannot be written as code; the message names it.
     """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     decorated: Rematerialized = apply_plan(
         plan,
         undecorated(fn),
@@ -57,6 +60,11 @@ def to_source(
         static_argnums=static_argnums,
         static_argnames=static_argnames,
     )
+    with recording() as found:
+        program = decorated.program(*args, **kwargs)
+    for call in found.calls(program):
+        if call.program.fingerprint() == plan.fingerprint:
+            return source_of(plan, call.program, call.bound)
     return decorated.to_source(*args, **kwargs)
 
 

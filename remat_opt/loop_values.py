@@ -30,21 +30,28 @@ def loop_values(program: Program, expected: Model, schedule: Schedule) -> tuple[
       expected: its model.
       schedule: what is done with it.
     """
+    if not schedule.loops:
+        return ()
+    names = Names(program)
     return tuple(
-        value for loop in schedule.loops for value in _inside(program, expected, loop, loop.root)
+        value
+        for loop in schedule.loops
+        for value in _inside(program, expected, names, loop, loop.root)
     )
 
 
 def _inside(
-    program: Program, expected: Model, loop: Loop | Choice, root: int
+    program: Program, expected: Model, names: Names, loop: Loop | Choice, root: int
 ) -> Iterator[LoopValue]:
     """Those of one loop or choice; see ``_of_loop``."""
     if isinstance(loop, Choice):
-        return _of_choice(program, expected, loop, root)
-    return _of_loop(program, expected, loop, root)
+        return _of_choice(program, expected, names, loop, root)
+    return _of_loop(program, expected, names, loop, root)
 
 
-def _of_choice(program: Program, expected: Model, choice: Choice, root: int) -> Iterator[LoopValue]:
+def _of_choice(
+    program: Program, expected: Model, names: Names, choice: Choice, root: int
+) -> Iterator[LoopValue]:
     """Those of one choice, branch by branch; see ``_of_loop``."""
     equation = program.equations[choice.root]
     branches = bodies.branches_of(equation, bodies.varying(program))
@@ -57,7 +64,7 @@ def _of_choice(program: Program, expected: Model, choice: Choice, root: int) -> 
         reading = _Body(
             program=one,
             model=inside,
-            names=Names(one),
+            names=names.inside(equation, one),
             root=root,
             handed_on=frozenset(),
             scale=scale,
@@ -65,12 +72,15 @@ def _of_choice(program: Program, expected: Model, choice: Choice, root: int) -> 
         yield from reading.of_branch(branch, f"branch {number} of {len(branches)}")
 
 
-def _of_loop(program: Program, expected: Model, loop: Loop, root: int) -> Iterator[LoopValue]:
+def _of_loop(
+    program: Program, expected: Model, names: Names, loop: Loop, root: int
+) -> Iterator[LoopValue]:
     """Those of one loop.
 
     Args:
       program: that it is in.
       expected: of that.
+      names: of its values.
       loop: how it is opened.
       root: position of the outermost loop or choice around it.
     """
@@ -85,7 +95,7 @@ def _of_loop(program: Program, expected: Model, loop: Loop, root: int) -> Iterat
     reading = _Body(
         program=body,
         model=inside,
-        names=Names(body),
+        names=names.inside(equation, body),
         root=root,
         handed_on=frozenset(
             number
@@ -174,7 +184,7 @@ class _Body:
             again = times[vertex] + (depth if fate == "recomputed" else 0)
             yield self._value(vertex, where, fate, again, runs)
         for loop in part.loops:
-            for value in _inside(self.program, self.model, loop, self.root):
+            for value in _inside(self.program, self.model, self.names, loop, self.root):
                 needed = value.fate != "not needed"
                 yield dataclasses.replace(
                     value,
@@ -201,7 +211,7 @@ class _Body:
             yield self._value(vertex, where, fate, times[vertex], 1)
         for loop in branch.loops:
             runs_again = times[self.model.roots.index(loop.root)]
-            for value in _inside(self.program, self.model, loop, self.root):
+            for value in _inside(self.program, self.model, self.names, loop, self.root):
                 needed = runs_again and value.fate != "not needed"
                 yield dataclasses.replace(
                     value,

@@ -5,9 +5,50 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Mapping
 
 #: Of what a notebook's kernel compiles each cell under.
 _CELL_FOLDER = re.compile(r"ipykernel_\d+/")
+
+#: Transformations in a name stack, ``vmap(Net)``, and where they end.
+_TRANSFORMED = re.compile(r"\w+\(|\)")
+
+#: What primitives do, where their names do not say it.
+_WORDS: Mapping[str, str] = {
+    "add": "sum",
+    "add_any": "sum",
+    "broadcast_in_dim": "broadcast",
+    "concatenate": "concatenation",
+    "conv_general_dilated": "convolution",
+    "convert_element_type": "conversion",
+    "cumsum": "running sum",
+    "custom_jvp_call": "function with a derivative of its own",
+    "custom_vjp_call": "function with a derivative of its own",
+    "div": "quotient",
+    "dot_general": "matrix product",
+    "dynamic_slice": "slice",
+    "dynamic_update_slice": "update of a slice",
+    "exp": "exponential",
+    "gather": "lookup",
+    "integer_pow": "power",
+    "log": "logarithm",
+    "logistic": "sigmoid",
+    "max": "maximum",
+    "min": "minimum",
+    "mul": "product",
+    "pow": "power",
+    "reduce_max": "maximum",
+    "reduce_min": "minimum",
+    "reduce_sum": "sum",
+    "reduce_window_max": "max pooling",
+    "reduce_window_sum": "sum pooling",
+    "rsqrt": "inverse square root",
+    "scatter-add": "sum of scattered values",
+    "select_n": "choice",
+    "sqrt": "square root",
+    "sub": "difference",
+    "transpose": "transposition",
+}
 
 _SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
@@ -67,6 +108,15 @@ class ValueName:
         return f"{self.primitive} {short_type(self.dtype, self.shape)}"
 
 
+def in_words(primitive: str) -> str:
+    """What a primitive makes.
+
+    >>> in_words("dot_general"), in_words("erf_inv")
+    ('matrix product', 'erf inv')
+    """
+    return _WORDS.get(primitive, primitive.replace("_", " "))
+
+
 def extents(shape: tuple[int, ...], dtype: str) -> str:
     """A type in words.
 
@@ -74,6 +124,15 @@ def extents(shape: tuple[int, ...], dtype: str) -> str:
     ('64x128 float32', 'scalar int32')
     """
     return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"
+
+
+def modules_of(name_stack: str) -> tuple[str, ...]:
+    """The modules in a name stack, the outermost first, without transformations.
+
+    >>> modules_of("vmap(Net)/vmap()/Block_0")
+    ('Net', 'Block_0')
+    """
+    return tuple(filter(None, _TRANSFORMED.sub("", name_stack).split("/")))
 
 
 def file_title(path: str) -> str:

@@ -300,4 +300,5 @@ def _named_in_loop(problem: Problem, root: int, kept: Sequence[int]) -> tuple[Na
     body = bodies.body_of(equation, bodies.varying(problem.program))
     shared = len(_shared_path(body, range(len(body.equations))))
     inside = ["/".join(body.equations[index].module.split("/")[shared:]) for index in kept]
-    return _named(Names(body), list(zip(inside, kept, strict=True)))
+    names = Names(problem.program).inside(equation, body)
+    return _named(names, list(zip(inside, kept, strict=True)))

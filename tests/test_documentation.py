@@ -15,9 +15,11 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 
 from remat_opt import command_line
+from tests.devices import needs_libtpu
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -121,6 +123,28 @@ def test_pictures_show_what_the_solvers_answer():
     spec.loader.exec_module(draw)
     stored = json.loads((ROOT / "docs" / "pictures" / "figures_algorithms.json").read_text())
     assert json.loads(json.dumps(draw.figures())) == stored
+
+
+@needs_libtpu
+@pytest.mark.tpu
+def test_the_explanation_on_its_page_is_what_the_command_prints(monkeypatch, capsys):
+    """All of it with the version that it was made with; with others what is at the top."""
+    pytest.importorskip("optax")
+    folder = ROOT / "docs" / "how_to"
+    page = folder / "explain.md"
+    (stored,) = (block.text for block in blocks(page) if block.kind == "text")
+    (command,) = re.findall(rf"`{_COMMAND}(explain gpt_step[^`]*)`", page.read_text("utf-8"))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("COLUMNS", "110")
+    assert command_line.main(shlex.split(command)) == 0
+    shown = capsys.readouterr().out
+    if jax.__version__.startswith("0.12."):
+        assert shown == stored
+    else:
+        first, second = shown.splitlines()[:2]
+        assert first == stored.splitlines()[0]
+        assert second.endswith("too much: it does not fit")
+        assert re.search(r"exponential.*block_\*\s+gpt_step.py:13 \(attention\)", shown)
 
 
 def test_pages_show_pictures_that_are_there():

@@ -71,6 +71,34 @@ def test_the_loss_may_be_one_that_its_step_defines():
         remat_opt.nearest_policy(plan, step, WEIGHTS[:3], ROWS)
 
 
+def test_the_source_of_a_loss_that_its_step_defines_takes_what_it_closes_over():
+    def step(weights, state, batch):
+        scale = state["scale"] * 2
+
+        @remat_opt.optimal_remat(device="cpu")
+        def loss(weights):
+            return deep(weights, batch["image"]) * scale
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    arguments = WEIGHTS, {"scale": jax.ShapeDtypeStruct((), "float32")}, {"image": ROWS}
+    plan = remat_opt.make_plan(step, *arguments, device="cpu", budget=0.5)
+    source = remat_opt.to_source(plan, step, *arguments)
+    assert source.closed_over == ("batch['image']", "scale")
+    assert "0. batch['image']: float32[256, 64]" in source.text
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    weights, image = jax.tree.map(
+        lambda one: jax.random.normal(next(keys), one.shape), (WEIGHTS, ROWS)
+    )
+    run = jax.value_and_grad(source.load())
+    found = run(weights, closed_over=[image, jnp.float32(6)])
+    expected = jax.value_and_grad(lambda weights: deep(weights, image) * 6)(weights)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(one, other, rtol=1e-4, atol=1e-2)
+    with pytest.raises(PlanFileError, match="another program"):
+        remat_opt.to_source(plan, step, WEIGHTS[:3], *arguments[1:])
+
+
 def test_a_plan_for_another_program_is_refused():
     plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=0.5)
     with pytest.raises(PlanFileError, match="made for another program"):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from remat_opt import _jax_internals as internals
 from remat_opt.export.equations import Turn
+from remat_opt.naming import modules_of
 from remat_opt.program import blocks
 from remat_opt.program.record import Equation, Program
 from remat_opt.transform.steps import Rewriting, Step
@@ -25,7 +25,6 @@ from remat_opt.transform.turns import ties
 _LEAST = 3
 #: Blocks are cut in no more places than this.
 _MOST_CUTS = 4
-_TRANSFORMED = re.compile(r"\w+\(|\)")
 
 #: A module or a function, with the line that called the function; of a block "" and its number.
 Level = tuple[str, int]
@@ -141,8 +140,7 @@ def _parts(program: Program, regions: Iterable[Sequence[int]]) -> dict[int, int]
 
 
 def _modules(equation: Equation) -> tuple[Level, ...]:
-    parts = _TRANSFORMED.sub("", equation.module).split("/")
-    return tuple((part, 0) for part in parts if part.isidentifier())
+    return tuple((part, 0) for part in modules_of(equation.module) if part.isidentifier())
 
 
 def _functions(equation: Equation) -> tuple[Level, ...]:

@@ -56,11 +56,14 @@ class Source:
       text: the module.
       constants: the arrays that the function closed over; it takes them as ``constants=``, by
         keyword. If there are none, this is empty, and the arguments are those of the original.
+      closed_over: the variables of the step around it that the function read, such as
+        ``batch['image']``; it takes their arrays, in this order, as ``closed_over=``, by keyword.
     """
 
     function: str
     text: str
     constants: tuple[Any, ...]
+    closed_over: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the module to a file."""
@@ -88,21 +91,14 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
     Raises:
       RematError: something in the program cannot be written as code; the message names it.
     """
-    if program.closed_over:
-        raise RematError(
-            f"{plan.function!r} closes over arrays that are being traced, which code has no names "
-            "for. Make them arguments."
-        )
     printer = Printer(plan.platform)
     functions = printer.functions
     function = functions.name(identifier(plan.function))
     unpacked, arguments = _arguments(call, functions.distinct(_parameters(call)))
-    constants = [f"constants[{number}]" for number in range(len(program.constants))]
-    given = dict(zip(program.arguments, arguments, strict=True))
-    given |= {
-        value: Path("constants", (PathStep("[", number, "]"),), ("constant",))
-        for number, value in enumerate(program.constants)
-    }
+    explicit = program.arguments[: len(arguments)]
+    given = dict(zip(explicit, arguments, strict=True))
+    given |= _by_number("constants", "constant", program.constants)
+    given |= _by_number("closed_over", "closed_over", program.arguments[len(arguments) :])
     lines, names, _ = printer.chain(
         program, given, plan.stages, loops=plan.loops, words=_words_of_results(program)
     )
@@ -116,7 +112,7 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
         raise RematError(
             f"The result of {plan.function!r} cannot be written as code: {error}."
         ) from None
-    head = _signature(call, has_constants=bool(constants))
+    head = _signature(call, program)
     body = [
         *_docstring(plan, program, call, arguments),
         f"count = len(jax.tree.leaves({listed(_parameters(call))}))",
@@ -129,9 +125,22 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
     main = "\n".join([f"def {function}({head}):", *(f"    {line}".rstrip() for line in body)])
     parts = [_header(plan, function), *_helpers(functions.helpers), *functions.texts, main]
     text = "\n\n\n".join(parts)
-    found = Source(function=function, text=text + "\n", constants=program.constant_values)
+    found = Source(
+        function=function,
+        text=text + "\n",
+        constants=program.constant_values,
+        closed_over=program.closed_over_names,
+    )
     _check(found, program, call)
     return found
+
+
+def _by_number(root: str, word: str, values: Sequence[int]) -> dict[int, Path]:
+    """The arrays of a sequence, by their places in it."""
+    return {
+        value: Path(root, (PathStep("[", number, "]"),), (word,))
+        for number, value in enumerate(values)
+    }
 
 
 def _header(plan: Plan, function: str) -> str:
@@ -174,11 +183,13 @@ def _helpers(names: set[str]) -> list[str]:
     return [own[name].rstrip() for name in in_order]
 
 
-def _signature(call: Call, *, has_constants: bool) -> str:
+def _signature(call: Call, program: Program) -> str:
     words = [*_positional(call)]
     keywords = sorted(call.kwargs)
-    if has_constants:
+    if program.constants:
         keywords.append("constants")
+    if program.closed_over:
+        keywords.append("closed_over")
     if keywords:
         words += ["*", *keywords]
     return ", ".join(words)
@@ -192,7 +203,7 @@ def _docstring(
     plan: Plan, program: Program, call: Call, arguments: Sequence[str | Path]
 ) -> list[str]:
     lines = [f'"""As {plan.function}, in {len(plan.stages)} regions.', "", "Args:"]
-    types = [program.types[value] for value in program.arguments]
+    types = [program.types[value] for value in program.arguments[: len(arguments)]]
     kinds = [f"{one.dtype}{list(one.shape)}" for one in types]
     for label in _parameters(call):
         told = Counter(
@@ -207,6 +218,15 @@ def _docstring(
         lines += [
             f"    {number}. {program.types[value].dtype}{list(program.types[value].shape)}"
             for number, value in enumerate(program.constants)
+        ]
+    if program.closed_over:
+        lines.append("  closed_over: the arrays of the step around it that the original read:")
+        lines += [
+            f"    {number}. {name and name + ': '}{program.types[value].dtype}"
+            f"{list(program.types[value].shape)}"
+            for number, (name, value) in enumerate(
+                zip(program.closed_over_names, program.arguments[len(arguments) :], strict=True)
+            )
         ]
     return [*lines, '"""'] if len(lines) > 3 else [lines[0] + '"""']
 
@@ -313,10 +333,14 @@ def _check(source: Source, program: Program, call: Call) -> None:
     tree = jax.tree.structure((call.args, call.kwargs))
 
     def flat(*given: Any) -> Any:
-        positional, keywords = jax.tree.unflatten(tree, given)
+        positional, keywords = jax.tree.unflatten(tree, given[: len(leaves)])
+        if program.closed_over:
+            keywords["closed_over"] = given[len(leaves) :]
         return run(*positional, **keywords)
 
-    closed, shapes = internals.make_jaxpr(flat, *kinds)
+    closed, shapes = internals.make_jaxpr(
+        flat, *kinds, *map(internals.type_of, program.closed_over)
+    )
     found = _counted(closed)
     wanted: Counter[str] = Counter()
     for equation in program.equations:

@@ -57,12 +57,15 @@ def round_the_last(found: Survey) -> Iterator[Finding]:
     last = found.checkpoint_at(found.row[numbers[-1]])
     assert last is not None, "it is among the checkpoints"
     after = sum(map(flops, found.row[numbers[-1] + 1 :]))
-    if last.flops and after <= _NEXT_TO_NOTHING * last.flops and not _saves_by_itself(found, last):
+    has_inner = any(one.outer is last for one in found.checkpoints)
+    if last.flops and after <= _NEXT_TO_NOTHING * last.flops and not has_inner:
+        block = "loop" if _loop_of(last) else "block"
+        instead = ", or put it around the body of that loop" if block == "loop" else ""
         yield Finding(
             check="round-the-last",
-            message="a checkpoint is around the last block: the backward pass begins with that "
-            "block, so it is computed again as soon as it has been computed",
-            remedy="leave the checkpoint off the last block",
+            message=f"a checkpoint is around the last {block}: the backward pass begins with that "
+            f"{block}, so it is computed again as soon as it has been computed",
+            remedy=f"leave the checkpoint off the last {block}{instead}",
             source=last.source,
         )
 
@@ -84,8 +87,3 @@ def _keeps_something(found: Survey, checkpoint: Checkpoint) -> bool:
         if block.checkpoint is checkpoint
         for one in block.equations
     )
-
-
-def _saves_by_itself(found: Survey, checkpoint: Checkpoint) -> bool:
-    """Whether there is more to a checkpoint than one block: others inside, or a loop."""
-    return _loop_of(checkpoint) or any(one.outer is checkpoint for one in found.checkpoints)

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat_opt.measurement.buffers import Buffer, CompiledMemory
+from remat_opt.naming import in_words
 from remat_opt.scopes import is_scope, origin
 
 Share = Literal[
@@ -61,8 +62,8 @@ class Held:
       share: what they count to.
       bytes: of all of them together.
       count: how many they are.
-      label: what makes them: a primitive, a function, or the argument's name; with "again" where
-        the compiler computes it again of its own accord.
+      label: what makes them: a primitive in words, a function, or the argument's name; with
+        "again" where the compiler computes it again of its own accord.
       type: element type and shape, such as ``f32[8,4]``.
       module: the modules that they are made in, with ``*`` for numbers that differ.
       source: the user's line, as ``file.py:line (function)``; "" if unknown.
@@ -224,14 +225,17 @@ def _module_and_label(op_name: str) -> tuple[str, str]:
 
     >>> _module_and_label("jit(step)/transpose(jvp(Net))/Block_0/jit(relu)/max")
     ('Net/Block_0', 'relu')
+    >>> _module_and_label("jit(step)/jvp(Net)/Block_0/dot_general")
+    ('Net/Block_0', 'matrix product')
     """
     # First is the function that was compiled.
     parts = _TRANSFORMED.sub("", op_name).split("/")
     parts = [part for part in parts if part]
     if not parts:
         return "", ""
-    label = parts[-1]
-    between = parts[1:-1]
+    label, between = parts[-1], parts[1:-1]
+    if len(parts) > 1:
+        label = in_words(label)
     if between and (call := _CALL.match(between[-1])) is not None and call[1].strip("_"):
         label = call[1].strip("_")
     modules = [part.rstrip(")") if not _CALL.match(part) else "" for part in between]

@@ -131,6 +131,7 @@ class LossCall:
     Attributes:
       loss: which one; for ``running``.
       fn: the undecorated function. Bound to what may have been a tracer, if it is a method.
+      bound: the call itself, with shapes for its arrays.
       signature: how its arguments are read.
       program: what the call traces to.
       arguments: its flat arguments, as shapes.
@@ -139,6 +140,7 @@ class LossCall:
 
     loss: object
     fn: Callable[..., Any]
+    bound: tracing.Call
     signature: Signature
     program: Program
     arguments: tuple[Any, ...]
@@ -193,11 +195,14 @@ class Recorded:
             number = len(self._calls)
             leaves, tree = jax.tree.flatten((call.args, call.kwargs))
             program = tracing.trace_call(call, has_aux=signature.has_aux)
+            positional, keywords = jax.tree.unflatten(tree, [*map(_shape, leaves)])
+            bound = dataclasses.replace(call, args=positional, kwargs=keywords)
             leaves = [*leaves, *program.closed_over]
             self._calls.append(
                 LossCall(
                     loss=loss,
                     fn=fn,
+                    bound=bound,
                     signature=signature,
                     program=program,
                     arguments=tuple(map(_shape, leaves)),

@@ -31,6 +31,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from remat_opt.naming import modules_of
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Equation, Program
 
@@ -42,7 +43,6 @@ _LEAST_SHARE = 0.05
 _MOST_PERIODS_BETWEEN = 2.0
 
 _NUMBERED = re.compile(r"(?P<stem>.*?\D)(?P<number>\d+)[\])]*")
-_TRANSFORMED = re.compile(r"\w+\(|\)")
 
 
 def blocks(program: Program) -> tuple[range, ...]:
@@ -123,7 +123,7 @@ class _Sizes:
 
 def _by_name(program: Program) -> Iterator[list[range]]:
     """For each level of numbered modules its runs of equations."""
-    paths = [_path(one.module) for one in program.equations]
+    paths = [modules_of(one.module) for one in program.equations]
     inside: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     products: defaultdict[tuple[str, ...], int] = defaultdict(int)
     siblings: defaultdict[tuple[tuple[str, ...], str], set[tuple[str, ...]]] = defaultdict(set)
@@ -157,11 +157,6 @@ def _by_name(program: Program) -> Iterator[list[range]]:
             in_block = len(reached) == level + 1 or (reached and reached[-1] not in with_inner)
             keys.append(reached[-1] if in_block else None)
         yield _spans(keys)
-
-
-def _path(module: str) -> tuple[str, ...]:
-    """The modules of a name stack, ``vmap(Net)/Block_0`` as ``Net``, ``Block_0``."""
-    return tuple(filter(None, _TRANSFORMED.sub("", module).split("/")))
 
 
 def _spans(keys: Sequence[Hashable | None]) -> list[range]:

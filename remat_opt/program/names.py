@@ -14,44 +14,9 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from remat_opt import _jax_internals as internals
-from remat_opt.naming import ValueName
+from remat_opt.naming import ValueName, in_words, modules_of
 from remat_opt.program.record import Equation, Program
 
-_WORDS: Mapping[str, str] = {
-    "add": "sum",
-    "add_any": "sum",
-    "broadcast_in_dim": "broadcast",
-    "concatenate": "concatenation",
-    "conv_general_dilated": "convolution",
-    "convert_element_type": "conversion",
-    "cumsum": "running sum",
-    "custom_jvp_call": "function with a derivative of its own",
-    "custom_vjp_call": "function with a derivative of its own",
-    "div": "quotient",
-    "dot_general": "matrix product",
-    "dynamic_slice": "slice",
-    "dynamic_update_slice": "update of a slice",
-    "exp": "exponential",
-    "gather": "lookup",
-    "integer_pow": "power",
-    "log": "logarithm",
-    "logistic": "sigmoid",
-    "max": "maximum",
-    "min": "minimum",
-    "mul": "product",
-    "pow": "power",
-    "reduce_max": "maximum",
-    "reduce_min": "minimum",
-    "reduce_sum": "sum",
-    "reduce_window_max": "max pooling",
-    "reduce_window_sum": "sum pooling",
-    "rsqrt": "inverse square root",
-    "scatter-add": "sum of scattered values",
-    "select_n": "choice",
-    "sqrt": "square root",
-    "sub": "difference",
-    "transpose": "transposition",
-}
 #: What is told by the module that it is in, or the argument it reads, rather than as an output.
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 #: What hands its operand on in another form: who made the operand is to be found behind it.
@@ -62,16 +27,19 @@ _FORMS = frozenset(
 _MOST_FORMS = 4
 #: How many components of a module's path say which it is.
 _PATH = 2
+#: What only a scope of JAX's own has in its name: ``jnp.einsum`` opens one named ``ij,jk->ik``.
+_NOT_IN_MODULES = "->"
 
 
 class Names:
     """The names of a program's values."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, arguments: Mapping[int, str] | None = None) -> None:
         """Prepares for any number of values.
 
         Args:
           program: a traced function.
+          arguments: what its arguments are called; None for what the user's code calls them.
         """
         self._program = program
         self._makers = program.makers()
@@ -80,7 +48,24 @@ class Names:
             for value in equation.value_inputs:
                 self._readers[value].append(index)
         self._outputs = frozenset(program.output_values)
-        self._arguments = _argument_names(program)
+        self._arguments = _argument_names(program) if arguments is None else arguments
+        self._modules = tuple(_module(equation.module) for equation in program.equations)
+
+    def inside(self, equation: Equation, body: Program) -> Names:
+        """The names of values in a loop or branch, which knows arguments by what it is given.
+
+        Args:
+          equation: of this program: the ``scan``, or the ``cond``.
+          body: of that, as a program.
+        """
+        # What a branch is given follows the number of the branch.
+        given = equation.inputs[len(equation.inputs) - len(body.arguments) :]
+        found = {}
+        for value, one in zip(body.arguments, given, strict=True):
+            name = self._arguments.get(self._behind(one)) if isinstance(one, int) else None
+            if name is not None:
+                found[value] = name
+        return Names(body, found)
 
     def of(self, index: int) -> ValueName:
         """The name of the first value that the equation at a position makes."""
@@ -88,30 +73,30 @@ class Names:
         source = internals.source_line(equation.jax_equation, equation.calls)
         kind = self._program.types[equation.outputs[0]] if equation.outputs else None
         return ValueName(
-            what=self._what(equation, source),
-            module=equation.module,
+            what=self._what(equation, self._modules[index], source),
+            module=self._modules[index],
             source=source,
             shape=kind.shape if kind is not None else (),
             dtype=kind.dtype if kind is not None else "",
             primitive=equation.operation.primitive,
         )
 
-    def _what(self, equation: Equation, source: str) -> str:
+    def _what(self, equation: Equation, module: str, source: str) -> str:
         said = _operation(equation, self._program.name)
         is_product = equation.operation.primitive in _PRODUCTS
-        if equation.module:
-            inner = self._operand_module(equation)
+        if module:
+            inner = self._operand_module(equation, module)
             if inner is not None:
                 return f"{said} of {_short(inner)}"
-            if not is_product and "/" in equation.module and self._leaves(equation):
-                return f"output of {_short(equation.module)}"
-            return f"{said} in {_short(equation.module)}"
+            if not is_product and "/" in module and self._leaves(equation, module):
+                return f"output of {_short(module)}"
+            return f"{said} in {_short(module)}"
         if is_product:
             read = (self._arguments.get(self._behind(value)) for value in equation.value_inputs)
             named = next(filter(None, reversed(list(read))), None)
             if named is not None:
                 return f"{said} with {named}"
-        function = source.partition(" (")[2].removesuffix(")").rpartition(".")[2]
+        function = _function(source)
         if function and function != "<lambda>" and " in " not in said:
             return f"{said} in {function}"
         return said
@@ -128,20 +113,16 @@ class Names:
             (value,) = equation.value_inputs
         return value
 
-    def _operand_module(self, equation: Equation) -> str | None:
+    def _operand_module(self, equation: Equation, own: str) -> str | None:
         """The module inside the equation's own whose output it works on."""
-        within = equation.module + "/"
         for value in equation.value_inputs:
             maker = self._makers.get(self._behind(value))
-            if maker is not None:
-                module = self._program.equations[maker].module
-                if module.startswith(within):
-                    return module
+            if maker is not None and self._modules[maker].startswith(own + "/"):
+                return self._modules[maker]
         return None
 
-    def _leaves(self, equation: Equation) -> bool:
+    def _leaves(self, equation: Equation, own: str) -> bool:
         """Whether a value of the equation is read outside its module, or is a result."""
-        own = equation.module
         return any(
             value in self._outputs
             or any(
@@ -152,15 +133,13 @@ class Names:
         )
 
     def _readers_modules(self, value: int) -> Iterator[str]:
-        return (self._program.equations[index].module for index in self._readers[value])
+        return (self._modules[index] for index in self._readers[value])
 
 
 def _operation(equation: Equation, function: str) -> str:
     """The outermost call that the equation's value is the result of, or what it does, in words."""
     primitive = equation.operation.primitive
-    said = internals.custom_name(equation.jax_equation) or _WORDS.get(
-        primitive, primitive.replace("_", " ")
-    )
+    said = internals.custom_name(equation.jax_equation) or in_words(primitive)
     variables = list(equation.jax_equation.outvars)
     for call in equation.calls:
         name = str(call.params.get("name", "")).lstrip("_")
@@ -171,6 +150,18 @@ def _operation(equation: Equation, function: str) -> str:
             return f"{said} in {name}"
         said, variables = name, results
     return said
+
+
+def _module(name_stack: str) -> str:
+    """The path of a module, without scopes that JAX opens by itself."""
+    return "/".join(one for one in modules_of(name_stack) if _NOT_IN_MODULES not in one)
+
+
+def _function(source: str) -> str:
+    """The function that a line is in; of a method such as ``__call__``, its class."""
+    *outer, function = source.partition(" (")[2].removesuffix(")").split(".")
+    is_special = function.startswith("__") and function.endswith("__")
+    return outer[-1] if is_special and outer else function
 
 
 def _short(module: str) -> str:
@@ -184,7 +175,10 @@ def _argument_names(program: Program) -> dict[int, str]:
     given = len(program.arguments) - len(program.closed_over)
     tree = jax.tree.unflatten(program.input_tree, list(program.arguments[:given]))
     found = {
-        value: f"closed over[{place}]" for place, value in enumerate(program.arguments[given:])
+        value: name or f"closed over[{place}]"
+        for place, (value, name) in enumerate(
+            zip(program.arguments[given:], program.closed_over_names, strict=True)
+        )
     }
     for path, number in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not isinstance(number, int) or len(path) < 2:

@@ -146,6 +146,8 @@ class Program:
       constant_values: those arrays, in the same order.
       arguments: numbers of the flat arguments; last those of ``closed_over``.
       closed_over: tracers that the function closes over, which are arguments as well.
+      closed_over_names: what the function's code calls these, such as ``batch['image']``; ""
+        where that is unknown.
       differentiated: those of the arguments that derivatives are taken for.
       equations: in the order they were traced.
       outputs: the flat outputs.
@@ -177,6 +179,7 @@ class Program:
     kinds: tuple[Any, ...] = ()
     placement: Placement | None = None
     is_part: bool = False
+    closed_over_names: tuple[str, ...] = ()
 
     def placed_fingerprint(self) -> str:
         """The fingerprint with what is known of where the arguments lie: what a plan is made for.

@@ -14,6 +14,7 @@ argument like others, and one that is differentiated where JAX is differentiatin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -274,6 +275,9 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
         argument_labels=call.labels,
         given=leaves,
     )
+    program = dataclasses.replace(
+        program, closed_over_names=_closure_names(call.fn, program.closed_over)
+    )
     values = [*leaves, *program.closed_over]
     seen = [place for place, value in enumerate(values) if internals.is_differentiated(value)]
     if seen and not as_declared:
@@ -291,6 +295,37 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
         if found.differentiated
         else _differentiating(program, range(len(leaves), len(values)))
     )
+
+
+def _closure_names(fn: Callable[..., Any], values: Sequence[Any]) -> tuple[str, ...]:
+    """The variables and paths by which a function's code reads values that it closes over.
+
+    Returns:
+      One for each value; "" where a value is under no variable of the function's, nor of one that
+      it calls.
+    """
+    found = {id(value): "" for value in values}
+    pending, seen = [fn] if values else [], set()
+    while pending:
+        one = pending.pop(0)
+        if isinstance(one, functools.partial):
+            pending.append(one.func)
+        one = inspect.unwrap(getattr(one, "__func__", one))
+        closure = getattr(one, "__closure__", None) or ()
+        if id(one) in seen or not closure:
+            continue
+        seen.add(id(one))
+        for name, cell in zip(one.__code__.co_freevars, closure, strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # A variable without a value yet.
+                continue
+            if callable(value):
+                pending.append(value)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+                if found.get(id(leaf)) == "":
+                    found[id(leaf)] = name + jax.tree_util.keystr(path)
+    return tuple(found[id(value)] for value in values)
 
 
 def _differentiating(program: Program, places: Iterable[int]) -> Program:

@@ -82,7 +82,7 @@ def _header(plan: Mapping[str, Any]) -> str:
             plan_words.difference(plan),
         )
         if measured is not None
-        else _figure("as compiled", "not asked", "verify=True compiles the plan and says")
+        else _figure("as compiled", "not asked", "verify=True compiles the plan and measures it")
     )
     checkpointed = sum(stage["checkpointed"] for stage in plan["stages"])
     figures = [

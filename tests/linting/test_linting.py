@@ -164,6 +164,34 @@ def test_round_the_last_block(least_bytes):
     assert checks(each_but_the_last) == []
 
 
+@pytest.mark.parametrize("kind", ["scan", "fori_loop"])
+def test_round_the_last_loop(kind):
+    """Its own values are all there at once either way."""
+
+    def run(w, x):
+        if kind == "scan":
+            return jax.lax.scan(lambda h, one: (block(h, one), None), x, w)[0]
+        return jax.lax.fori_loop(0, len(w), lambda n, h: block(h, w[n]), x)
+
+    def loss_of(*around):
+        def loss(w, x):
+            for one in around:
+                x = one(run)(w, x)
+            return jnp.sum(x)
+
+        return loss
+
+    def none(fn):
+        return fn
+
+    checkpoint = jax.checkpoint
+    every, but_the_last = loss_of(*[checkpoint] * 3), loss_of(checkpoint, checkpoint, none)
+    assert checks(every) == ["round-the-last"]
+    assert "put it around the body of that loop" in repr(remat_opt.lint(every, W, X))
+    assert checks(but_the_last) == []
+    assert temporary_bytes(but_the_last) <= temporary_bytes(every)
+
+
 def test_a_block_before_a_head_is_not_the_last():
     def loss(w, x):
         for n in range(7):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from remat_opt.naming import ValueName
-from remat_opt.program import tracing
+from remat_opt.program import bodies, tracing
 from remat_opt.program.names import Names
 from remat_opt.program.record import Program
 
@@ -92,6 +92,49 @@ def test_a_product_is_told_by_the_argument() -> None:
         "matrix product with scale",
     ]
     assert "tanh in loss" in {one.what for one in found}
+
+
+def test_scopes_that_jax_opens_by_itself_are_no_modules() -> None:
+    def layer(x: jax.Array) -> jax.Array:
+        with jax.named_scope("Layer"):
+            return jnp.einsum("i,j->ij", jnp.sin(x), x)
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.einsum("bij,bij->", *[jax.vmap(layer)(x)] * 2)
+
+    found = names(tracing.trace(loss, jnp.ones((2, 3))))
+    assert {one.module for one in found} == {"Layer", ""}
+    assert {one.what for one in found} >= {"sin in Layer", "matrix product in loss"}
+
+
+class Scale:
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+
+def test_a_special_method_is_told_by_its_class() -> None:
+    (sine,) = names(tracing.trace(lambda x: Scale()(x), jnp.ones(3)))
+    assert sine.what == "sin in Scale"
+    assert sine.source.endswith("(Scale.__call__)")
+
+
+def test_inside_a_loop_a_product_is_told_by_the_argument_of_the_whole() -> None:
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ w @ params["shared"]), None
+
+        return jax.lax.scan(layer, x, params["layers"].astype("float32"))[0]
+
+    weights = {"layers": jnp.ones((4, 3, 3), "bfloat16"), "shared": jnp.ones((3, 3))}
+    program = tracing.trace(loss, weights, jnp.ones((2, 3)))
+    (scan,) = (one for one in program.equations if one.operation.primitive == "scan")
+    body = bodies.body_of(scan, bodies.varying(program))
+    told = Names(program).inside(scan, body)
+    found = [told.of(index) for index in range(len(body.equations))]
+    assert [one.what for one in found if one.primitive == "dot_general"] == [
+        "matrix product with params['layers']",
+        "matrix product with params['shared']",
+    ]
 
 
 def test_unnamed_functions_and_primitives_without_a_word() -> None:
