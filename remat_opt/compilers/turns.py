@@ -245,7 +245,8 @@ def apart(
     """For products' vertices the bytes of an operand, or of its cotangent, that are not there.
 
     The operand is an array that nothing else reads, forward or backward, so it goes with its
-    product's backward step, and its cotangent comes there.
+    product's backward step, and its cotangent comes there. Not so with convolutions, where
+    both may be there.
 
     Args:
       storage: what is stored.
@@ -266,9 +267,11 @@ def apart(
     for index, place in weight_places(program).items():
         equation = program.equations[index]
         operand = equation.inputs[1 - place]
-        if index in summed or not isinstance(operand, int):
-            continue
-        if equation.operation.primitive != "dot_general":
+        if (
+            equation.operation.primitive != "dot_general"
+            or index in summed
+            or not isinstance(operand, int)
+        ):
             continue
         vertex = storage.vertex_of.get(equation.outputs[0])
         read_vertex = storage.vertex_of.get(storage.flow.source[operand])
