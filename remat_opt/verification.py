@@ -240,16 +240,18 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
 
     The best of those that are expected to fit is next, until it has been compiled, or has hardly
     less recomputation than one that was and fits. Where nothing is expected to fit it is the
-    smallest, as long as there is hope. The last compile is for a policy of ``jax.checkpoint``: for
-    one that may do better than what fits, or else for the nearest.
+    smallest, as long as there is hope. Where something fits, the last compile is for a policy of
+    ``jax.checkpoint``: for one that may do better, or else for the nearest if none was compiled.
     """
     measure = trials.measure
     while trials.left:
         best = trials.best_within(budget_bytes)
         default = trials.challenger(best, budget_bytes) if best is not None else None
-        if default is not None and trials.left == 1:
-            trials.compile(default)
-            break
+        if trials.left == 1 and best is not None:
+            last = default or trials.nearest_default(best, budget_bytes)
+            if last is not None:
+                trials.compile(last)
+                break
         one = trials.fastest(budget_bytes) if trials.count else trials.first(budget_bytes)
         if one is None and best is None:
             one = trials.smallest()
