@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from typing import Final
 
 from remat_opt.compilers.rules import RULES
@@ -68,27 +69,37 @@ class Compiler:
         """Whether a rule holds here."""
         return self.device.platform in RULES[rule].platforms and rule not in self.off
 
-    def buffer_bytes(self, kind: ArrayType, matrix_axes: tuple[int, int] | None = None) -> int:
+    def buffer_bytes(
+        self,
+        kind: ArrayType,
+        matrix_axes: tuple[int, int] | None = None,
+        *,
+        in_rows: bool = False,
+    ) -> int:
         """Bytes that one array takes in device memory, padding included.
 
         A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of
         32 bits, narrower types packed along the first; what does not fill its tiles is
-        padded. The compiler chooses which dimensions are innermost: taken here is the last
-        one for the lanes, as compiled convolutions and dots show, and the dimension that
-        pads least beside it.
+        padded. The compiler chooses which dimensions are innermost, of those longer than 1:
+        taken here are the two that pad least. (Convolutions of few channels are stored with these
+        innermost all the same; which ones is not known before they are compiled.)
 
         Args:
           kind: of the array.
           matrix_axes: the two axes that are innermost, in either order, where that is known
             (``compilers.matrix_axes``).
+          in_rows: whether its last axis is innermost.
         """
-        if not self.has("tiles") or len(kind.shape) < 2 or not kind.size:
+        shape = [size for size in kind.shape if size > 1]
+        in_rows = in_rows and kind.shape[-1:] > (1,)
+        if not self.has("tiles") or len(shape) < 2 or not kind.size:
             return kind.bytes
         packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
         rows = _TILE_SUBLANES * packing
-        if matrix_axes is None:
-            *others, lanes = kind.shape
-            choices = [(size, lanes) for size in others]
+        if in_rows:
+            choices = [(size, kind.shape[-1]) for size in shape[:-1]]
+        elif matrix_axes is None:
+            choices = list(itertools.permutations(shape, 2))
         else:
             one, other = (kind.shape[axis] for axis in matrix_axes)
             choices = [(one, other), (other, one)]

@@ -71,6 +71,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "matrix_axes": _rule(
             _TPU, "stored", "matrix_axes", "The axes of batched matrices are stored innermost."
         ),
+        "rows_gathered": _rule(
+            _TPU, "stored", "matrix_axes", "Rows that are gathered are stored as rows."
+        ),
         "softmax": _rule(
             _TPU, "stored", "softmax", "Of a softmax that is rounded, the exponentials are stored."
         ),
