@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from remat_opt.compilers.matrix_axes import matrix_axes
+from remat_opt.compilers.matrix_axes import gathered_rows, matrix_axes
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from tests.compiler_graphs import compiler_of
@@ -78,11 +78,25 @@ def test_without_matrices_in_a_batch_there_are_none(fn) -> None:
         ((64, 197, 12, 64), "float32", (1, 3), 48.0),
         ((64, 197, 12, 64), "bfloat16", (1, 3), 24.0),
         ((64, 12, 197, 197), "float32", (2, 3), 150.0),
-        # What no batched product reads: its last dimension is innermost.
-        ((64, 197, 12, 64), "float32", None, 73.875),
+        # Of messages along edges: {0,1:T(8,128)}, and indices, whose second dimension is dropped.
+        ((262144, 64), "float32", None, 64.0),
+        ((262144, 1), "int32", None, 1.0),
     ],
 )
 def test_padding_as_compiled(shape, dtype, axes, mebibytes) -> None:
     kind = ArrayType(shape=shape, dtype=dtype)
     assert compiler_of("v5e").buffer_bytes(kind, axes) == mebibytes * 2**20
     assert compiler_of("h200").buffer_bytes(kind, axes) == kind.bytes
+
+
+def test_rows_that_are_gathered_are_stored_as_rows() -> None:
+    def loss(table, picked, spread):
+        rows = table[picked]
+        return jnp.sum(jnp.sin(rows)) + jnp.sum(jnp.sin(jnp.take(table, spread, axis=1)))
+
+    program = tracing.trace(loss, jnp.ones((32, 64)), jnp.arange(300), jnp.arange(7))
+    (value,) = gathered_rows(program)
+    assert program.types[value].shape == (300, 64)
+    # As compiled: {1,0:T(8,128)(2,1)}.
+    kind = ArrayType(shape=(262144, 64), dtype="bfloat16")
+    assert compiler_of("v5e").buffer_bytes(kind, in_rows=True) == 64 * 2**20

@@ -132,6 +132,10 @@ def heads(w, x):
     return jnp.sum(jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores), x)))
 
 
+def picked_rows(table, places):
+    return jnp.sum(jnp.sin(jnp.sin(table[places]) @ W))
+
+
 def attention(w, x):
     scores = jnp.einsum("bqd,bkd->bqk", x @ w, x, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
@@ -274,7 +278,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "forms_completed": ("v5e", biased_queries, ([SQUARE] * 2, ROWS)),
     "concatenations": ("v5e", joined_twice, (jnp.ones((1024, 1024)), jnp.ones((256, 1024)))),
     "tiles": ("v5e", two_layers, ([W, W], X)),
-    "matrix_axes": ("v5e", heads, (W, jnp.ones((3, 24, 2, 8)))),
+    "matrix_axes": ("v5e", heads, (W, jnp.ones((128, 24, 2, 8)))),
+    "rows_gathered": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
     "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "transcendental": ("h200 cpu", gated, (W, X)),
     "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
