@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+from collections.abc import Collection
 from typing import Final
 
 from remat_opt.compilers.rules import RULES
@@ -73,36 +74,32 @@ class Compiler:
         self,
         kind: ArrayType,
         matrix_axes: tuple[int, int] | None = None,
-        *,
-        in_rows: bool = False,
+        lanes: Collection[int] | None = None,
     ) -> int:
         """Bytes that one array takes in device memory, padding included.
 
         A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of
         32 bits, narrower types packed along the first; what does not fill its tiles is
         padded. The compiler chooses which dimensions are innermost, of those longer than 1:
-        taken here are the two that pad least. (Convolutions of few channels are stored with these
-        innermost all the same; which ones is not known before they are compiled.)
+        taken here are the two that pad least.
 
         Args:
           kind: of the array.
           matrix_axes: the two axes that are innermost, in either order, where that is known
             (``compilers.matrix_axes``).
-          in_rows: whether its last axis is innermost.
+          lanes: the axes that may be in the lanes, if not all (``compilers.lanes``).
         """
         shape = [size for size in kind.shape if size > 1]
-        in_rows = in_rows and kind.shape[-1:] > (1,)
         if not self.has("tiles") or len(shape) < 2 or not kind.size:
             return kind.bytes
         packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
         rows = _TILE_SUBLANES * packing
-        if in_rows:
-            choices = [(size, kind.shape[-1]) for size in shape[:-1]]
-        elif matrix_axes is None:
-            choices = list(itertools.permutations(shape, 2))
-        else:
-            one, other = (kind.shape[axis] for axis in matrix_axes)
-            choices = [(one, other), (other, one)]
+        axes = [axis for axis, size in enumerate(kind.shape) if size > 1]
+        choices = [
+            (kind.shape[row], kind.shape[lane])
+            for row, lane in itertools.permutations(axes if matrix_axes is None else matrix_axes, 2)
+            if lanes is None or matrix_axes is not None or lane in lanes
+        ] or list(itertools.permutations(shape, 2))
         growth = min(
             _padded(size, rows) / size * (_padded(lanes, _TILE_LANES) / lanes)
             for size, lanes in choices

@@ -18,18 +18,6 @@ from remat_opt.program.record import Program
 Axes = tuple[int, int]
 
 
-def gathered_rows(program: Program) -> set[int]:
-    """The values that are rows picked from an array: they are written as they are read."""
-    return {
-        equation.outputs[0]
-        for equation in program.equations
-        if equation.operation.primitive == "gather"
-        and (result := equation.operation.outputs[0].shape)
-        and equation.operation.params["dimension_numbers"].offset_dims[-1:] == (len(result) - 1,)
-        and equation.operation.params["slice_sizes"][-1] == equation.operation.inputs[0].shape[-1]
-    }
-
-
 def matrix_axes(program: Program) -> dict[int, Axes]:
     """For each value that a batched product reads or writes the two axes of its matrices.
 

@@ -71,8 +71,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "matrix_axes": _rule(
             _TPU, "stored", "matrix_axes", "The axes of batched matrices are stored innermost."
         ),
-        "rows_gathered": _rule(
-            _TPU, "stored", "matrix_axes", "Rows that are gathered are stored as rows."
+        "lanes": _rule(
+            _TPU, "stored", "lanes", "Convolutions' channels or batch are innermost, rows gathered."
         ),
         "softmax": _rule(
             _TPU, "stored", "softmax", "Of a softmax that is rounded, the exponentials are stored."

@@ -30,7 +30,8 @@ from remat_opt.compilers import (
     transcendental,
 )
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.matrix_axes import Axes, gathered_rows, matrix_axes
+from remat_opt.compilers.lanes import lanes
+from remat_opt.compilers.matrix_axes import Axes, matrix_axes
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
 
@@ -88,7 +89,7 @@ class Storage:
             self.completed = operands.completed(flow, self.outputs, self._rounded)
         axes = compiler.has("matrix_axes")
         self._matrix_axes: dict[int, Axes] = matrix_axes(program) if axes else {}
-        self._rows = gathered_rows(program) if compiler.has("rows_gathered") else set()
+        self._lanes = lanes(program) if compiler.has("lanes") else {}
         self._divided = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
@@ -147,8 +148,8 @@ class Storage:
         """Bytes of an array of some kind that is laid out like a value."""
         if self.compiler.has("widened"):
             kind = cpu_sums.widened(kind)
-        axes, in_rows = self._matrix_axes.get(value), value in self._rows
-        return self.compiler.buffer_bytes(kind, axes, in_rows=in_rows)
+        axes, innermost = self._matrix_axes.get(value), self._lanes.get(value)
+        return self.compiler.buffer_bytes(kind, axes, innermost)
 
     # ------------------------------------------------------------------------ what and where
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from remat_opt.compilers.matrix_axes import gathered_rows, matrix_axes
+from remat_opt.compilers.matrix_axes import matrix_axes
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from tests.compiler_graphs import compiler_of
@@ -87,16 +87,3 @@ def test_padding_as_compiled(shape, dtype, axes, mebibytes) -> None:
     kind = ArrayType(shape=shape, dtype=dtype)
     assert compiler_of("v5e").buffer_bytes(kind, axes) == mebibytes * 2**20
     assert compiler_of("h200").buffer_bytes(kind, axes) == kind.bytes
-
-
-def test_rows_that_are_gathered_are_stored_as_rows() -> None:
-    def loss(table, picked, spread):
-        rows = table[picked]
-        return jnp.sum(jnp.sin(rows)) + jnp.sum(jnp.sin(jnp.take(table, spread, axis=1)))
-
-    program = tracing.trace(loss, jnp.ones((32, 64)), jnp.arange(300), jnp.arange(7))
-    (value,) = gathered_rows(program)
-    assert program.types[value].shape == (300, 64)
-    # As compiled: {1,0:T(8,128)(2,1)}.
-    kind = ArrayType(shape=(262144, 64), dtype="bfloat16")
-    assert compiler_of("v5e").buffer_bytes(kind, in_rows=True) == 64 * 2**20

@@ -279,7 +279,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "concatenations": ("v5e", joined_twice, (jnp.ones((1024, 1024)), jnp.ones((256, 1024)))),
     "tiles": ("v5e", two_layers, ([W, W], X)),
     "matrix_axes": ("v5e", heads, (W, jnp.ones((128, 24, 2, 8)))),
-    "rows_gathered": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
+    "lanes": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
     "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "transcendental": ("h200 cpu", gated, (W, X)),
     "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
