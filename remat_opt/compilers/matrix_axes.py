@@ -1,10 +1,10 @@
 """Which axes of an array are those of matrices: a TPU's compiler stores them innermost.
 
-A batched product, as attention has two, multiplies matrices of which there is one for each index of
-its batch axes. XLA for TPU stores the two other axes innermost, in the order that pads less, and
-so it does with what is elementwise on the way to such a product. Queries ``f32[64,197,12,64]``, of
-64 images, 197 tokens and 12 heads of 64 channels, lie with the tokens innermost, padded to 256;
-innermost channels would be padded to twice their number.
+A batched product multiplies matrices of which there is one for each index of its batch axis. XLA for
+TPU stores the two other axes innermost, in the order that pads less, and so it does with what is
+elementwise on the way to such a product: 32,768 times 9 embeddings of 64, multiplied with one another,
+lie padded to 16 x 128. Where there are several batch axes, as in attention and in dispatching to
+experts, one of these may be innermost, too: ``bf16[256,256,4,144]`` is not padded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def matrix_axes(program: Program) -> dict[int, Axes]:
         operation = equation.operation
         if operation.primitive == "dot_general":
             _, batch = operation.params["dimension_numbers"]
-            if batch[0]:
+            if len(batch[0]) == 1:
                 note(equation.outputs[0], range(len(batch[0])))
                 for atom, axes in zip(equation.inputs, batch, strict=True):
                     if isinstance(atom, int):

@@ -10,15 +10,15 @@ from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from tests.compiler_graphs import compiler_of
 
-TOKENS, WIDTH, HEADS, DEPTH = 24, 16, 2, 8
+TOKENS, WIDTH, DEPTH = 24, 16, 8
 
 
 def attention(parameters, x):
     query, key, value = (
-        (jnp.einsum("btw,whd->bthd", x, weight) + bias) / 2 for weight, bias in parameters
+        (jnp.einsum("btw,wd->btd", x, weight) + bias) / 2 for weight, bias in parameters
     )
-    weights = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", query, key))
-    return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", weights, value))
+    weights = jnp.exp(jnp.einsum("bqd,bkd->bqk", query, key))
+    return jnp.sum(jnp.einsum("bqk,bkd->bqd", weights, value))
 
 
 def axes_by_shape(fn, *args):
@@ -30,15 +30,15 @@ def axes_by_shape(fn, *args):
 
 
 def test_of_attention_tokens_and_channels_are_innermost() -> None:
-    one = jnp.ones((WIDTH, HEADS, DEPTH)), jnp.ones((HEADS, DEPTH))
+    one = jnp.ones((WIDTH, DEPTH)), jnp.ones((DEPTH,))
     x = jnp.ones((3, TOKENS, WIDTH))
     program, found = axes_by_shape(attention, [one] * 3, x)
     # Of queries, keys and values, biases included, whatever lies between them and the product.
-    assert found[(3, TOKENS, HEADS, DEPTH)] == {(1, 3)}
-    assert found[(3, HEADS, TOKENS, TOKENS)] == {(2, 3)}
+    assert found[(3, TOKENS, DEPTH)] == {(1, 2)}
+    assert found[(3, TOKENS, TOKENS)] == {(1, 2)}
     # What the projections read is no operand of a batched product; nor are weights.
     assert (3, TOKENS, WIDTH) not in found
-    assert (WIDTH, HEADS, DEPTH) not in found
+    assert (WIDTH, DEPTH) not in found
     by_products = {
         equation.outputs[0]
         for equation in program.equations
@@ -64,6 +64,8 @@ def test_a_transposed_operand_has_them_where_it_comes_from() -> None:
         lambda x: jnp.sum(x @ x),
         # A matrix times a vector of each batch.
         lambda x: jnp.sum(jnp.einsum("bi,bi->b", x, x)),
+        # With two batch axes, one of these may be innermost.
+        lambda x: jnp.sum(jnp.einsum("abij,abjk->abik", *[x.reshape(2, 2, 4, 4)] * 2)),
         lambda x: jnp.sum(jnp.sin(x)),
     ],
 )
