@@ -42,6 +42,7 @@ from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opened, Opening
+from remat_opt.compilers.stacks import iteration_bytes, stacks
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import bodies
@@ -52,6 +53,7 @@ from remat_opt.simulator import demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
+from remat_opt.spans import Stacks
 
 #: A loop is opened if its residuals take at least this share of what the unchanged function takes.
 _LEAST_SHARE = 0.01
@@ -81,6 +83,7 @@ class _Iteration:
       loops: those inside it that are opened.
       kept_bytes: of what is kept by name.
       workspace_bytes: what its backward pass takes while it runs.
+      alone_bytes: likewise where it is in no loop, beside what it keeps.
       seconds: what is computed again.
       flops: likewise.
     """
@@ -90,6 +93,7 @@ class _Iteration:
     loops: tuple[Loop | Choice, ...]
     kept_bytes: int
     workspace_bytes: int
+    alone_bytes: int
     seconds: float
     flops: int
 
@@ -125,6 +129,7 @@ class _Shape:
                 Way(
                     kept_bytes=one.kept_bytes,
                     workspace_bytes=one.workspace_bytes,
+                    alone_bytes=one.alone_bytes,
                     seconds=_cost(one, measure),
                 )
                 for one in iterations
@@ -324,9 +329,12 @@ def _openings(
         return
     scan = internals.scan_of(program.equations[root].jax_equation)
     compiler = expected.compiler
-    key = "iteration", _same(body), depth
+    arguments, varying = body.arguments, bodies.varying(body)
+    carry = arguments[scan.constants : scan.constants + scan.carries]
+    entries = arguments[scan.constants + scan.carries :]
+    key = "iteration", _same(body), tuple(entries), depth
     if key not in known:
-        known[key] = _iterations(body, compiler, measure, depth, known)
+        known[key] = _iterations(body, entries, compiler, measure, depth, known)
     iterations, forward = known[key]
     if not iterations:
         return
@@ -334,9 +342,6 @@ def _openings(
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(body.types[value]) for value in values)
 
-    arguments, varying = body.arguments, bodies.varying(body)
-    carry = arguments[scan.constants : scan.constants + scan.carries]
-    entries = arguments[scan.constants + scan.carries :]
     results = [atom for atom in body.outputs[scan.carries :] if isinstance(atom, int)]
     graph = expected.graph
     # Of the body's own rates and the whole loop's the latter are what the rest is counted in.
@@ -481,7 +486,12 @@ class _Forward:
 
 
 def _iterations(
-    body: Program, compiler: Compiler, measure: Overhead, depth: int, known: Known
+    body: Program,
+    entries: Sequence[int],
+    compiler: Compiler,
+    measure: Overhead,
+    depth: int,
+    known: Known,
 ) -> tuple[list[_Iteration], _Forward]:
     """The ways to run an iteration that no other beats in all figures."""
     linearization, expected = body_model(body, compiler)
@@ -494,28 +504,29 @@ def _iterations(
     if inside:
         expected = opened(expected, inside)
         choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
+    read = stacks(body, entries, expected)
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):
             loops = tuple(way.loop for way in choice)
-            found[_iteration(expected, dataclasses.replace(schedule, loops=loops))] = None
+            found[_iteration(expected, dataclasses.replace(schedule, loops=loops), read)] = None
     best: list[_Iteration] = []
     for one in found:
-        figures = (one.kept_bytes, one.workspace_bytes, _cost(one, measure))
+        figures = _figures(one, measure)
         if not any(
             other is not one
             and all(
                 theirs <= own
-                for theirs, own in zip(
-                    (other.kept_bytes, other.workspace_bytes, _cost(other, measure)),
-                    figures,
-                    strict=True,
-                )
+                for theirs, own in zip(_figures(other, measure), figures, strict=True)
             )
             for other in best
         ):
             best.append(one)
     return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
+
+
+def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
+    return way.kept_bytes, way.workspace_bytes, way.alone_bytes, _cost(way, measure)
 
 
 def body_model(
@@ -564,7 +575,7 @@ def _schedules(
             yield Schedule(regions=(Region(vertices=everything, inside=chain),))
 
 
-def _iteration(expected: Model, schedule: Schedule) -> _Iteration:
+def _iteration(expected: Model, schedule: Schedule, read: Stacks | None) -> _Iteration:
     """A schedule of a body, with its figures."""
     schedule = expected.admitted(schedule)
     graph = expected.graph_of(schedule)
@@ -575,12 +586,16 @@ def _iteration(expected: Model, schedule: Schedule) -> _Iteration:
     inside = expected.stages(Schedule(regions=region.inside))
     if not inside:
         inside = (Stage(roots=expected.roots, kept=(), checkpointed=False),)
+    kept_bytes = sum(graph.bytes[vertex] for vertex in wanted.stored)
+    # Of one alone, what is kept waits as arrays.
+    apart = dataclasses.replace(read, slicing=None) if read is not None else None
     return _Iteration(
         kept=tuple(expected.roots[vertex] for vertex in region.kept if vertex in wanted.stored),
         stages=inside,
         loops=schedule.loops,
-        kept_bytes=sum(graph.bytes[vertex] for vertex in wanted.stored),
-        workspace_bytes=expected.peak_bytes(schedule),
+        kept_bytes=kept_bytes,
+        workspace_bytes=iteration_bytes(expected, schedule, read),
+        alone_bytes=max(0, iteration_bytes(expected, schedule, apart) - kept_bytes),
         seconds=math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
         flops=sum(graph.flops[vertex] for vertex in again) + flops,
     )

@@ -68,12 +68,29 @@ class Spans:
         return np.cumsum(change)[:steps]
 
 
-def spans(graph: Graph, schedule: Schedule) -> Spans:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """What an iteration of a loop reads of stacks, one entry in which belongs to each iteration.
+
+    Attributes:
+      slicing: of each vertex whether what waits for its backward pass, and is read there by it, is
+        copied from a stack for it; what does not copy reads the stack. None where what waits is
+        in no stack.
+      inputs: of inputs that are copied from stacks the bytes, and the vertices that read them.
+    """
+
+    slicing: np.ndarray | None
+    inputs: Sequence[tuple[int, Sequence[int]]]
+
+
+def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spans:
     """The lives of all arrays of a schedule.
 
     Args:
       graph: what it is a schedule of.
       schedule: regions and fates.
+      stacks: what it reads of these, where it is that of an iteration. What waits in a stack is
+        not counted, but for the copies.
 
     Raises:
       GraphError: the schedule leaves a vertex out, or reads what a later region computes.
@@ -102,7 +119,11 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
     # Forward values: until the last forward reader, or the last backward reader where stored.
     end = forward.copy()
     np.maximum.at(end, arrays.forward.read, forward[arrays.forward.reader])
-    np.maximum.at(end, open_reads.read, step[open_reads.step])
+    if stacks is None or stacks.slicing is None:
+        np.maximum.at(end, open_reads.read, step[open_reads.step])
+    else:
+        copied = open_reads[stacks.slicing[open_reads.reader]]
+        add(step[copied.step], step[copied.step], arrays.bytes[copied.read])
     add(forward, end, arrays.bytes)
 
     # Backward step of each vertex.
@@ -123,6 +144,15 @@ def spans(graph: Graph, schedule: Schedule) -> Spans:
         end = run.copy()
         np.maximum.at(end, level.local.read, step[level.local.step])
         add(run[again], end[again], arrays.bytes[again])
+
+    # Copies of inputs: from the first to the last reader in the backward pass.
+    for size, readers in stacks.inputs if stacks is not None else ():
+        reader = np.asarray(readers)
+        read = [turn[reader]]
+        for depth, level in enumerate(levels):
+            read.append(step[(depth + 1) * count + reader[level.again[reader]]])
+        at = np.concatenate(read)
+        add(at.min(keepdims=True), at.max(keepdims=True), np.array([size]))
 
     # Cotangents: from the backward step of the last reader that has one, or their own.
     start = np.where(arrays.turns_in_place, np.iinfo(np.int64).max, turn)

@@ -8,16 +8,17 @@ nothing reads later, such as the factors of a product.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from remat_opt.graph import Graph
 
 
-def overwritten_bytes(graph: Graph) -> dict[int, int]:
+def overwritten_bytes(graph: Graph, elsewhere: Set[int] = frozenset()) -> dict[int, int]:
     """For vertices the bytes of cotangents that lie in the place of values that go.
 
     Args:
       graph: what is stored.
+      elsewhere: the vertices whose values lie where nothing may be written.
     """
     readers = _readers(graph, graph.predecessors)
     users = _readers(graph, graph.needs)
@@ -35,7 +36,7 @@ def overwritten_bytes(graph: Graph) -> dict[int, int]:
         going = Counter(
             graph.bytes[read]
             for read in graph.needs[vertex]
-            if read != vertex and readers[read] == users[read] == [vertex]
+            if read != vertex and read not in elsewhere and readers[read] == users[read] == [vertex]
         )
         size = sum(size * min(count, going[size]) for size, count in begun.items() if count > 0)
         if size:

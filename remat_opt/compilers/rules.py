@@ -169,6 +169,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "operands",
             "A stack that a loop's products read is rounded ahead of it.",
         ),
+        "entries_sliced": _rule(
+            _NVIDIA,
+            "beside",
+            "stacks",
+            "Of a loop's stacks only what products read is copied; the rest reads them there.",
+        ),
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has a signal of its own."
         ),

@@ -68,11 +68,13 @@ class Way:
     Attributes:
       kept_bytes: what it keeps beside its state.
       workspace_bytes: what its backward step takes while it runs.
+      alone_bytes: likewise in a part of one iteration, which is no loop, beside what it keeps.
       seconds: what it computes again.
     """
 
     kept_bytes: int
     workspace_bytes: int
+    alone_bytes: int
     seconds: float
 
 
@@ -146,8 +148,8 @@ def judge(chain: Chain, pieces: Sequence[Piece]) -> Figures:
             way = chain.ways[piece.way]
             held += piece.length * (chain.state_bytes + way.kept_bytes)
             # What an iteration is handed lies beside the stack that it is read from.
-            handed = chain.state_bytes if piece.length > 1 else 0
-            peak = max(peak, held + way.workspace_bytes + handed)
+            in_loop = way.workspace_bytes + chain.state_bytes
+            peak = max(peak, held + (in_loop if piece.length > 1 else way.alone_bytes))
             seconds += piece.length * way.seconds
     return Figures(held_bytes=held, peak_bytes=peak, seconds=seconds)
 
@@ -247,10 +249,11 @@ class _Table:
         choices: list[_Choices] = []
         for number, way in enumerate(chain.ways):
             held = self._rounded(firsts * (chain.state_bytes + way.kept_bytes))[:, None]
-            handed = np.where(firsts > 1, chain.state_bytes, 0)
+            in_loop = way.workspace_bytes + chain.state_bytes
+            beside = np.where(firsts > 1, in_loop, way.alone_bytes)
             left = budgets - held
             seconds = np.where(
-                left >= self._rounded(way.workspace_bytes + handed)[:, None],
+                left >= self._rounded(beside)[:, None],
                 (firsts * way.seconds)[:, None] + self.least[rest_places[:, None], left.clip(0)],
                 np.inf,
             )

@@ -12,9 +12,9 @@ from remat_opt.solvers import binomial, loop_nests
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
 
 WAYS = (
-    Way(kept_bytes=0, workspace_bytes=4, seconds=1.0),
-    Way(kept_bytes=1, workspace_bytes=5, seconds=0.6),
-    Way(kept_bytes=3, workspace_bytes=2, seconds=0.0),
+    Way(kept_bytes=0, workspace_bytes=4, alone_bytes=4, seconds=1.0),
+    Way(kept_bytes=1, workspace_bytes=5, alone_bytes=3, seconds=0.6),
+    Way(kept_bytes=3, workspace_bytes=2, alone_bytes=1, seconds=0.0),
 )
 
 
