@@ -73,9 +73,9 @@ class Stacks:
     """What an iteration of a loop reads of stacks, one entry in which belongs to each iteration.
 
     Attributes:
-      slicing: of each vertex whether what waits for its backward pass, and is read there by it, is
-        copied from a stack for it; what does not copy reads the stack. None where what waits is
-        in no stack.
+      slicing: of each vertex whether it reads and writes arrays: what waits for the backward pass
+        is copied from a stack for it, and what it writes is copied there as the forward pass ends.
+        The others read and write entries in their places. None where what waits is in no stack.
       inputs: of inputs that are copied from stacks the bytes, and the vertices that read them.
     """
 
@@ -119,12 +119,17 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
     # Forward values: until the last forward reader, or the last backward reader where stored.
     end = forward.copy()
     np.maximum.at(end, arrays.forward.read, forward[arrays.forward.reader])
+    there = np.full(count, True)
     if stacks is None or stacks.slicing is None:
         np.maximum.at(end, open_reads.read, step[open_reads.step])
     else:
         copied = open_reads[stacks.slicing[open_reads.reader]]
         add(step[copied.step], step[copied.step], arrays.bytes[copied.read])
-    add(forward, end, arrays.bytes)
+        # What is written where it waits, and read there, is no array; the rest is put there late.
+        there[open_reads.read] = stacks.slicing[open_reads.read]
+        there[arrays.forward.read[stacks.slicing[arrays.forward.reader]]] = True
+        end[open_reads.read] = count - 1
+    add(forward[there], end[there], arrays.bytes[there])
 
     # Backward step of each vertex.
     turn = step[:count]
@@ -145,9 +150,10 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
         np.maximum.at(end, level.local.read, step[level.local.step])
         add(run[again], end[again], arrays.bytes[again])
 
-    # Copies of inputs: from the first to the last reader in the backward pass.
+    # Copies of inputs: forward for each reader, in the backward pass from the first to the last.
     for size, readers in stacks.inputs if stacks is not None else ():
         reader = np.asarray(readers)
+        add(forward[reader], forward[reader], np.full(len(reader), size))
         read = [turn[reader]]
         for depth, level in enumerate(levels):
             read.append(step[(depth + 1) * count + reader[level.again[reader]]])
