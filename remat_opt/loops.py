@@ -516,8 +516,7 @@ def _iterations(
         if not any(
             other is not one
             and all(
-                theirs <= own
-                for theirs, own in zip(_figures(other, measure), figures, strict=True)
+                theirs <= own for theirs, own in zip(_figures(other, measure), figures, strict=True)
             )
             for other in best
         ):

@@ -43,8 +43,8 @@ def least(of: Chain, budget: int) -> float:
         for first in range(1, n + 1):
             for way in of.ways:
                 held = first * (of.state_bytes + way.kept_bytes)
-                handed = of.state_bytes if first > 1 else 0
-                if held + handed + way.workspace_bytes <= m:
+                in_loop = of.state_bytes + way.workspace_bytes
+                if held + (in_loop if first > 1 else way.alone_bytes) <= m:
                     found = min(found, first * way.seconds + search(n - first, m - held))
             for count in range(2, first // 2 + 1):
                 size, held = first // count, count * of.state_bytes
@@ -91,7 +91,12 @@ def test_beside_revolve(share: float, most: float) -> None:
     """
     length, unit = 400, 2**16
     ways = tuple(
-        Way(kept_bytes=kept * unit, workspace_bytes=12 * unit, seconds=seconds)
+        Way(
+            kept_bytes=kept * unit,
+            workspace_bytes=12 * unit,
+            alone_bytes=12 * unit,
+            seconds=seconds,
+        )
         for kept, seconds in ((0, 1.0), (4, 0.004), (5, 0.0))
     )
     of = Chain(length=length, state_bytes=2 * unit, result_bytes=0, seconds=1.0, ways=ways)
