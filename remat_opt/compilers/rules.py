@@ -192,6 +192,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "rows_picked": _rule(
             _NVIDIA, "rewrite", "row_gathers", "The gradient of picking from rows is elementwise."
         ),
+        "picked_narrow": _rule(
+            _TPU, "rewrite", "row_gathers", "What is picked is picked before it is widened."
+        ),
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Weights' and biases' gradients come in their turn."
         ),
