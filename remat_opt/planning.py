@@ -447,7 +447,8 @@ def solve(of: Problem, objective: Objective) -> Candidate:
                 + ", at ".join(filter(None, (p.name.title, p.source)))
                 for p in pins
             )
-            + ". Give a larger budget or a smaller batch.",
+            + ". "
+            + of.model.what_to_do(),
             budget_bytes=budget_bytes,
             least_peak_bytes=least.peak_bytes,
             pinning=tuple((p.name.title, p.bytes) for p in pins),
