@@ -216,6 +216,11 @@ def has_effects(equation: Any) -> bool:
     return bool(equation.effects)
 
 
+def is_mutable(variable: Any) -> bool:
+    """Whether a variable is a mutable array, as ``jax.new_ref`` makes one: not a value itself."""
+    return hasattr(variable.aval, "inner_aval")
+
+
 def calls_back(equation: Any) -> bool:
     """Whether the equation calls a Python function, by itself or in a program inside it."""
     if equation.primitive.name in _CALLBACKS:
