@@ -22,8 +22,11 @@ def scan(operation: Operation) -> Cost:
 
 @register("while")
 def while_loop(operation: Operation) -> Cost:
-    """Condition and body once each: how often they run is not known, so it is a guess."""
-    return _loop(operation, estimated=True)
+    """Condition and body as often as the body runs; where the program does not say, it is a guess.
+
+    The compiler's ``cost_analysis()`` counts each once.
+    """
+    return _loop(operation, estimated=any(body.guessed for body in operation.bodies))
 
 
 def _loop(operation: Operation, *, estimated: bool) -> Cost:
