@@ -666,10 +666,10 @@ def while_turns(equation: Any) -> int | None:
             return None
         return int(variable.val), added
 
-    courses = [course(variable) for variable in tests[0].invars]
-    if courses[0] is None or courses[1] is None:
+    left, right = map(course, tests[0].invars)
+    if left is None or right is None:
         return None
-    (low, faster), (high, slower) = courses[::-1] if swapped else courses
+    (low, faster), (high, slower) = (right, left) if swapped else (left, right)
     gap, closing = high + more - low, faster - slower
     if gap <= 0:
         return 0

@@ -93,7 +93,7 @@ class Body:
       operations: its equations, in order; inner programs nest.
       repeats: how often one run of the operation runs it: the length of a scan, the turns of a
         ``while`` that counts up to a constant, else 1.
-      guessed: whether ``repeats`` is ``GUESSED_TURNS``, as of a ``while`` that ends when it is done.
+      guessed: whether ``repeats`` is ``GUESSED_TURNS``, as of a ``while`` of unknown length.
     """
 
     operations: tuple[Operation, ...]

@@ -752,8 +752,8 @@ def _guessed_loops(of: Problem) -> Iterator[str]:
     if found:
         places = [*list(found)[:_MOST_EFFECTS], *(["..."] if len(found) > _MOST_EFFECTS else [])]
         yield (
-            f"How often a while_loop runs, the program does not say: {'; '.join(places)}. It counts "
-            f"as {GUESSED_TURNS} turns. fori_loop and scan say it."
+            f"How often a while_loop runs, the program does not say: {'; '.join(places)}. It "
+            f"counts as {GUESSED_TURNS} turns. fori_loop and scan say it."
         )
 
 
