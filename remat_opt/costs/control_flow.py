@@ -47,6 +47,18 @@ def _loop(operation: Operation, *, estimated: bool) -> Cost:
     )
 
 
+@register("custom_linear_solve")
+def linear_solve(operation: Operation) -> Cost:
+    """What solves, and neither the products it is the inverse of nor what solves transposed.
+
+    Inside are products and solvers, each with its transposed, or without where it has none.
+    """
+    if not operation.bodies:
+        return unknown_cost(operation)
+    solver = operation.bodies[len(operation.bodies) // 2]
+    return dataclasses.replace(body_cost(solver), fusion=Fusion.OPAQUE)
+
+
 @register("cond")
 def branches(operation: Operation) -> Cost:
     """The costliest branch, as the compiler counts."""

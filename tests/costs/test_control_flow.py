@@ -119,3 +119,19 @@ def test_cond_of_fusible_branches_is_opaque_all_the_same(operations: Any) -> Non
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     assert cost(operations(branch, index, MATRIX)[-1]).fusion is Fusion.OPAQUE
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_linear_solve_is_what_solves(symmetric: bool, only: Any) -> None:
+    def solve(x: jax.Array, b: jax.Array) -> Any:
+        return lax.custom_linear_solve(
+            lambda y: x @ y,
+            b,
+            lambda _, b: x @ (x @ (x @ b)),
+            symmetric=symmetric,
+        )
+
+    answer = cost(only(solve, MATRIX, MATRIX))
+    assert answer.flops == 3 * DOT
+    assert answer.fusion is Fusion.OPAQUE
+    assert not answer.estimated
