@@ -336,8 +336,8 @@ def _scanned_module(nnx: Any, wrap: Callable[[Any], Any] = lambda step: step) ->
 
     class Network(nnx.Module):  # type: ignore[misc]
         def __init__(self, rngs: Any) -> None:
-            make = nnx.vmap(Layer, in_axes=0, out_axes=0)
-            self.layers = make(rngs.fork(split=DEPTH))
+            make = nnx.split_rngs(splits=DEPTH)(nnx.vmap(Layer, in_axes=0, out_axes=0))
+            self.layers = make(rngs)
 
         def __call__(self, x: jax.Array) -> Any:
             def step(x: jax.Array, layer: Any) -> jax.Array:
