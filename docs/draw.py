@@ -343,7 +343,7 @@ def draw_offload() -> None:
             lw=0,
         )
     bottom.axhline(given.device_bytes, color=INK, lw=1, ls=":")
-    bottom.text(0, given.device_bytes + 1, f"device: {given.device_bytes} MiB", size=8)
+    bottom.text(1, given.device_bytes + 1, f"device: {given.device_bytes} MiB", size=8)
     bottom.set(xlabel="ms", ylabel="MiB held", ylim=(0, given.peak_bytes * 1.1))
     _plain_axes(top)
     _plain_axes(bottom)

@@ -216,6 +216,11 @@ def has_effects(equation: Any) -> bool:
     return bool(equation.effects)
 
 
+def is_mutable(variable: Any) -> bool:
+    """Whether a variable is a mutable array, as ``jax.new_ref`` makes one: not a value itself."""
+    return hasattr(variable.aval, "inner_aval")
+
+
 def calls_back(equation: Any) -> bool:
     """Whether the equation calls a Python function, by itself or in a program inside it."""
     if equation.primitive.name in _CALLBACKS:
@@ -630,6 +635,63 @@ def settings() -> Hashable:
 def scan_length(params: Mapping[str, Any]) -> int:
     """How often the body of a ``scan`` equation runs."""
     return int(params["length"])
+
+
+def while_turns(equation: Any) -> int | None:
+    """How often the body of a ``while`` equation runs, if constants alone decide that.
+
+    So where an integer that is carried, and grows or shrinks by a constant each turn, is compared
+    with another one or a constant: as ``fori_loop`` with bounds that are no tracers writes it.
+    """
+    _, _, tested, tests, _ = parts(equation.params["cond_jaxpr"])
+    if len(tests) != 1 or tests[0].primitive.name not in _COMPARED:
+        return None
+    swapped, more = _COMPARED[tests[0].primitive.name]
+    _, _, carried, equations, results = parts(equation.params["body_jaxpr"])
+    constants = equation.params["cond_nconsts"]
+    turned = equation.params["body_nconsts"]
+    first = [*equation.invars[:constants], *equation.invars[constants + turned :]]
+
+    def course(variable: Any) -> tuple[int, int] | None:
+        """Of one side of the comparison the value at first, and what is added each turn."""
+        added: int | None = 0
+        if not isinstance(variable, Literal):
+            place = tested.index(variable)
+            variable = first[place]
+            if place >= constants:
+                place -= constants
+                added = _added(carried[turned + place], results[place], equations)
+        is_number = isinstance(variable, Literal) and np.ndim(variable.val) == 0
+        if added is None or not is_number or not np.issubdtype(variable.aval.dtype, np.integer):
+            return None
+        return int(variable.val), added
+
+    left, right = map(course, tests[0].invars)
+    if left is None or right is None:
+        return None
+    (low, faster), (high, slower) = (right, left) if swapped else (left, right)
+    gap, closing = high + more - low, faster - slower
+    if gap <= 0:
+        return 0
+    return -(-gap // closing) if closing > 0 else None
+
+
+#: Comparisons of integers as ``a + 0 < b + n``: whether the sides change places, and ``n``.
+_COMPARED = {"lt": (False, 0), "le": (False, 1), "gt": (True, 0), "ge": (True, 1)}
+
+
+def _added(variable: Any, result: Any, equations: Sequence[Any]) -> int | None:
+    """The constant that a turn of a loop adds to a variable, or None if it does something else."""
+    if result is variable:
+        return 0
+    for equation in equations:
+        if result in equation.outvars and equation.primitive.name in ("add", "sub"):
+            left, right = equation.invars
+            if left is variable and isinstance(right, Literal):
+                return int(right.val) if equation.primitive.name == "add" else -int(right.val)
+            if right is variable and isinstance(left, Literal) and equation.primitive.name == "add":
+                return int(left.val)
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

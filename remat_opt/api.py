@@ -370,6 +370,7 @@ def apply_plan(
     has_aux: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    existing: str = "keep",
 ) -> Any:
     """Rewrites a function by a plan that was made for it.
 
@@ -381,6 +382,8 @@ def apply_plan(
       has_aux: likewise.
       static_argnums: likewise.
       static_argnames: likewise.
+      existing: likewise. It may be left out: the plan's fingerprint says whether checkpoints inside
+        the function were replaced when it was made.
 
     Raises:
       PlanFileError: the file cannot be used, or, when the function is called, the plan
@@ -392,6 +395,7 @@ def apply_plan(
         has_aux=has_aux,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        existing=existing,
         plan=plan,
         errors="raise",
     )

@@ -62,12 +62,21 @@ class _Existing(Effect):
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """How much that is, and what to do."""
-        told = ", ".join([*self.places[:4], *(["..."] if len(self.places) > 4 else [])])
         yield (
-            f"The function's own checkpoints stay as they are ({told}). They compute "
+            f"The function's own checkpoints stay as they are ({self._told()}). They compute "
             f"{format_share(self.share)} of a forward pass again, with or without this plan; "
             'existing="replace" lets the plan decide about the values under them.'
         )
+
+    def remedy(self) -> str:
+        """To have them decided on as well."""
+        return (
+            f"The function's own checkpoints ({self._told()}) stay as they are, with all that "
+            'they take: existing="replace" lets the plan decide about the values under them.'
+        )
+
+    def _told(self) -> str:
+        return ", ".join([*self.places[:4], *(["..."] if len(self.places) > 4 else [])])
 
 
 def model(

@@ -50,6 +50,11 @@ def _element_bits(dtype: str) -> int:
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
+#: How often a ``while`` counts as running that does not say. Once would be too little: what runs
+#: once needs no loop, and a plan would compute it again for the price of one turn.
+GUESSED_TURNS = 10
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayType:
     """Shape and dtype of one array.
@@ -86,12 +91,14 @@ class Body:
 
     Attributes:
       operations: its equations, in order; inner programs nest.
-      repeats: how often one run of the operation runs it: the length of a scan, else
-        1. The trip count of a ``while`` is not known; it counts as 1.
+      repeats: how often one run of the operation runs it: the length of a scan, the turns of a
+        ``while`` that counts up to a constant, else 1.
+      guessed: whether ``repeats`` is ``GUESSED_TURNS``, as of a ``while`` of unknown length.
     """
 
     operations: tuple[Operation, ...]
     repeats: int = 1
+    guessed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.loop_values import loop_values
-from remat_opt.operation import ArrayType
+from remat_opt.operation import GUESSED_TURNS, ArrayType, Operation
 from remat_opt.plan import Decision, Objective, Pin, Plan, Prediction
 from remat_opt.program import blocks
 from remat_opt.program.linearization import linearize
@@ -447,7 +447,8 @@ def solve(of: Problem, objective: Objective) -> Candidate:
                 + ", at ".join(filter(None, (p.name.title, p.source)))
                 for p in pins
             )
-            + ". Give a larger budget or a smaller batch.",
+            + ". "
+            + of.model.what_to_do(),
             budget_bytes=budget_bytes,
             least_peak_bytes=least.peak_bytes,
             pinning=tuple((p.name.title, p.bytes) for p in pins),
@@ -735,6 +736,27 @@ def _side_effects(of: Problem) -> Iterator[str]:
     )
 
 
+def _guessed_loops(of: Problem) -> Iterator[str]:
+    """Which loops do not say how often they run."""
+
+    def is_guessed(operation: Operation) -> bool:
+        return any(
+            body.guessed or any(map(is_guessed, body.operations)) for body in operation.bodies
+        )
+
+    found = dict.fromkeys(
+        f"{equation.operation.primitive} at {internals.source_line(equation.jax_equation) or '?'}"
+        for equation in of.program.equations
+        if is_guessed(equation.operation)
+    )
+    if found:
+        places = [*list(found)[:_MOST_EFFECTS], *(["..."] if len(found) > _MOST_EFFECTS else [])]
+        yield (
+            f"How often a while_loop runs, the program does not say: {'; '.join(places)}. It "
+            f"counts as {GUESSED_TURNS} turns. fori_loop and scan say it."
+        )
+
+
 def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
     expected = of.model
     notes = [*_mesh_notes(of.program), *expected.notes(schedule)]
@@ -744,6 +766,7 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
             "cost rules; remat_opt.costs.register adds exact ones."
         )
     notes += _side_effects(of)
+    notes += _guessed_loops(of)
     if expected.assumed:
         notes.append(
             "JAX gave no derivative for "

@@ -280,8 +280,7 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
     raise BudgetError(
         f"No plan has compiled to temporaries within {format_bytes(budget_bytes)}: of "
         f"{trials.count} that were tried, the smallest took {format_bytes(least)} "
-        f"(predicted: {', '.join(map(format_bytes, sizes))}). "
-        "Give a larger budget or a smaller batch.",
+        f"(predicted: {', '.join(map(format_bytes, sizes))}). " + trials.problem.model.what_to_do(),
         budget_bytes=budget_bytes,
         least_peak_bytes=least,
         pinning=tuple((p.name.title, p.bytes) for p in trials.plans[-1].predicted.pins),

@@ -15,6 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
+from tests import conftest, framework_features  # noqa: F401 - eight devices, and more rows
 from tests.features import FEATURES, Feature, Found, find
 
 PATH = Path(__file__).parents[1] / "docs" / "features.md"

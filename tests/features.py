@@ -12,6 +12,7 @@ to ``docs/features.md``, and a test holds the two together.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify, io_callback, pallas
 
 import remat_opt
 from remat_opt.errors import RematError
@@ -48,6 +50,7 @@ class Feature:
       reverse: whether there is a backward pass, and so something to gain.
       note: what a reader should know.
       tolerance: relative; float32 is what is compared.
+      package: what has to be installed.
     """
 
     group: str
@@ -59,6 +62,7 @@ class Feature:
     reverse: bool
     note: str
     tolerance: float
+    package: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ def row(
     reverse: bool = True,
     note: str = "",
     tolerance: float = 2e-4,
+    package: str = "jax",
     **options: Any,
 ) -> None:
     """Adds a row; see ``Feature``. What else is given by name are options of the decorator."""
@@ -103,6 +108,7 @@ def row(
             reverse=reverse,
             note=note,
             tolerance=tolerance,
+            package=package,
         )
     )
 
@@ -262,6 +268,55 @@ row(
 )
 row("Transformations", "`linearize`", network, how=_linearized, jit=False)
 row("Transformations", "`hessian`", _narrow, how=jax.hessian, note="of a small network")
+
+
+def _with_a_size() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def loss(params: list[jax.Array], x: jax.Array, *, train: bool = False) -> jax.Array:
+        return plain_loss(params, jnp.sin(x) if train else x)
+
+    return loss, (weights(), rows())
+
+
+class _Model:
+    """With a loss for a method, as decorated on the class."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self.loss = loss
+
+    def total(self, params: list[jax.Array], x: jax.Array) -> jax.Array:
+        return 0.5 * self.loss(params, x)
+
+
+def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
+    gradient = jax.value_and_grad(fn)
+    return lambda w, x: [gradient(w, part) for part in (x, x[:100], x, x[:, None, :])]
+
+
+def _micro_batches(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(w: Any, x: jax.Array) -> Any:
+        def step(total: Any, part: jax.Array) -> tuple[Any, jax.Array]:
+            value, gradient = jax.value_and_grad(fn)(w, part)
+            return jax.tree.map(jnp.add, total, gradient), value
+
+        return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, w), x.reshape(2, -1, WIDTH))
+
+    return run
+
+
+row(
+    "Transformations",
+    "a loss that is under `jit` already",
+    lambda: (jax.jit(plain_loss), (weights(), rows())),
+)
+row("Transformations", "a method", lambda: (_Model(plain_loss).total, (weights(), rows())))
+row(
+    "Transformations",
+    "a `functools.partial`",
+    lambda: (functools.partial(_with_a_size()[0], train=True), (weights(), rows())),
+)
+row("Transformations", "several shapes in turn", network, how=_in_turn)
+row("Transformations", "gradients in a `scan`, as over micro-batches", network, how=_micro_batches)
+row("Transformations", "`jacrev`", _narrow, how=jax.jacrev)
 row("Transformations", "without `jit`", network, jit=False, note="traced and compiled once")
 row("Transformations", "`disable_jit`", network, how=_without_jit, jit=False)
 
@@ -349,6 +404,16 @@ def _weak() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss, ((weights(), 0.5), rows())
 
 
+def _mixed() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in params:
+            y = jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+            x = y.astype(jnp.float32) + x
+        return jnp.mean(x**2)
+
+    return loss, (weights(), rows())
+
+
 def _auxiliary() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     def loss(params: list[jax.Array], x: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         value = plain_loss(params, x)
@@ -374,6 +439,14 @@ row(
 row("Arguments", "complex numbers", _complex)
 row("Arguments", "weak types", _weak)
 row("Arguments", "arrays of size zero", _empty)
+row(
+    "Arguments",
+    "`static_argnames`",
+    _with_a_size,
+    how=lambda f: lambda w, x: jax.value_and_grad(f)(w, x, train=True),
+    static_argnames="train",
+)
+row("Arguments", "bfloat16 and float32 in one program", _mixed, tolerance=2e-2)
 row("Arguments", "`static_argnums=0`", _static, how=_fixed, static_argnums=0)
 row(
     "Arguments",
@@ -444,7 +517,69 @@ def _associative(x: jax.Array, _: jax.Array) -> jax.Array:
     return jax.lax.associative_scan(jnp.multiply, 1 + 0.01 * x)
 
 
+def _scan_with_a_state() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def loss(stacked: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
+        def layer(state: dict[str, Any], w: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+            key, own = jax.random.split(state["key"])
+            kept = jax.random.bernoulli(own, 0.9, state["h"].shape)
+            h = jnp.where(kept, jnp.tanh(state["h"] @ w), 0.0) + state["h"]
+            return {"h": h, "key": key, "count": state["count"] + 1}, state["count"]
+
+        state = {"h": x, "key": key, "count": jnp.int32(0)}
+        state, counts = jax.lax.scan(layer, state, stacked)
+        return jnp.mean(state["h"] ** 2) * state["count"] + jnp.sum(counts)
+
+    return loss, (jnp.stack(weights()), rows(), jax.random.key(0))
+
+
+def _scan_of(layer: Layer) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Of a prime number of layers, with a weight that they share."""
+
+    def loss(params: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        stacked, shared = params
+
+        def step(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return layer(jnp.tanh(h @ w), shared) + h, None
+
+        return jnp.mean(jax.lax.scan(step, x, stacked)[0] ** 2)
+
+    return lambda: (loss, ((jnp.stack([*weights(), weights()[0]]), weights()[1]), rows()))
+
+
+def _recurrent() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def loss(params: tuple[jax.Array, jax.Array], inputs: jax.Array) -> jax.Array:
+        def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            h, c = state
+            i, f, g, o = jnp.split(h @ params[0] + x @ params[1], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        state = (jnp.zeros((8, WIDTH)), jnp.zeros((8, WIDTH)))
+        return jnp.mean(jax.lax.scan(step, state, inputs)[1] ** 2)
+
+    both = array(WIDTH, 4 * WIDTH), array(WIDTH, 4 * WIDTH, seed=1)
+    return loss, (both, array(40, 8, WIDTH))
+
+
+def _scan_over_while(x: jax.Array, w: jax.Array) -> jax.Array:
+    turns = jax.lax.while_loop(lambda n: n < 3 + w[0, 0], lambda n: n + 1, 0.0)
+    return jnp.sin(x) * turns
+
+
 row("Loops", "`scan`", _scan())
+row("Loops", "`scan` whose carry has integers and keys", _scan_with_a_state)
+row("Loops", "`scan` of seven layers with weights they share", _scan_of(lambda x, w: x @ w))
+row("Loops", "`scan` over an LSTM", _recurrent)
+row("Loops", "`cond` in `scan`", _scan_of(lambda x, w: _cond(x, w)))
+row("Loops", "`while_loop` in `scan`", _scan_of(_scan_over_while))
+row("Loops", "`jax.checkpoint` in `scan`", _scan_of(jax.checkpoint(lambda x, w: jnp.sin(x @ w))))
+row(
+    "Loops",
+    "`jax.checkpoint` in `scan`, replaced",
+    _scan_of(jax.checkpoint(lambda x, w: jnp.sin(x @ w))),
+    existing="replace",
+)
 row("Loops", "`scan(reverse=True)`", _scan(reverse=True))
 row("Loops", "`scan(unroll=2)`", _scan(unroll=2))
 row("Loops", "`scan` with `xs=None` and stacked outputs", _scan_without_inputs)
@@ -530,6 +665,110 @@ def _attention() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss, (weights(), rows())
 
 
+def _eigh(x: jax.Array, w: jax.Array) -> jax.Array:
+    values, vectors = jnp.linalg.eigh(w @ w.T + jnp.diag(jnp.arange(WIDTH)))
+    return (x @ vectors) * jnp.tanh(values)
+
+
+def _svd(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x * jnp.linalg.svd(w + jnp.diag(jnp.arange(WIDTH)), compute_uv=False) / WIDTH
+
+
+def _inverse(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ jnp.linalg.inv(w + 4 * jnp.eye(WIDTH))
+
+
+def _triangular(x: jax.Array, w: jax.Array) -> jax.Array:
+    lower = jnp.tril(w) + 4 * jnp.eye(WIDTH)
+    return jax.scipy.linalg.solve_triangular(lower, x.T, lower=True).T
+
+
+def _logarithm_of_determinant(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x * jnp.linalg.slogdet(w @ w.T + jnp.eye(WIDTH))[1] / WIDTH
+
+
+def _images(layer: Layer) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """A network of convolutions, with ``layer`` after each."""
+
+    def loss(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in kernels:
+            y = jax.lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = layer(jax.nn.relu(y), w) + x
+        return jnp.mean(x**2)
+
+    return lambda: (loss, ([array(3, 3, 8, 8, seed=n) for n in range(DEPTH)], array(4, 16, 16, 8)))
+
+
+def _pooled(operation: Callable[..., jax.Array]) -> Layer:
+    return lambda x, _: jnp.tanh(
+        jax.lax.reduce_window(x, *operation, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+    )
+
+
+def _windowed(x: jax.Array, w: jax.Array) -> jax.Array:
+    start = jnp.int32(w[0, 0] > 0)
+    part = jnp.sin(jax.lax.dynamic_slice_in_dim(x, start, WIDTH // 2, axis=1))
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
+
+
+def _best(x: jax.Array, _: jax.Array) -> jax.Array:
+    values, places = jax.lax.top_k(x, 4)
+    return jnp.sum(values * jnp.sin(places), axis=-1, keepdims=True) * x / WIDTH
+
+
+def _segments(x: jax.Array, _: jax.Array) -> jax.Array:
+    which = jnp.arange(ROWS) % 16
+    return jnp.tanh(jax.ops.segment_sum(x, which, 16))[which]
+
+
+def _ragged(x: jax.Array, w: jax.Array) -> jax.Array:
+    sizes = jnp.array([ROWS // 4, ROWS - ROWS // 4], jnp.int32)
+    return jax.lax.ragged_dot(x, jnp.stack([w, w.T]), sizes)
+
+
+def _bits(x: jax.Array, _: jax.Array) -> jax.Array:
+    is_negative = jax.lax.bitcast_convert_type(x, jnp.int32) < 0
+    return jnp.sin(x) * jnp.where(is_negative, 1.0, 0.9)
+
+
+def _special(x: jax.Array, _: jax.Array) -> jax.Array:
+    return jax.scipy.special.gammaln(1.5 + jnp.abs(x)) + jax.scipy.special.erf(x)
+
+
+def _series(x: jax.Array, _: jax.Array) -> jax.Array:
+    return jnp.log(jax.scipy.special.gammainc(2.0, 1.0 + jnp.abs(x)))
+
+
+def _straight_through(x: jax.Array, _: jax.Array) -> jax.Array:
+    return jnp.sin(x) + jax.lax.stop_gradient(jnp.round(4 * x) / 4 - x)
+
+
+def _behind_a_barrier(x: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(jnp.sin(x)) * x
+
+
+row("Operations", "convolution", _images(lambda x, _: jnp.sin(x)))
+row("Operations", "pooling, the largest", _images(_pooled((-jnp.inf, jax.lax.max))))
+row("Operations", "pooling, the mean", _images(_pooled((0.0, jax.lax.add))))
+row("Operations", "`cumsum`", layers(lambda x, _: jnp.sin(jnp.cumsum(x, axis=0) / ROWS) * x))
+row("Operations", "`cumprod`", layers(lambda x, _: jnp.cumprod(1 + 0.01 * x, axis=1)))
+row("Operations", "`top_k`", layers(_best))
+row("Operations", "`argmax`", layers(lambda x, _: x * jax.nn.one_hot(jnp.argmax(x, 1), WIDTH)))
+row("Operations", "`dynamic_slice`, `dynamic_update_slice`", layers(_windowed))
+row("Operations", "`segment_sum`", layers(_segments))
+row("Operations", "`ragged_dot`", layers(_ragged))
+row("Operations", "`bitcast_convert_type`", layers(_bits))
+row("Operations", "`gammaln`, `erf`", layers(_special))
+row(
+    "Operations",
+    "`gammainc`",
+    layers(_series),
+    note='the compiler\'s loop takes memory that is not foreseen; `verify="compile"` sees it',
+)
+row("Operations", "`stop_gradient`", layers(_straight_through))
+row("Operations", "`optimization_barrier`", layers(lambda x, _: _behind_a_barrier(x)))
 row("Operations", "`sort`", layers(lambda x, _: jnp.sort(x)))
 row("Operations", "gather", layers(lambda x, _: jnp.sin(x[:, jnp.arange(WIDTH)[::-1]])))
 row("Operations", "scatter", layers(_scatter))
@@ -537,6 +776,11 @@ row("Operations", "FFT", layers(_fft))
 row("Operations", "`linalg.solve`", layers(_solve), tolerance=1e-3)
 row("Operations", "`linalg.cholesky`", layers(_cholesky), tolerance=1e-3)
 row("Operations", "`linalg.qr`", layers(lambda x, w: x @ jnp.linalg.qr(w)[0]), tolerance=1e-3)
+row("Operations", "`linalg.eigh`", layers(_eigh), tolerance=1e-3)
+row("Operations", "`linalg.svd`", layers(_svd), tolerance=1e-3)
+row("Operations", "`linalg.slogdet`, by LU", layers(_logarithm_of_determinant), tolerance=1e-3)
+row("Operations", "`solve_triangular`", layers(_triangular), tolerance=1e-3)
+row("Operations", "`linalg.inv`", layers(_inverse), tolerance=1e-3)
 row("Operations", "`dot_product_attention`", _attention)
 
 # --- Functions with rules of their own ----------------------------------------------------
@@ -590,6 +834,127 @@ def _printing(x: jax.Array, _: jax.Array) -> jax.Array:
     return jnp.sin(x) * x
 
 
+def _talking(x: jax.Array, _: jax.Array) -> jax.Array:
+    jax.debug.print("", ordered=True)
+    return jnp.sin(x) * x
+
+
+def _telling_in_any_order(x: jax.Array, _: jax.Array) -> jax.Array:
+    io_callback(lambda: None, None)
+    return jnp.sin(x) * x
+
+
+def _counting(x: jax.Array, _: jax.Array) -> jax.Array:
+    begun, empty = jax.new_ref(jnp.sin(x)), jax.new_ref(jnp.zeros_like(x))
+    begun[...] += x
+    empty[...] = jnp.cos(x)
+    return begun[...] * x + empty[...]
+
+
+def _scan_with_a_ref(x: jax.Array, w: jax.Array) -> jax.Array:
+    total = jax.new_ref(jnp.zeros_like(x))
+
+    def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        total[...] += h
+        return jnp.tanh(h @ w), None
+
+    h, _ = jax.lax.scan(step, x, None, length=2)
+    return h + total[...]
+
+
+def _checked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(w: Any, x: jax.Array) -> Any:
+        error, found = checkify.checkify(jax.value_and_grad(fn))(w, x)
+        return found, jnp.asarray(error.get() is None)
+
+    return run
+
+
+def _checking(x: jax.Array, _: jax.Array) -> jax.Array:
+    checkify.check(jnp.all(jnp.isfinite(x)), "not finite")
+    return jnp.sin(x) * x
+
+
+def _kernel(x: jax.Array) -> jax.Array:
+    def body(x_ref: Any, y_ref: Any) -> None:
+        y_ref[...] = jnp.sin(x_ref[...]) * x_ref[...]
+
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    found: jax.Array = pallas.pallas_call(body, out_shape=kind, interpret=True)(x)
+    return found
+
+
+_own_kernel = jax.custom_vjp(_kernel)
+_own_kernel.defvjp(
+    lambda x: (_kernel(x), x),
+    lambda x, g: (g * (jnp.sin(x) + x * jnp.cos(x)),),
+)
+
+
+@jax.custom_batching.custom_vmap
+def _own_batching(x: jax.Array) -> jax.Array:
+    return jnp.sin(x) * x
+
+
+@_own_batching.def_vmap
+def _(axis_size: int, in_batched: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+    return jnp.sin(x) * x, in_batched[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _own_vjp_of(fn: Callable[[jax.Array], jax.Array], x: dict[str, jax.Array]) -> jax.Array:
+    return fn(x["x"]) * x["by"]
+
+
+_own_vjp_of.defvjp(
+    lambda fn, x: (fn(x["x"]) * x["by"], (x, fn(x["x"]))),
+    lambda fn, saved, g: (
+        {"x": g * jax.jvp(fn, (saved[0]["x"],), (saved[0]["by"],))[1], "by": g * saved[1]},
+    ),
+)
+
+
+def _with_nondiff(x: jax.Array, _: jax.Array) -> jax.Array:
+    return _own_vjp_of(jnp.sin, {"x": x, "by": x})
+
+
+def _root(x: jax.Array, _: jax.Array) -> jax.Array:
+    """Solves y**3 + y = x by Newton's method."""
+
+    def solve(f: Callable[[jax.Array], jax.Array], y: jax.Array) -> jax.Array:
+        def step(y: jax.Array) -> jax.Array:
+            return y - f(y) / (3 * y**2 + 1)
+
+        return jax.lax.fori_loop(0, 20, lambda _, y: step(y), y)
+
+    def tangent(g: Callable[[jax.Array], jax.Array], y: jax.Array) -> jax.Array:
+        return y / g(jnp.ones_like(y))
+
+    return jax.lax.custom_root(lambda y: y**3 + y - x, jnp.zeros_like(x), solve, tangent)
+
+
+def _conjugate_gradients(x: jax.Array, w: jax.Array) -> jax.Array:
+    matrix = w @ w.T + 4 * jnp.eye(WIDTH)
+    return jax.scipy.sparse.linalg.cg(lambda y: matrix @ y, x.T, maxiter=40)[0].T
+
+
+row("Calls", "`jit`", layers(lambda x, w: jax.jit(lambda x, w: jnp.sin(x @ w) * x)(x, w)))
+row("Calls", "`custom_vjp` with `nondiff_argnums` and trees", layers(_with_nondiff))
+row("Calls", "`pallas_call` under a `custom_vjp`", layers(lambda x, _: _own_kernel(x)))
+row(
+    "Calls",
+    "`custom_batching.custom_vmap` under `vmap`",
+    layers(lambda x, _: jax.vmap(_own_batching)(x)),
+    note="without `vmap` JAX has no gradient of it",
+)
+row("Calls", "`custom_root`", layers(_root), tolerance=1e-3)
+row("Calls", "`custom_linear_solve`, as in `cg`", layers(_conjugate_gradients), tolerance=1e-3)
+row("Calls", "`checkpoint_name`", layers(lambda x, _: checkpoint_name(jnp.sin(x) * x, "wave")))
+row("Calls", "`debug.print(ordered=True)`", layers(_talking))
+row("Calls", "`io_callback`", layers(_telling_in_any_order))
+row("Calls", "`new_ref`: mutable arrays", layers(_counting), note="what passes through is kept")
+row("Calls", "`new_ref` in a `scan`", layers(_scan_with_a_ref))
+row("Calls", "`checkify` around the gradient", layers(_checking), how=_checked, jit=False)
 row("Calls", "`custom_jvp`", layers(lambda x, _: _own_jvp(x)))
 row("Calls", "`custom_vjp`", layers(lambda x, _: _own_vjp(x)))
 row("Calls", "inner `jax.checkpoint`", layers(lambda x, _: jax.checkpoint(_own_jvp)(x)))

@@ -93,6 +93,12 @@ def steps(log: Log) -> dict[str, Step]:
         ref[...] = first * 2
         return first + ref[...] * jnp.cos(x)
 
+    def summed(x: jax.Array, number: int) -> jax.Array:
+        # Read in a later region than it is made in.
+        ref = jax.new_ref(jnp.sin(x))
+        ref[...] += jnp.tanh(x) @ (x.T @ x)
+        return ref[...] * x
+
     return {
         "debug callback": debug,
         "ordered debug callback": functools.partial(debug, ordered=True),
@@ -104,6 +110,7 @@ def steps(log: Log) -> dict[str, Step]:
         "in a branch": branched,
         "under a checkpoint": under_checkpoint,
         "reference": reference,
+        "reference to what varies": summed,
     }
 
 

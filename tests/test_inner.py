@@ -18,7 +18,7 @@ import remat_opt
 from remat_opt import inner
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.device import get_device
-from remat_opt.errors import RematError
+from remat_opt.errors import BudgetError, PlanFileError, RematError
 from remat_opt.gradients import Gradients
 from remat_opt.program.linearization import linearize
 from remat_opt.program.tracing import Signature, trace
@@ -137,6 +137,23 @@ def test_a_plan_for_the_dissolved_function_is_applied_to_it(tmp_path: Path) -> N
     expected = jax.make_jaxpr(jax.grad(remat_opt.apply_plan(plan, scanned(layer))))(W, X)
     assert str(jax.make_jaxpr(jax.grad(applied))(W, X)) == str(expected)
     assert applied.plan(W, X) == plan
+    # It may be said as well. A plan that leaves them cannot be applied to what has none.
+    assert remat_opt.apply_plan(plan, loss, existing="replace").plan(W, X) == plan
+    kept = remat_opt.make_plan(loss, W, X, device="h200")
+    with pytest.raises(PlanFileError, match="another program"):
+        remat_opt.apply_plan(kept, loss, existing="replace").plan(W, X)
+
+
+@pytest.mark.parametrize("shape", [unrolled, scanned])
+def test_a_budget_that_they_rule_out_names_the_remedy(shape: Callable[[Body], Any]) -> None:
+    loss = shape(jax.checkpoint(lambda x, w: layer(layer(x, w), w)))
+    with pytest.raises(BudgetError) as told:
+        remat_opt.make_plan(loss, W, X, device="h200", budget=1)
+    assert "smaller batch. The function's own checkpoints (test_inner.py:" in str(told.value)
+    assert 'existing="replace" lets the plan decide' in str(told.value)
+    with pytest.raises(BudgetError) as told:
+        remat_opt.make_plan(loss, W, X, device="h200", budget=1, existing="replace")
+    assert "existing" not in str(told.value)
 
 
 def test_what_is_recomputed_anyway_is_told() -> None:

@@ -339,6 +339,62 @@ def test_effects_are_said_by_the_equation() -> None:
     assert sorted(internals.has_effects(e) for e in equations_of(fn, 1.0)) == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("test", "step", "first", "turns"),
+    [
+        (lambda n: n < 5, lambda n: n + 1, 0, 5),
+        (lambda n: n < 5, lambda n: 2 + n, 0, 3),
+        (lambda n: n <= 4, lambda n: n + 2, 0, 3),
+        (lambda n: n > 0, lambda n: n - 3, 10, 4),
+        (lambda n: n >= 0, lambda n: n - 5, 10, 3),
+        (lambda n: lax.gt(9, n), lambda n: n + 1, 2, 7),
+        (lambda n: n < 5, lambda n: n + 1, 8, 0),
+        # Not constants, or no end.
+        (lambda n: n < 5, lambda n: n * 2, 1, None),
+        (lambda n: n < 5, lambda n: n - 1, 0, None),
+        (lambda n: n != 5, lambda n: n + 1, 0, None),
+        (lambda n: (n < 5) & (n >= 0), lambda n: n + 1, 0, None),
+        (lambda n: n < 0.5, lambda n: n + 0.25, 0.0, None),
+    ],
+)
+def test_how_often_a_loop_runs(test: Any, step: Any, first: Any, turns: int | None) -> None:
+    def counted(x: Any) -> Any:
+        def turn(state: Any) -> Any:
+            return state[0], step(state[1]), state[2] + 1
+
+        return lax.while_loop(lambda state: test(state[1]), turn, (x, first, 0))
+
+    (loop,) = equations_of(counted, 1.0)
+    assert internals.while_turns(loop) == turns
+    if turns is not None:
+        assert counted(1.0)[2] == turns
+
+
+def test_how_often_a_loop_over_a_range_runs() -> None:
+    def over(low: Any, high: Any) -> Any:
+        return lax.fori_loop(low, high, lambda n, x: x * n, 1)
+
+    found = [
+        internals.while_turns(next(e for e in equations if e.primitive.name == "while"))
+        for equations in (
+            equations_of(lambda n: over(n, 5), 2),
+            equations_of(lambda n: over(0, n), 2),
+            equations_of(lambda n: n + lax.while_loop(lambda c: c < 7, lambda c: c + 1, 2), 2),
+        )
+    ]
+    assert found == [None, None, 5]
+
+
+def test_mutable_arrays_are_told_by_their_kind() -> None:
+    def fn(x):
+        made = jax.new_ref(x)
+        return made[...] * x
+
+    made, *others = [v for e in equations_of(fn, jnp.float32(1)) for v in e.outvars]
+    assert internals.is_mutable(made)
+    assert not any(map(internals.is_mutable, others))
+
+
 def test_calls_back_to_python_are_found_in_inner_programs_too() -> None:
     def called(x):
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), x.dtype), x)

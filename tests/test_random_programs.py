@@ -48,19 +48,14 @@ def test_random_programs_with_choices(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 
-def marks(seed: int) -> list[Any]:
-    if seed == 122:
-        # With existing="replace", in the transposition of a reversed scan with stacked outputs. The
-        # same jaxpr by itself is taken, and JAX 0.12 takes the program.
-        reason = "JAX 0.10 takes a stacked cotangent for that of one iteration"
-        old = jax.__version_info__ < (0, 11)
-        return [pytest.mark.xfail(old, reason=reason, strict=True)]
-    return [pytest.mark.versions] if seed in VERSIONS else []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=marks(seed)) for seed in range(COUNT) if seed not in FAST]
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.versions] if seed in VERSIONS else [])
+        for seed in range(COUNT)
+        if seed not in FAST
+    ],
 )
 def test_more_random_programs(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])

@@ -69,6 +69,31 @@ def test_the_same_gradients_and_no_more_runs_than_planned(
         assert fate.fate == "not needed"
 
 
-def test_that_its_cost_is_a_guess_is_said() -> None:
+def test_a_loop_that_counts_is_no_guess() -> None:
     plan = remat_opt.make_plan(behind_stop, WEIGHTS, X, device="h200", budget=0.9)
+    assert not any("while" in note or "estimated" in note for note in plan.notes)
+    (turns,) = [one.flops for one in plan.decisions if "while" in one.name.title]
+    assert 5 * 2 * 64 * 16 * 16 <= turns <= 1.2 * 5 * 2 * 64 * 16 * 16
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_of_a_loop_that_does_not_a_plan_says_so(scanned: bool) -> None:
+    def until_small(x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda y: jnp.max(y) > 0.5, lambda y: jnp.cos(y @ WEIGHTS[0]) / 2, x)
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.sin(x @ weight) * until_small(lax.stop_gradient(x)), None
+
+        if scanned:
+            return jnp.mean(lax.scan(layer, x, jnp.stack(weights))[0] ** 2)
+        for weight in weights:
+            x, _ = layer(x, weight)
+        return jnp.mean(x**2)
+
+    plan = remat_opt.make_plan(loss, WEIGHTS, X, device="h200")
+    (note,) = [note for note in plan.notes if note.startswith("How often a while_loop runs")]
+    kind = "scan" if scanned else "while"
+    assert f"the program does not say: {kind} at test_while_loops.py:" in note
+    assert "It counts as 10 turns." in note
     assert any("estimated cost rules" in note for note in plan.notes)

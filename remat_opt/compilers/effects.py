@@ -68,6 +68,10 @@ class Effect:
         """What a user should know of it."""
         return iter(())
 
+    def remedy(self) -> str:
+        """What would help, in a sentence, where no plan is within a budget; or nothing."""
+        return ""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Effect):

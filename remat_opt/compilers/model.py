@@ -110,6 +110,11 @@ class Model:
         for effect in self.effects:
             yield from effect.notes(schedule)
 
+    def what_to_do(self) -> str:
+        """What a user can do where no plan is within a budget, in sentences."""
+        own = (effect.remedy() for effect in self.effects)
+        return " ".join(["Give a larger budget or a smaller batch.", *filter(None, own)])
+
 
 def model(
     program: Program,

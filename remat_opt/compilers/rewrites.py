@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from remat_opt.compilers import pooling, product_sums, softmax, turns
+from remat_opt.compilers import pooling, product_sums, row_gathers, softmax, turns
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.row_gathers import is_row_gather
 from remat_opt.program.record import Program
 
 
@@ -22,7 +21,7 @@ class Rewrites:
     Attributes:
       apart: equations whose constants the compiler is not to share.
       waiting: equations whose derivative must not start before their cotangent is there.
-      picking: gathers whose gradient is to be elementwise.
+      picking: gathers whose gradient is to be elementwise, with the dtype of what they are to read.
       whole: equations whose results are to be stored as arrays.
       partner: for the first of two products that are summed up the second.
       biases: for products the arguments that are added to them.
@@ -37,7 +36,7 @@ class Rewrites:
 
     apart: frozenset[int]
     waiting: frozenset[int]
-    picking: frozenset[int]
+    picking: Mapping[int, str]
     whole: frozenset[int]
     partner: Mapping[int, int]
     biases: Mapping[int, int]
@@ -75,11 +74,7 @@ def rewrites(
             if pooling.can_be_kept_apart(program.equations[index].operation)
         ),
         waiting=frozenset(pooling.searches(program) if rules.has("searches_wait") else ()),
-        picking=frozenset(
-            index
-            for index, equation in enumerate(program.equations)
-            if rules.has("rows_picked") and is_row_gather(equation.operation)
-        ),
+        picking=row_gathers.picking(program, rules),
         whole=frozenset({*sums, *maxima}),
         partner={min(pair): max(pair) for pair in sums.values()}
         if rules.has("partners_wait")

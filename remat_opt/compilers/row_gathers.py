@@ -6,6 +6,9 @@ that it is computed from. So the logits of a language model and their cotangent 
 the largest arrays of the program. The gradient of picking is elementwise just as well, zero but
 where an index says. ``transform`` writes it so, and the cotangent is computed in place of the
 logits.
+
+XLA for TPU stores logits that were rounded in float32, too, for a gather that reads them so. There
+it picks from what was rounded (``picking``).
 """
 
 from __future__ import annotations
@@ -14,11 +17,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from remat_opt.compilers import product_sums
-from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.compiler import Compiler, Rules
 from remat_opt.compilers.effects import Held
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.record import Program
 
+#: For each dtype those that hold all that it holds.
+_WIDER = {
+    "bfloat16": ("float32", "float64"),
+    "float16": ("float32", "float64"),
+    "float32": ("float64",),
+}
 #: What the kernel of a product does to its result as well.
 _BY_THE_PRODUCT = frozenset({"add", "sub", "mul", "div", "reshape"})
 
@@ -44,6 +53,39 @@ def held(program: Program, differentiated: Iterable[int], compiler: Compiler) ->
             size = compiler.buffer_bytes(program.types[operand])
             left = 0 if compiler.has("rows_picked") else size
             yield Held(vertices=(), bytes=left, checkpointed_bytes=left, unchanged_bytes=size)
+
+
+def picking(program: Program, rules: Rules) -> dict[int, str]:
+    """The gathers to write in another way, each with the dtype of what it is to read.
+
+    That is the one before a conversion to a wider one, where a rule says so.
+    """
+    maker = program.makers()
+    found = {}
+    for index, equation in enumerate(program.equations):
+        if not is_row_gather(equation.operation):
+            continue
+        dtype = equation.operation.inputs[0].dtype
+        narrow = _before_conversion(program, maker, equation.inputs[0])
+        if narrow is not None and rules.has("picked_narrow"):
+            found[index] = narrow
+        elif rules.has("rows_picked"):
+            found[index] = dtype
+    return found
+
+
+def _before_conversion(program: Program, maker: Mapping[int, int], value: object) -> str | None:
+    """The dtype that a value was converted from, if nothing was lost."""
+    made = maker.get(value) if isinstance(value, int) else None
+    if made is None:
+        return None
+    operation = program.equations[made].operation
+    if operation.primitive == "reshape":
+        return _before_conversion(program, maker, program.equations[made].inputs[0])
+    if operation.primitive != "convert_element_type":
+        return None
+    (before,), (after,) = operation.inputs, operation.outputs
+    return before.dtype if after.dtype in _WIDER.get(before.dtype, ()) else None
 
 
 def _is_written_by_product(

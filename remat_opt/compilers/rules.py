@@ -1,12 +1,12 @@
-"""The rules about compilers, by name: on which each bears, and what it says.
+"""The rules about compilers, by name: which compilers each applies to, and what it says.
 
-A rule is something that one compiler was seen to do and that the arithmetic of fusion alone would
-not tell. Its code is in the file named here; that file, or the one that calls it, asks
-``Compiler.has`` for the rule's name, so each can be switched off. ``python -m benchmarks.ablation``
-prints what that does to errors and plans: a rule stays as long as it helps at least two networks
-and hurts none of those that only judge.
+A rule is something that a compiler was seen to do and that the arithmetic of fusion alone does not
+predict. Its code is in the file named here. That file, or the one that calls it, asks
+``Compiler.has`` for the rule's name, so each rule can be switched off. ``python -m
+benchmarks.ablation`` prints what that does to errors and plans: a rule stays as long as it helps at
+least two networks and hurts none of the networks that only judge.
 
-To say something new of a compiler, add a row here, and the code to the file of its kind.
+To add something new about a compiler, add a row here, and the code to the file of its kind.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class Rule:
     """Something that compilers do.
 
     Attributes:
-      platforms: whose compilers do it.
+      platforms: the platforms whose compilers do it.
       kind: ``stored`` (which values are arrays, and how large), ``cotangents`` (which of them are
-        arrays), ``beside`` (what a step holds beside the graph), ``heap`` (what laying arrays out
-        adds) or ``rewrite`` (what ``transform`` writes so that the compiler does as planned).
+        arrays), ``beside`` (what a step holds in addition to the graph), ``heap`` (what laying out
+        arrays adds) or ``rewrite`` (what ``transform`` writes so that the compiler follows the
+        plan).
       file: where its code is, in this folder.
       says: what they do, or are made to do.
     """
@@ -56,13 +57,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _TPU,
             "stored",
             "operands",
-            "What only products read is stored as they read it: rounded.",
+            "What only products read is stored rounded, as they read it.",
         ),
         "forms_completed": _rule(
             _TPU,
             "stored",
             "operands",
-            "Of a product that is biased and scaled, that form is stored.",
+            "A product that is biased and scaled is stored in that form.",
         ),
         "concatenations": _rule(
             _TPU, "stored", "storage", "A concatenation that is read twice is stored."
@@ -72,19 +73,25 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _TPU, "stored", "matrix_axes", "The axes of batched matrices are stored innermost."
         ),
         "lanes": _rule(
-            _TPU, "stored", "lanes", "Convolutions' channels or batch are innermost, rows gathered."
+            _TPU,
+            "stored",
+            "lanes",
+            "Innermost are a convolution's channels or batch, and gathered rows.",
         ),
         "softmax": _rule(
-            _TPU, "stored", "softmax", "Of a softmax that is rounded, the exponentials are stored."
+            _TPU, "stored", "softmax", "A softmax that is rounded stores its exponentials."
         ),
         "transcendental": _rule(
-            _NVIDIA | _CPU, "stored", "transcendental", "Dear functions are not computed twice."
+            _NVIDIA | _CPU,
+            "stored",
+            "transcendental",
+            "Expensive functions are not computed twice.",
         ),
         "slices_read_parts": _rule(
-            _NVIDIA | _TPU, "stored", "storage", "To compute a slice again, a part is read."
+            _NVIDIA | _TPU, "stored", "storage", "Recomputing a slice reads only a part."
         ),
         "readers_recounted": _rule(
-            _NVIDIA | _TPU, "stored", "storage", "What only goes into one array has one reader."
+            _NVIDIA | _TPU, "stored", "storage", "A value that ends up in one array has one reader."
         ),
         "prologues": _rule(
             _NVIDIA, "stored", "prologues", "Products compute cheap operands as they read them."
@@ -93,81 +100,91 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _NVIDIA, "stored", "product_sums", "The sum of two products is stored, not the two."
         ),
         "stored_for_sums": _rule(
-            _CPU, "stored", "cpu_sums", "What a sum multiplies is stored: it computes no more."
+            _CPU, "stored", "cpu_sums", "Sums only multiply: their operands are stored."
         ),
         "divisors": _rule(
-            _CPU, "stored", "cpu_sums", "Behind batched products, divisors are stored in full."
+            _CPU, "stored", "cpu_sums", "Divisors that batched products need are stored in full."
         ),
-        "widened": _rule(
-            _CPU, "stored", "cpu_sums", "What products read and write in bfloat16 is float32."
-        ),
+        "widened": _rule(_CPU, "stored", "cpu_sums", "bfloat16 products read and write float32."),
         # ---------------------------------------------------------------------- cotangents
         "cotangents_fused": _rule(
-            _TPU, "cotangents", "cotangents", "Products compute cotangents that sums give."
+            _TPU, "cotangents", "cotangents", "Products compute the cotangents of sums themselves."
         ),
         "cotangents_rounded": _rule(
-            _TPU, "cotangents", "cotangents", "Between two products a cotangent is rounded."
+            _TPU, "cotangents", "cotangents", "A cotangent between two products is rounded."
         ),
         "values_overwritten": _rule(
             _NVIDIA, "cotangents", "cotangents", "The cotangent of logits takes their place."
         ),
         "values_go": _rule(
-            _NVIDIA, "cotangents", "overwriting", "Cotangents take the place of values that go."
+            _NVIDIA,
+            "cotangents",
+            "overwriting",
+            "Cotangents reuse the buffers of values no longer read.",
         ),
         "cotangents_pass": _rule(
-            _NVIDIA, "cotangents", "cotangents", "Between elementwise steps they are no arrays."
+            _NVIDIA,
+            "cotangents",
+            "cotangents",
+            "Between elementwise steps, no cotangent is stored.",
         ),
         "sums_share": _rule(
-            _NVIDIA | _TPU | _CPU, "cotangents", "sums", "What is summed up has one cotangent."
+            _NVIDIA | _TPU | _CPU, "cotangents", "sums", "The terms of a sum share one cotangent."
         ),
         "squares": _rule(
-            _NVIDIA, "cotangents", "sums", "What is multiplied with itself has a cotangent twice."
+            _NVIDIA, "cotangents", "sums", "A value multiplied by itself has two cotangents."
         ),
         "sums_beside": _rule(
-            _NVIDIA, "cotangents", "vertices", "A kernel that sums writes over nothing it reads."
+            _NVIDIA, "cotangents", "vertices", "A kernel that sums does not overwrite its operands."
         ),
         "broadcast_cotangents": _rule(
-            _CPU, "cotangents", "cotangents", "The cotangent of what is only summed is no array."
+            _CPU, "cotangents", "cotangents", "A value that is only summed has no stored cotangent."
         ),
         # -------------------------------------------------------------------------- beside
         "pooling_zeros": _rule(
-            _NVIDIA, "beside", "pooling", "A max pooling's gradient shares zeros with a relu."
+            _NVIDIA, "beside", "pooling", "Max pooling's gradient shares zeros with a relu."
         ),
         "pooling_places": _rule(
-            _NVIDIA, "beside", "pooling", "A max pooling's gradient finds places again."
+            _NVIDIA, "beside", "pooling", "Max pooling's gradient finds the maxima again."
         ),
         "pooling_search": _rule(
-            _CPU, "beside", "pooling", "A max pooling's places are searched for among coordinates."
+            _CPU, "beside", "pooling", "Max pooling's maxima are searched for among coordinates."
         ),
         "weights_copied": _rule(
-            _NVIDIA, "beside", "convolutions", "Weights of convolutions are copied, and wait."
+            _NVIDIA,
+            "beside",
+            "convolutions",
+            "Convolution weights are copied, and the copies wait.",
         ),
         "operands_padded": _rule(
-            _NVIDIA, "beside", "convolutions", "Operands with more padding behind are copied."
+            _NVIDIA, "beside", "convolutions", "Operands with more padding at the end are copied."
         ),
         "operands_first": _rule(
-            _NVIDIA, "beside", "turns", "A product's operand goes before its cotangent comes."
+            _NVIDIA, "beside", "turns", "A product's operand is freed before its cotangent."
         ),
         "row_scatters": _rule(
-            _NVIDIA, "beside", "row_gathers", "The gradient of picking from rows is not in place."
+            _NVIDIA,
+            "beside",
+            "row_gathers",
+            "Picking from rows has a gradient that is not in place.",
         ),
         "shared_weights": _rule(
             _NVIDIA | _TPU | _CPU,
             "beside",
             "shared_weights",
-            "The gradient of a weight that several products read has parts.",
+            "A weight that several products read has a gradient in parts.",
         ),
         "transposed_operands": _rule(
-            _CPU, "beside", "cpu_sums", "What a convolution reads is transposed for its gradient."
+            _CPU, "beside", "cpu_sums", "A convolution's operand is transposed for its gradient."
         ),
         "transposed_cotangents": _rule(
-            _CPU, "beside", "cpu_sums", "For a weight's gradient the cotangent is transposed."
+            _CPU, "beside", "cpu_sums", "A weight's gradient transposes the cotangent."
         ),
         "entries_rounded": _rule(
             _TPU,
             "beside",
             "operands",
-            "A stack that a loop's products read is rounded ahead of it.",
+            "A stack that a loop's products read is rounded before the loop.",
         ),
         "entries_sliced": _rule(
             _NVIDIA,
@@ -176,45 +193,48 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "Of a loop's stacks only what products read is copied; the rest reads them there.",
         ),
         "copies": _rule(
-            _TPU, "beside", "copies", "Every copy to vector memory has a signal of its own."
+            _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),
         # ---------------------------------------------------------------------------- heap
         "heap_in_order": _rule(
             _TPU, "heap", "heap", "Arrays are placed in the order in which they are made."
         ),
         "vector_memory": _rule(
-            _TPU, "heap", "heap", "What is small and soon read stays in vector memory."
+            _TPU, "heap", "heap", "Small arrays that are read soon stay in vector memory."
         ),
         "heap_by_size": _rule(
-            _NVIDIA | _CPU, "heap", "heap", "The largest arrays, or the longest lived, come first."
+            _NVIDIA | _CPU, "heap", "heap", "The largest or longest-lived arrays are placed first."
         ),
         # ------------------------------------------------------------------------ rewrites
         "zeros_apart": _rule(
-            _NVIDIA, "rewrite", "pooling", "A relu before a max pooling has zeros of its own."
+            _NVIDIA, "rewrite", "pooling", "A relu before a max pooling has its own zeros."
         ),
         "searches_wait": _rule(
-            _NVIDIA, "rewrite", "pooling", "A pooling's places are found when they are needed."
+            _NVIDIA, "rewrite", "pooling", "A pooling's maxima are found when they are needed."
         ),
         "rows_picked": _rule(
             _NVIDIA, "rewrite", "row_gathers", "The gradient of picking from rows is elementwise."
         ),
+        "picked_narrow": _rule(
+            _TPU, "rewrite", "row_gathers", "What is picked is picked before it is widened."
+        ),
         "gradients_in_turn": _rule(
-            _NVIDIA, "rewrite", "rewrites", "Weights' and biases' gradients come in their turn."
+            _NVIDIA, "rewrite", "rewrites", "Gradients of weights and biases come in turn."
         ),
         "activations_late": _rule(
-            _NVIDIA, "rewrite", "turns", "A dear activation is computed with its cotangent."
+            _NVIDIA, "rewrite", "turns", "Expensive activations are computed with their cotangent."
         ),
         "loops_in_turn": _rule(
-            _TPU, "rewrite", "rewrites", "Gradients come before the loop that runs backward next."
+            _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),
         "partners_wait": _rule(
             _NVIDIA, "rewrite", "product_sums", "Two products that are summed run together."
         ),
         "maxima_stored": _rule(
-            _TPU, "rewrite", "softmax", "The maxima of a softmax's rows are arrays."
+            _TPU, "rewrite", "softmax", "The row maxima of a softmax are stored."
         ),
         "boundaries_stored": _rule(
-            _CPU, "rewrite", "rewrites", "What a region hands on is an array."
+            _CPU, "rewrite", "rewrites", "The outputs of a region are stored."
         ),
         "parts_in_turn": _rule(
             _CPU, "rewrite", "rewrites", "Products wait until later parts are added."

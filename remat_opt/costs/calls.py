@@ -7,6 +7,7 @@ The compiler inlines them, so a call fuses if everything in it does: ``relu`` is
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from remat_opt.costs.bodies import costliest
 from remat_opt.costs.records import Cost, Fusion
@@ -38,11 +39,23 @@ def call(operation: Operation) -> Cost:
 
 @register("pallas_call")
 def kernel(operation: Operation) -> Cost:
-    """A hand-written kernel: the author's own ``cost_estimate`` where there is one."""
+    """A hand-written kernel: the author's own ``cost_estimate`` where there is one.
+
+    Else, estimated, what one block takes, for all of the grid.
+    """
     author = operation.params.get("cost_estimate")
     if author is None:
-        # The body computes one block, and refers to memory by other means: no guide.
-        return unknown_cost(dataclasses.replace(operation, bodies=()))
+        # The body computes one block of the grid, and refers to memory by other means.
+        known = unknown_cost(dataclasses.replace(operation, bodies=()))
+        blocks = getattr(operation.params.get("grid_mapping"), "grid", ())
+        if not operation.bodies or not all(isinstance(size, int) for size in blocks):
+            return known
+        block = costliest(operation.bodies)
+        return dataclasses.replace(
+            known,
+            flops=math.prod(blocks) * block.flops,
+            transcendentals=math.prod(blocks) * block.transcendentals,
+        )
     return Cost(
         flops=int(author.flops),
         transcendentals=int(author.transcendentals),

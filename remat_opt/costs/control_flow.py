@@ -22,8 +22,11 @@ def scan(operation: Operation) -> Cost:
 
 @register("while")
 def while_loop(operation: Operation) -> Cost:
-    """Condition and body once each: how often they run is not known, so it is a guess."""
-    return _loop(operation, estimated=True)
+    """Condition and body as often as the body runs; where the program does not say, it is a guess.
+
+    The compiler's ``cost_analysis()`` counts each once.
+    """
+    return _loop(operation, estimated=any(body.guessed for body in operation.bodies))
 
 
 def _loop(operation: Operation, *, estimated: bool) -> Cost:
@@ -42,6 +45,18 @@ def _loop(operation: Operation, *, estimated: bool) -> Cost:
         fusion=Fusion.OPAQUE,
         estimated=estimated or any(turn.estimated for _, turn in turns),
     )
+
+
+@register("custom_linear_solve")
+def linear_solve(operation: Operation) -> Cost:
+    """What solves, and neither the products it is the inverse of nor what solves transposed.
+
+    Inside are products and solvers, each with its transposed, or without where it has none.
+    """
+    if not operation.bodies:
+        return unknown_cost(operation)
+    solver = operation.bodies[len(operation.bodies) // 2]
+    return dataclasses.replace(body_cost(solver), fusion=Fusion.OPAQUE)
 
 
 @register("cond")

@@ -107,6 +107,7 @@ _ITERATED = {
     "igamma_grad_a": (268, 6),
     "random_gamma_grad": (268, 6),
     "polygamma": (230, 16),
+    "random_gamma": (664, 8),
     "regularized_incomplete_beta": (259, 16),
 }
 

@@ -59,3 +59,18 @@ def dynamic_update(operation: Operation) -> Cost:
         bytes_written=update.bytes,
         fusion=Fusion.OPAQUE,
     )
+
+
+@register("get", "swap", "addupdate")
+def reference(operation: Operation) -> Cost:
+    """Part of a mutable array is read, written or added to: as many elements as are handed over."""
+    moved = operation.outputs or operation.inputs[1:2]
+    elements, size = sum(one.size for one in moved), sum(one.bytes for one in moved)
+    adds = operation.primitive == "addupdate"
+    return Cost(
+        flops=elements if adds else 0,
+        transcendentals=0,
+        bytes_read=size if operation.primitive == "get" else 2 * size,
+        bytes_written=size,
+        fusion=Fusion.OPAQUE,
+    )

@@ -55,11 +55,17 @@ def lu(operation: Operation) -> Cost:
 
 @register("qr", "geqrf", "geqp3", "householder_product")
 def qr(operation: Operation) -> Cost:
-    """2 m n**2 - 2/3 n**3 for the reflectors, and once more for forming Q."""
+    """2 m n**2 - 2/3 n**3 for the reflectors, and once more for forming Q.
+
+    All m columns of Q take 4 (m**2 n - m n**2 + n**3 / 3) (section 5.2.2).
+    """
     count, long, short = _matrices(operation)
-    stages = 2 if operation.primitive == "qr" else 1
-    flops = 2 * long * short**2 - 2 * short**3 // 3
-    return _opaque(operation, stages * count * flops, estimated=True)
+    flops = forming = 2 * long * short**2 - 2 * short**3 // 3
+    if operation.primitive != "qr":
+        forming = 0
+    elif operation.outputs[0].shape[-1] > short:
+        forming = 4 * (long**2 * short - long * short**2 + short**3 // 3)
+    return _opaque(operation, count * (flops + forming), estimated=True)
 
 
 # Multiples of n**3, by what is asked for (Golub and Van Loan, sections 7.5 and 8.3).
@@ -77,10 +83,15 @@ def eigenvalues(operation: Operation) -> Cost:
 
 @register("svd")
 def singular_values(operation: Operation) -> Cost:
-    """6 m n**2 + 20 n**3 with vectors, 2 m n**2 + 2 n**3 without (section 8.6)."""
+    """6 m n**2 + 20 n**3 with vectors, 2 m n**2 + 2 n**3 without (section 8.6).
+
+    With all m vectors of the longer side 4 m**2 n + 22 n**3.
+    """
     count, long, short = _matrices(operation)
     if len(operation.outputs) == 1:
         flops = 2 * long * short**2 + 2 * short**3
+    elif max(one.shape[-1] * one.shape[-2] for one in operation.outputs[1:]) > long * short:
+        flops = 4 * long**2 * short + 22 * short**3
     else:
         flops = 6 * long * short**2 + 20 * short**3
     return _opaque(operation, count * flops, estimated=True)

@@ -247,9 +247,10 @@ class Equations:
         elif ways is not None and index in ways.picking:
             operands = self._lambda(equation, ("operand", "indices"))
             clip = equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP
-            lines = assigned(
-                results, Call(self.helper(support.picked), (operands, *inputs, str(clip))), one=True
-            )
+            given = [operands, *inputs, str(clip)]
+            if ways.picking[index] != equation.operation.inputs[0].dtype:
+                given.append(quoted(ways.picking[index]))
+            lines = assigned(results, Call(self.helper(support.picked), tuple(given)), one=True)
         elif waiting:
             operands = self._lambda(equation, tuple(f"x{n}" for n in range(len(inputs))))
             lines = assigned(results, Call(f"jax.checkpoint({operands})", tuple(inputs)), one=True)

@@ -198,7 +198,7 @@ class _Chain:
         recomputes = any(stage.checkpointed for stage in stages)
         self.rewriting = Rewriting(
             program=program,
-            summed=bodies.varying(program),
+            summed=bodies.summed(program),
             ways=rewrites(program, rules, recomputes=recomputes, in_branch=in_branch),
         )
         self.steps = steps_of(program, stages, frozenset(named))

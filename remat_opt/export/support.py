@@ -95,9 +95,17 @@ def weight_first(product: Callable[[Any, Any], Any], weight: int, *operands: Any
     return run(operands[weight], operands[1 - weight])
 
 
-def picked(gather: Callable[[Any, Any], Any], operand: Any, indices: Any, clip: bool) -> Any:
-    """A gather of one entry from every row; its gradient is elementwise."""
-    pick = jax.custom_jvp(gather)
+def picked(
+    gather: Callable[[Any, Any], Any], operand: Any, indices: Any, clip: bool, dtype: str = ""
+) -> Any:
+    """A gather of one entry from every row, from what the operand was converted from.
+
+    Its gradient is elementwise.
+    """
+
+    @jax.custom_jvp
+    def pick(operand: Any, indices: Any) -> Any:
+        return gather(operand.astype(dtype or operand.dtype), indices).astype(operand.dtype)
 
     def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
         operand, indices = primals

@@ -201,7 +201,7 @@ def _held(share: Share, buffer: Buffer) -> Held:
     name = buffer.made_by[0] if buffer.made_by else buffer.op_name
     label, module = name, ""
     if share not in RESIDENT or buffer.kind != "argument":
-        module, label = _module_and_label(name)
+        module, label = module_and_label(name)
         if not label:
             label = buffer.instruction
         elif "/" not in name:
@@ -220,12 +220,12 @@ def _held(share: Share, buffer: Buffer) -> Held:
     )
 
 
-def _module_and_label(op_name: str) -> tuple[str, str]:
+def module_and_label(op_name: str) -> tuple[str, str]:
     """The modules and what is done, as ``op_name`` has them.
 
-    >>> _module_and_label("jit(step)/transpose(jvp(Net))/Block_0/jit(relu)/max")
+    >>> module_and_label("jit(step)/transpose(jvp(Net))/Block_0/jit(relu)/max")
     ('Net/Block_0', 'relu')
-    >>> _module_and_label("jit(step)/jvp(Net)/Block_0/dot_general")
+    >>> module_and_label("jit(step)/jvp(Net)/Block_0/dot_general")
     ('Net/Block_0', 'matrix product')
     """
     # First is the function that was compiled.

@@ -319,7 +319,7 @@ def _times(operations: Iterable[Operation]) -> Counter[str]:
             found[one.params["name"]] += 1
         for body in one.bodies:
             for name, count in _times(body.operations).items():
-                found[name] += count * body.repeats
+                found[name] += count if body.guessed else count * body.repeats
     return found
 
 

@@ -30,8 +30,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from remat_opt.measurement.hlo_text import Instruction, Module, read_program
+from remat_opt.measurement.shares import module_and_label
 from remat_opt.recomputation import MOST_PLACES, Recomputation
-from remat_opt.scopes import AGAIN, BACKWARD, is_scope
+from remat_opt.scopes import AGAIN, BACKWARD
 
 #: In the names of the copies that XLA's own rematerialisation makes.
 _OWN = ".remat"
@@ -40,10 +41,6 @@ _OWN = ".remat"
 _HANDING_ON = frozenset(
     "bitcast copy copy-done copy-start get-tuple-element opt-barrier tuple".split()
 )
-
-#: What JAX writes around a name, and for a call.
-_TRANSFORMED = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap|shard_map)\(([^()]*)\)")
-_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "remat2"})
 
 # StableHLO.
 _FUNCTION = re.compile(r'\s*func\.func .*?@"?(?P<name>[^"(]+)"?\(')
@@ -94,13 +91,17 @@ def _recomputed_places(names: Sequence[str]) -> Counter[str]:
 
 
 def _place(name: str) -> str:
-    """A name without the transformations in it: that of a layer and of its primitive."""
-    place = "/".join(name.split()).rpartition(AGAIN)[2]
-    while (bare := _TRANSFORMED.sub(r"\1", place)) != place:
-        place = bare
-    return "/".join(
-        part for part in place.split("/") if part and part not in _CALLS and not is_scope(part)
-    )
+    """What a name is of, in words.
+
+    >>> _place("jit(step)/jvp(Net)/Block_0/dot_general")
+    'matrix product in Net/Block_0'
+    """
+    name = "/".join(name.split())
+    if AGAIN in name:
+        # Before it are the callers, whose names this one repeats.
+        name = AGAIN + name.rpartition(AGAIN)[2]
+    module, label = module_and_label(name)
+    return f"{label} in {module}" if module else label
 
 
 def _asked(text: str) -> Module:

@@ -28,6 +28,21 @@ def varying(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
+def summed(program: Program) -> frozenset[int]:
+    """The numbers of the values whose cotangents are added up: those of ``varying``.
+
+    Not mutable arrays, which no function can hand on, and which no cotangent waits for.
+    """
+    mutable = {
+        value
+        for equation in program.equations
+        if equation.effects
+        for value, variable in zip(equation.outputs, equation.jax_equation.outvars, strict=True)
+        if internals.is_mutable(variable)
+    }
+    return varying(program) - mutable
+
+
 def body_of(equation: Equation, given: Set[int]) -> Program:
     """The body of a ``scan`` equation: from constants, carry and entries to the same.
 

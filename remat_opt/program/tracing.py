@@ -23,7 +23,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError, TraceError
-from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.operation import GUESSED_TURNS, ArrayType, Body, Operation
 from remat_opt.program.placement import placement_of
 from remat_opt.program.record import Atom, Constant, Equation, Program
 from remat_opt.program.static_leaves import any_held, hold, release
@@ -397,13 +397,22 @@ def array_type(aval: Any) -> ArrayType:
     return ArrayType(shape=tuple(int(size) for size in aval.shape), dtype=str(aval.dtype))
 
 
+def _turns(equation: Any) -> int | None:
+    """How often what is inside an equation runs; None of a ``while`` that does not say so."""
+    if equation.primitive.name == "scan":
+        return internals.scan_length(equation.params)
+    return internals.while_turns(equation) if equation.primitive.name == "while" else 1
+
+
 def operation(equation: Any) -> Operation:
     """One jaxpr equation as plain data, inner programs included."""
     params = equation.params
+    turns = _turns(equation)
     bodies = tuple(
         Body(
             operations=tuple(operation(inner) for inner in internals.parts(jaxpr)[3]),
-            repeats=internals.scan_length(params) if equation.primitive.name == "scan" else 1,
+            repeats=GUESSED_TURNS if turns is None else turns,
+            guessed=turns is None,
         )
         for _, jaxpr in internals.inner_jaxprs(params)
     )

@@ -86,7 +86,7 @@ def run_one(
     elif index in rewriting.ways.apart:
         results = internals.bind_apart(equation.jax_equation, equation.name_stack, inputs)
     elif index in rewriting.ways.picking:
-        results = _run_picking(equation, inputs)
+        results = _run_picking(equation, inputs, rewriting.ways.picking[index])
     elif waiting:
         # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
         results = jax.checkpoint(run)(*inputs)
@@ -99,13 +99,21 @@ def run_one(
     return named_as(results) if named else results
 
 
-def _run_picking(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a gather from rows so that its gradient is elementwise (``row_gathers``)."""
+def _run_picking(equation: Equation, inputs: Sequence[Any], dtype: str) -> list[Any]:
+    """Runs a gather from rows so that its gradient is elementwise (``row_gathers``).
+
+    Args:
+      equation: the gather.
+      inputs: its inputs.
+      dtype: that of what it is to read, which holds what the operand is.
+    """
 
     @jax.custom_jvp
     def pick(operand: Any, indices: Any) -> Any:
-        (result,) = internals.bind(equation.jax_equation, equation.name_stack, (operand, indices))
-        return result
+        # XLA removes the two conversions.
+        read = operand.astype(dtype), indices
+        (result,) = internals.bind(equation.jax_equation, equation.name_stack, read)
+        return result.astype(operand.dtype)
 
     def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
         operand, indices = primals

@@ -80,7 +80,7 @@ def rewrite(
         recomputes=any(stage.checkpointed for stage in stages),
         in_branch=in_branch,
     )
-    summed = bodies.varying(program)
+    summed = bodies.summed(program)
 
     def running(loop: Loop | Choice) -> Callable[[Sequence[Any]], list[Any]]:
         given = (

@@ -37,11 +37,12 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
     from matplotlib.transforms import Bbox
 
     unit, name = _unit(picture.top)
+    staircases: list[Any] = []
     for number, series in enumerate(picture.series):
         points = sorted(series.points, key=lambda point: (point.x, point.y))
         if not points:
             continue
-        ax.plot(
+        (line,) = ax.plot(
             [100 * point.x for point in points],
             [point.y / unit for point in points],
             marker=_MARKERS[number % len(_MARKERS)],
@@ -51,10 +52,14 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
             drawstyle="steps-post",
             label=series.label,
         )
+        if series.staircase:
+            staircases.append(line)
     # Room for the names of the highest.
     ax.set_ylim(0, 1.12 * picture.top / unit or 1)
     shown = [(100 * point.x, point.y / unit) for one in picture.series for point in one.points]
     taken = [Bbox([at, at]).padded(4) for at in ax.transData.transform(shown)] if shown else []
+    for line in staircases:
+        taken += [Bbox(ends).padded(2) for ends in _segments(ax, line)]
     for said, level in picture.levels:
         if level <= picture.top:
             line = ax.axhline(level / unit, color="0.35", linestyle="--", linewidth=1)
@@ -80,6 +85,20 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
     if len(picture.series) > 1:
         ax.legend(frameon=False)
     return ax
+
+
+def _segments(ax: Any, staircase: Any) -> list[Any]:
+    """The straight pieces of a line that is level, then steps: their ends, in pixels."""
+    points = list(zip(staircase.get_xdata(), staircase.get_ydata(), strict=True))
+    corners = [
+        corner
+        for (x1, y1), (x2, y2) in itertools.pairwise(points)
+        for corner in (((x1, y1), (x2, y1)), ((x2, y1), (x2, y2)))
+    ]
+    return [
+        [(min(x), min(y)), (max(x), max(y))]
+        for x, y in (ax.transData.transform(ends).T for ends in corners)
+    ]
 
 
 def _write_beside(ax: Any, at: tuple[float, float], said: str, taken: list[Any]) -> None:

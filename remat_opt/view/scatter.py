@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from remat_opt.view.drawing import Axis, Frame, pixels, svg_element, words
 from remat_opt.view.report import Table, escape
@@ -15,6 +17,10 @@ _FARTHEST = 2.0
 #: Room above the highest, for names.
 _HEADROOM = 1.08
 _SHAPES = ("circle", "square", "diamond", "triangle", "circle", "square")
+
+
+#: Left, right, upper and lower edge of what is drawn, in pixels.
+_Box: TypeAlias = tuple[float, float, float, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +107,7 @@ class Scatter:
             right=max((point.x for point in points), default=0.0),
             top=_HEADROOM * self.top,
         )
-        taken: list[tuple[float, float, float]] = []
+        taken: list[_Box] = []
         parts = [frame.svg()]
         parts += [_level(frame, *level, self.top, taken) for level in self.levels]
         marks: list[str] = []
@@ -109,12 +115,17 @@ class Scatter:
             color = _COLORS[number % len(_COLORS)]
             shape = _SHAPES[number % len(_SHAPES)]
             if series.staircase:
-                parts.append(_staircase(frame, series, color))
+                corners = _staircase(frame, series)
+                parts.append(_path(corners, color))
+                taken += [
+                    (min(x1, x2) - 2, max(x1, x2) + 2, min(y1, y2) - 1, max(y1, y2) + 1)
+                    for (x1, y1), (x2, y2) in itertools.pairwise(corners)
+                ]
             for point in sorted(series.points, key=lambda p: (p.x, p.y, p.label)):
                 x, y = frame.across(point.x), frame.down(point.y)
                 said = f"{point.label}: {self.y.write(point.y)}, {self.x.write(point.x)}"
                 marks.append(_mark(shape, x, y, color, said))
-                taken.append((x - 6, y, 12.0))
+                taken.append((x - 6, x + 6, y - 6, y + 6))
         names = [
             _name(frame, taken, frame.across(point.x), frame.down(point.y), point.label)
             for series in self.series
@@ -127,15 +138,13 @@ class Scatter:
         )
 
 
-def _level(
-    frame: Frame, name: str, level: float, top: float, taken: list[tuple[float, float, float]]
-) -> str:
+def _level(frame: Frame, name: str, level: float, top: float, taken: list[_Box]) -> str:
     """A dashed line with its name; where it is far above all else its name at the upper edge."""
     said = f"{name} {frame.y.write(level)}"
     drawn = level <= top
     y = frame.down(level) if drawn else frame.ceiling
-    wide = 6.4 * len(said)
-    taken.append((frame.end - wide, y - 9 if drawn else y, wide))
+    middle = y - 9 if drawn else y
+    taken.append((frame.end - 6.4 * len(said), frame.end, middle - 6, middle + 6))
     if not drawn:
         return words(frame.end, y + 4, f"{said}, far above", "end")
     return (
@@ -145,13 +154,25 @@ def _level(
     )
 
 
-def _staircase(frame: Frame, series: Series, color: str) -> str:
-    ordered = sorted(series.points, key=lambda point: (point.x, point.y))
-    if len(ordered) < 2:
+def _staircase(frame: Frame, series: Series) -> list[tuple[float, float]]:
+    """The corners of a line that is level from each point to the next, then steps to it."""
+    points = sorted(series.points, key=lambda point: (point.x, point.y))
+    corners: list[tuple[float, float]] = []
+    for point in points:
+        x, y = frame.across(point.x), frame.down(point.y)
+        if corners:
+            corners.append((x, corners[-1][1]))
+        corners.append((x, y))
+    return corners
+
+
+def _path(corners: Sequence[tuple[float, float]], color: str) -> str:
+    if len(corners) < 2:
         return ""
-    first, *rest = ordered
-    path = f"M{pixels(frame.across(first.x))},{pixels(frame.down(first.y))}" + "".join(
-        f"H{pixels(frame.across(point.x))}V{pixels(frame.down(point.y))}" for point in rest
+    (x, y), *rest = corners
+    steps = zip(rest[::2], rest[1::2], strict=True)
+    path = f"M{pixels(x)},{pixels(y)}" + "".join(
+        f"H{pixels(across)}V{pixels(down)}" for (across, _), (_, down) in steps
     )
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
 
@@ -171,10 +192,8 @@ def _mark(shape: str, x: float, y: float, color: str, said: str) -> str:
     return f"{drawn}<title>{escape(said)}</title>{close}"
 
 
-def _name(
-    frame: Frame, taken: list[tuple[float, float, float]], x: float, y: float, label: str
-) -> str:
-    """A point's name beside it, where it lies on none of the (left, middle, width) taken."""
+def _name(frame: Frame, taken: list[_Box], x: float, y: float, label: str) -> str:
+    """A point's name beside it, where it lies on nothing that is drawn already."""
     width = 6.4 * len(label)
     for lines in (0, -1, 1, -2, 2, -3, 3, -4, 4, 5, 6):
         at = y + 14 * lines
@@ -183,11 +202,9 @@ def _name(
         for left, anchor in ((x + 9, "start"), (x - 9 - width, "end")):
             if left + width > frame.width or left < frame.left:
                 continue
-            if all(
-                abs(at - middle) >= 12 or left + width < other or other + wide < left
-                for other, middle, wide in taken
-            ):
-                taken.append((left, at, width))
+            box = (left, left + width, at - 6, at + 6)
+            if not any(_overlap(box, other) for other in taken):
+                taken.append(box)
                 side = 1 if anchor == "start" else -1
                 lead = (
                     f'<line x1="{pixels(x)}" y1="{pixels(y)}" x2="{pixels(x + 7 * side)}" '
@@ -198,6 +215,11 @@ def _name(
                 )
                 return lead + words(x + 9 * side, at + 4, label, anchor)
     return ""  # No room: the mark's own title says it.
+
+
+def _overlap(one: _Box, other: _Box) -> bool:
+    left, right, upper, lower = one
+    return left <= other[1] and other[0] <= right and upper < other[3] and other[2] < lower
 
 
 def _legend(labels: Sequence[str], left: float) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.effects import Held
-from remat_opt.compilers.row_gathers import is_row_gather
+from remat_opt.compilers.row_gathers import is_row_gather, picking
 from remat_opt.program import tracing
 from remat_opt.schedule import plain
 from tests.compiler_graphs import W, X, cross_entropy, graph_of, held_bytes, whole
@@ -56,6 +59,31 @@ def test_only_what_products_write_is_overwritten() -> None:
 
     _, found, _ = graph_of(loss, W, X)
     assert held_bytes(found, None, Held) == X.shape[0] * W.shape[1] * 4
+
+
+def test_what_is_picked_from_is_what_was_widened() -> None:
+    def loss(w: jax.Array, x: jax.Array, between: Any) -> jax.Array:
+        logits = between(x @ w)
+        return jnp.mean(jnp.take_along_axis(logits, ROWS[:, None], axis=-1))
+
+    for dtype, between, narrow in (
+        ("bfloat16", lambda y: y.astype(jnp.float32), "bfloat16"),
+        ("bfloat16", lambda y: y.astype(jnp.float32).reshape(y.shape), "bfloat16"),
+        ("bfloat16", lambda y: y, None),
+        ("bfloat16", lambda y: y.astype(jnp.float32) * 2, None),
+        ("float32", lambda y: y.astype(jnp.bfloat16), None),
+        ("float16", lambda y: y.astype(jnp.bfloat16), None),
+    ):
+        fn = functools.partial(loss, between=between)
+        program = tracing.trace(fn, W.astype(dtype), X.astype(dtype))
+        found = picking(program, Rules(platform="tpu"))
+        assert list(found.values()) == ([narrow] if narrow else [])
+        # Elsewhere a gather reads what it read.
+        read = [
+            e.operation.inputs[0].dtype for e in program.equations if is_row_gather(e.operation)
+        ]
+        assert list(picking(program, Rules(platform="cuda")).values()) == read
+        assert not picking(program, Rules(platform="cpu"))
 
 
 def test_a_bias_is_added_by_the_product() -> None:

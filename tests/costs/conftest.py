@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
 
 from remat_opt.costs import cost
-from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.operation import Operation
+from remat_opt.program.tracing import operation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,34 +22,8 @@ class Counts:
     transcendentals: int
 
 
-def _array_type(variable: Any) -> ArrayType:
-    return ArrayType(shape=tuple(variable.aval.shape), dtype=str(variable.aval.dtype))
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            # Before JAX 0.12 a ClosedJaxpr wraps the Jaxpr; from then on they are one.
-            if hasattr(item, "eqns"):
-                yield getattr(item, "jaxpr", item)
-
-
-def _operation(equation: Any) -> Operation:
-    repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
-    return Operation(
-        primitive=equation.primitive.name,
-        inputs=tuple(map(_array_type, equation.invars)),
-        outputs=tuple(map(_array_type, equation.outvars)),
-        params=equation.params,
-        bodies=tuple(
-            Body(operations=tuple(map(_operation, inner.eqns)), repeats=repeats)
-            for inner in _inner_jaxprs(equation.params)
-        ),
-    )
-
-
 def _operations(fn: Callable[..., Any], *args: Any) -> list[Operation]:
-    return [_operation(equation) for equation in jax.make_jaxpr(fn)(*args).jaxpr.eqns]
+    return [operation(equation) for equation in jax.make_jaxpr(fn)(*args).jaxpr.eqns]
 
 
 def _counts(analysis: Any) -> Counts:

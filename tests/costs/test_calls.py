@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas
 
 from remat_opt.costs import Fusion, cost
 from remat_opt.operation import ArrayType, Operation
@@ -91,3 +92,23 @@ def test_a_kernel_whose_author_says_nothing_is_estimated() -> None:
         primitive="pallas_call", inputs=(array,), outputs=(array,), params={"cost_estimate": None}
     )
     assert cost(operation).estimated
+
+
+def test_a_kernel_without_an_estimate_is_its_blocks(only: Any) -> None:
+    def product(x: jax.Array) -> jax.Array:
+        def body(x_ref: Any, y_ref: Any) -> None:
+            y_ref[...] = jnp.tanh(x_ref[...] @ x_ref[...].T)
+
+        array: jax.Array = pallas.pallas_call(
+            body,
+            out_shape=jax.ShapeDtypeStruct((64, 8), x.dtype),
+            grid=(8,),
+            in_specs=[pallas.BlockSpec((8, 16), lambda n: (n, 0))],
+            out_specs=pallas.BlockSpec((8, 8), lambda n: (n, 0)),
+        )(x)
+        return array
+
+    answer = cost(only(product, jax.ShapeDtypeStruct((64, 16), jnp.float32)))
+    assert (answer.flops, answer.transcendentals) == (8 * 2 * 8 * 8 * 16, 64 * 8)
+    assert (answer.bytes_read, answer.bytes_written) == (4 * 64 * 16, 4 * 64 * 8)
+    assert answer.estimated

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from remat_opt.costs import Fusion, cost
-from remat_opt.operation import ArrayType, Body, Operation
+from remat_opt.operation import GUESSED_TURNS, ArrayType, Body, Operation
 
 MATRIX = jax.ShapeDtypeStruct((10, 10), jnp.float32)
 LAYERS = jax.ShapeDtypeStruct((7, 10, 10), jnp.float32)
@@ -70,14 +70,29 @@ def test_a_scan_that_computes_nothing_moves_its_arrays() -> None:
     assert (answer.bytes_read, answer.bytes_written) == (2800, 2800)
 
 
-def test_while_counts_one_turn_and_says_so(only: Any, ours: Any, compiled: Any) -> None:
+def test_a_while_that_does_not_say_how_often_is_a_guess(
+    only: Any, ours: Any, compiled: Any
+) -> None:
+    """The compiler counts one turn."""
+
     def loop(x: jax.Array) -> Any:
         return lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ c, x)
 
-    assert ours(loop, MATRIX) == compiled(loop, MATRIX)
+    once = compiled(loop, MATRIX)
+    assert ours(loop, MATRIX).flops == GUESSED_TURNS * once.flops
     answer = cost(only(loop, MATRIX))
     assert answer.estimated
     assert answer.fusion is Fusion.OPAQUE
+
+
+def test_a_while_that_counts_is_its_turns(only: Any) -> None:
+    def loop(x: jax.Array) -> Any:
+        return lax.while_loop(lambda c: c[0] < 7, lambda c: (c[0] + 2, c[1] @ c[1]), (0, x))
+
+    answer = cost(only(loop, MATRIX))
+    # A comparison and an addition beside the product.
+    assert answer.flops == 4 * (DOT + 2)
+    assert not answer.estimated
 
 
 def test_cond_is_the_compilers_costliest_branch(operations: Any, ours: Any, compiled: Any) -> None:
@@ -104,3 +119,19 @@ def test_cond_of_fusible_branches_is_opaque_all_the_same(operations: Any) -> Non
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     assert cost(operations(branch, index, MATRIX)[-1]).fusion is Fusion.OPAQUE
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_linear_solve_is_what_solves(symmetric: bool, only: Any) -> None:
+    def solve(x: jax.Array, b: jax.Array) -> Any:
+        return lax.custom_linear_solve(
+            lambda y: x @ y,
+            b,
+            lambda _, b: x @ (x @ (x @ b)),
+            symmetric=symmetric,
+        )
+
+    answer = cost(only(solve, MATRIX, MATRIX))
+    assert answer.flops == 3 * DOT
+    assert answer.fusion is Fusion.OPAQUE
+    assert not answer.estimated

@@ -86,3 +86,15 @@ def test_dynamic_update_slice(operations: Any, ours: Any, compiled: Any) -> None
     answer = cost(operations(write, TABLE, UPDATES, INDEX)[-1])
     assert answer.fusion is Fusion.OPAQUE
     assert (answer.bytes_read, answer.bytes_written) == (4 * (60 + 2), 4 * 60)
+
+
+def test_mutable_arrays_are_read_and_written_where_they_are(operations: Any) -> None:
+    def through(x: jax.Array) -> jax.Array:
+        ref = jax.new_ref(x)
+        ref[0] = x[1]
+        return ref[3]
+
+    found = {one.primitive: cost(one) for one in operations(through, TABLE)}
+    assert (found["get"].flops, found["get"].bytes_written) == (0, 48)
+    assert (found["swap"].bytes_read, found["swap"].bytes_written) == (96, 48)
+    assert not found["get"].estimated

@@ -40,6 +40,16 @@ def test_triangular_solve(left_side: bool, only: Any, ours: Any, unexpanded: Any
 CASES: dict[str, tuple[Callable[[jax.Array], Any], Any, int]] = {
     "lu": (lax.linalg.lu, SQUARE, 3 * 18_000),
     "qr": (lambda a: lax.linalg.qr(a, full_matrices=False), TALL, 2 * 3 * (8000 - 666)),
+    "qr, all columns": (
+        lambda a: lax.linalg.qr(a, full_matrices=True),
+        TALL,
+        3 * (8000 - 666 + 4 * (16_000 - 4000 + 333)),
+    ),
+    "svd, all vectors": (
+        lambda a: lax.linalg.svd(a, full_matrices=True),
+        TALL,
+        3 * (4 * 16_000 + 22_000),
+    ),
     "svd": (lambda a: lax.linalg.svd(a, full_matrices=False), TALL, 3 * (24_000 + 20_000)),
     "singular values": (lambda a: lax.linalg.svd(a, compute_uv=False), TALL, 3 * 10_000),
     "eigh": (lambda a: lax.linalg.eigh(a, symmetrize_input=False), SQUARE, 3 * 9 * 27_000),

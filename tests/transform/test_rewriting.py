@@ -485,6 +485,24 @@ def test_for_nvidia_the_gradient_of_picking_from_rows_is_elementwise(
         assert jnp.array_equal(*(jax.vmap(jax.grad(fn))(batched) for fn in (call, loss)))
 
 
+def test_for_a_tpu_what_was_rounded_is_picked_from_as_it_was() -> None:
+    """So no float32 logits are needed forward; the gradient is the same to the last bit."""
+
+    def loss(x):
+        y = jnp.sin(x).astype(jnp.bfloat16).reshape(6, 5).astype(jnp.float32)
+        picked = jnp.take_along_axis(y, jnp.arange(6)[:, None] % 5, axis=-1)
+        return jnp.mean(jax.nn.logsumexp(y, axis=-1) - picked[..., 0])
+
+    x = jnp.linspace(-1.0, 2.0, 2 * 3 * 5).reshape(2, 3, 5)
+    program = tracing.trace(loss, x)
+    stages = (Stage(roots=tuple(range(len(program.equations))), kept=(), checkpointed=True),)
+    _, call, _ = rewritten(stages, loss, x, platform="tpu")
+    gathered = re.findall(r"(\w+)\[\d+,1\] = gather", str(jax.make_jaxpr(call)(x)))
+    assert gathered == ["bf16"]
+    assert call(x) == loss(x)
+    assert jnp.array_equal(jax.grad(call)(x), jax.grad(loss)(x))
+
+
 def own_barriers(closed: Any) -> list[Any]:
     """The barriers of a program, each of which comes with a derivative rule of ours."""
     found = []

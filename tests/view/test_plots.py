@@ -63,6 +63,20 @@ def test_no_name_lies_on_another(ax):
     assert not [box for box in boxes if box.y0 < limit < box.y1]
 
 
+def test_no_name_lies_on_the_line(ax):
+    ours = PICTURE.series[1]
+    on_it = tuple(Point(x=one.x, y=one.y, label=f"as {one.label}") for one in ours.points)
+    between = Point(x=0.1, y=3 * MIB, label="between")
+    named = Series(label="named", points=(*on_it, between))
+    plots.scatter(dataclasses.replace(PICTURE, series=(named, ours)), ax)
+    boxes = {text.get_text(): text.get_window_extent() for text in ax.texts}
+    assert {"as a", "as b", "between"} <= set(boxes)
+    (level, y), (right, low) = ax.transData.transform([(0, 3), (25, 2)])
+    for box in boxes.values():
+        assert not (box.y0 < y < box.y1 and box.x0 < right and level < box.x1)
+        assert not (box.x0 < right < box.x1 and box.y0 < y and low < box.y1)
+
+
 def test_memory_over_time(ax):
     given = plan(decisions=[decision()], budget_bytes=5 * MIB, as_compiled=[MIB, 2 * MIB])
     assert plots.memory(plan_words.charts(given), "Plan", ax) is ax

@@ -94,6 +94,17 @@ def test_names_that_would_overlap_are_moved_apart():
     assert min(abs(a - b) for n, a in enumerate(heights) for b in heights[:n]) >= 12
 
 
+def test_no_name_lies_on_the_line():
+    named = Series(label="named", points=(Point(x=0.25, y=20 * MIB, label="on it"), *OURS.points))
+    svg = parsed(scatter(POLICIES, OURS, named).svg())
+    (path,) = local(svg, "path")
+    left, y, right = map(float, re.match(r"M([\d.]+),([\d.]+)H([\d.]+)", path.get("d")).groups())
+    (name,) = (text for text in local(svg, "text") if text.text == "on it")
+    middle = float(name.get("y")) - 4
+    at_its_left = name.get("text-anchor") == "end" and float(name.get("x")) < left
+    assert at_its_left or float(name.get("x")) > right or abs(middle - y) >= 6
+
+
 def test_empty_and_flat_pictures():
     assert parsed(scatter().svg()).get("role") == "img"
     flat = Series(label="flat", points=(Point(x=0.0, y=0.0, label="zero"),))
