@@ -39,7 +39,8 @@ class ParameterGradient:
 
     Attributes:
       first: the first vertex that reads the parameter: its backward step completes the gradient.
-      last: the last vertex that does: its backward step begins it.
+      last: the last vertex that does: its backward step begins it. Where it begins as the array of
+        another's cotangent, the last in whose step it has its own, if any.
       bytes: its size.
     """
 
@@ -62,6 +63,7 @@ def workspace_bytes(
     if fate is not Gradients.RESULTS:
         for one in gradients:
             start = 0 if fate is Gradients.TOGETHER else one.first
-            change[start] += one.bytes
-            change[one.last + 1] -= one.bytes
+            if start <= one.last:
+                change[start] += one.bytes
+                change[one.last + 1] -= one.bytes
     return np.cumsum(change[:-1])

@@ -42,7 +42,7 @@ from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opened, Opening
-from remat_opt.compilers.stacks import iteration_bytes, stacks
+from remat_opt.compilers.stacks import beside_stacks, stacks
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import bodies
@@ -82,7 +82,8 @@ class _Iteration:
       stages: the chain in which it runs again.
       loops: those inside it that are opened.
       kept_bytes: of what is kept by name.
-      workspace_bytes: what its backward pass takes while it runs.
+      workspace_bytes: what its backward pass takes beside the stacks, in a loop that is a part.
+      whole_bytes: likewise, where that is the whole loop.
       alone_bytes: likewise where it is in no loop, beside what it keeps.
       seconds: what is computed again.
       flops: likewise.
@@ -93,6 +94,7 @@ class _Iteration:
     loops: tuple[Loop | Choice, ...]
     kept_bytes: int
     workspace_bytes: int
+    whole_bytes: int
     alone_bytes: int
     seconds: float
     flops: int
@@ -106,7 +108,7 @@ class _Shape:
       length: how many there are.
       carry_bytes: of what one hands to the next.
       result_bytes: of the gradients of what one writes to stacks.
-      rounded_bytes: of what is rounded ahead of the loop.
+      beside_bytes: of what is rounded ahead of the loop, less what is counted around it as well.
       seconds: of one.
       flops: of one.
     """
@@ -114,12 +116,14 @@ class _Shape:
     length: int
     carry_bytes: int
     result_bytes: int
-    rounded_bytes: int
+    beside_bytes: int
     seconds: float
     flops: int
 
-    def chain(self, iterations: Sequence[_Iteration], measure: Overhead) -> Chain:
-        """The loop as numbers, with these ways to run an iteration."""
+    def chain(
+        self, iterations: Sequence[_Iteration], measure: Overhead, *, whole: bool = False
+    ) -> Chain:
+        """The loop as numbers, with these ways to run an iteration; whole, or in parts."""
         return Chain(
             length=self.length,
             state_bytes=self.carry_bytes,
@@ -128,7 +132,7 @@ class _Shape:
             ways=tuple(
                 Way(
                     kept_bytes=one.kept_bytes,
-                    workspace_bytes=one.workspace_bytes,
+                    workspace_bytes=one.whole_bytes if whole else one.workspace_bytes,
                     alone_bytes=one.alone_bytes,
                     seconds=_cost(one, measure),
                 )
@@ -332,9 +336,9 @@ def _openings(
     arguments, varying = body.arguments, bodies.varying(body)
     carry = arguments[scan.constants : scan.constants + scan.carries]
     entries = arguments[scan.constants + scan.carries :]
-    key = "iteration", _same(body), tuple(entries), depth
+    key = "iteration", _same(body), tuple(carry), tuple(entries), depth
     if key not in known:
-        known[key] = _iterations(body, entries, compiler, measure, depth, known)
+        known[key] = _iterations(body, carry, entries, compiler, measure, depth, known)
     iterations, forward = known[key]
     if not iterations:
         return
@@ -344,6 +348,12 @@ def _openings(
 
     results = [atom for atom in body.outputs[scan.carries :] if isinstance(atom, int)]
     graph = expected.graph
+    # The cotangent of what is carried, which the backward pass starts from and hands on.
+    handed_in_bytes = 0
+    if compiler.has("entries_sliced"):
+        handed_in_bytes = min(
+            total([value for value in carry if value in varying]), graph.cotangent_bytes[vertex]
+        )
     # Of the body's own rates and the whole loop's the latter are what the rest is counted in.
     seconds = graph.seconds[vertex] / scan.length
     scale = seconds / forward.seconds if forward.seconds else 0.0
@@ -351,7 +361,8 @@ def _openings(
         length=scan.length,
         carry_bytes=total(carry),
         result_bytes=total([value for value in results if value in varying]),
-        rounded_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler),
+        beside_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler)
+        - handed_in_bytes,
         seconds=seconds,
         flops=graph.flops[vertex] // scan.length,
     )
@@ -407,13 +418,14 @@ def _opening(
     closed_bytes: int,
 ) -> Opening:
     """Parts with the figures of the whole."""
-    found = loop_nests.judge(shape.chain(iterations, Overhead.SECONDS), pieces)
+    whole = len(pieces) == 1 and not pieces[0].inside
+    found = loop_nests.judge(shape.chain(iterations, Overhead.SECONDS, whole=whole), pieces)
     flops = loop_nests.judge(shape.chain(iterations, Overhead.FLOPS), pieces).seconds
     return Opening(
         vertex=vertex,
         loop=Loop(root=root, parts=tuple(_part(iterations, piece) for piece in pieces)),
         stacked_bytes=found.held_bytes,
-        workspace_bytes=found.peak_bytes - found.held_bytes + shape.rounded_bytes,
+        workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes,
         closed_bytes=closed_bytes,
         seconds=found.seconds,
         flops=round(flops),
@@ -487,6 +499,7 @@ class _Forward:
 
 def _iterations(
     body: Program,
+    carry: Sequence[int],
     entries: Sequence[int],
     compiler: Compiler,
     measure: Overhead,
@@ -504,7 +517,7 @@ def _iterations(
     if inside:
         expected = opened(expected, inside)
         choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
-    read = stacks(body, entries, expected)
+    read = stacks(body, carry, entries, expected)
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):
@@ -525,7 +538,13 @@ def _iterations(
 
 
 def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
-    return way.kept_bytes, way.workspace_bytes, way.alone_bytes, _cost(way, measure)
+    return (
+        way.kept_bytes,
+        way.workspace_bytes,
+        way.whole_bytes,
+        way.alone_bytes,
+        _cost(way, measure),
+    )
 
 
 def body_model(
@@ -574,7 +593,7 @@ def _schedules(
             yield Schedule(regions=(Region(vertices=everything, inside=chain),))
 
 
-def _iteration(expected: Model, schedule: Schedule, read: Stacks | None) -> _Iteration:
+def _iteration(expected: Model, schedule: Schedule, read: Stacks) -> _Iteration:
     """A schedule of a body, with its figures."""
     schedule = expected.admitted(schedule)
     graph = expected.graph_of(schedule)
@@ -586,15 +605,15 @@ def _iteration(expected: Model, schedule: Schedule, read: Stacks | None) -> _Ite
     if not inside:
         inside = (Stage(roots=expected.roots, kept=(), checkpointed=False),)
     kept_bytes = sum(graph.bytes[vertex] for vertex in wanted.stored)
-    # Of one alone, what is kept waits as arrays.
-    apart = dataclasses.replace(read, slicing=None) if read is not None else None
+    beside = beside_stacks(expected, schedule, read)
     return _Iteration(
         kept=tuple(expected.roots[vertex] for vertex in region.kept if vertex in wanted.stored),
         stages=inside,
         loops=schedule.loops,
         kept_bytes=kept_bytes,
-        workspace_bytes=iteration_bytes(expected, schedule, read),
-        alone_bytes=max(0, iteration_bytes(expected, schedule, apart) - kept_bytes),
+        workspace_bytes=beside.part_bytes,
+        whole_bytes=beside.whole_bytes,
+        alone_bytes=beside.alone_bytes,
         seconds=math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
         flops=sum(graph.flops[vertex] for vertex in again) + flops,
     )

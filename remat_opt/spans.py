@@ -69,6 +69,22 @@ class Spans:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """An input of a loop's body of which vertices read a copy, since it lies in a stack.
+
+    Attributes:
+      bytes: of the copy.
+      readers: those vertices.
+      gradient_bytes: of its gradient, where each of these makes a part of that: it is there in the
+        reader's own backward step, and the copy is not.
+    """
+
+    bytes: int
+    readers: tuple[int, ...]
+    gradient_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
     """What an iteration of a loop reads of stacks, one entry in which belongs to each iteration.
 
@@ -76,11 +92,18 @@ class Stacks:
       slicing: of each vertex whether it reads and writes arrays: what waits for the backward pass
         is copied from a stack for it, and what it writes is copied there as the forward pass ends.
         The others read and write entries in their places. None where what waits is in no stack.
-      inputs: of inputs that are copied from stacks the bytes, and the vertices that read them.
+      inputs: those that are copied from stacks.
+      carried_bytes: of what is handed from iteration to iteration.
+      handed_out: of each vertex whether its value is: its cotangent is there from the start.
+      added_up: whether gradients of inputs are added to what is in their stacks. Then all is copied
+        as the backward pass starts, those entries too, which wait for what is added.
     """
 
     slicing: np.ndarray | None
-    inputs: Sequence[tuple[int, Sequence[int]]]
+    inputs: Sequence[Input]
+    carried_bytes: int
+    handed_out: np.ndarray
+    added_up: bool
 
 
 def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spans:
@@ -150,20 +173,15 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
         np.maximum.at(end, level.local.read, step[level.local.step])
         add(run[again], end[again], arrays.bytes[again])
 
-    # Copies of inputs: forward for each reader, in the backward pass from the first to the last.
-    for size, readers in stacks.inputs if stacks is not None else ():
-        reader = np.asarray(readers)
-        add(forward[reader], forward[reader], np.full(len(reader), size))
-        read = [turn[reader]]
-        for depth, level in enumerate(levels):
-            read.append(step[(depth + 1) * count + reader[level.again[reader]]])
-        at = np.concatenate(read)
-        add(at.min(keepdims=True), at.max(keepdims=True), np.array([size]))
+    if stacks is not None:
+        add(*_copies(stacks, count, forward, step, levels))
 
     # Cotangents: from the backward step of the last reader that has one, or their own.
     start = np.where(arrays.turns_in_place, np.iinfo(np.int64).max, turn)
     sends = arrays.cotangent_bytes[arrays.forward.reader] > 0
     np.minimum.at(start, arrays.forward.read[sends], turn[arrays.forward.reader[sends]])
+    if stacks is not None:
+        start[stacks.handed_out] = count
     end = turn - arrays.turns_in_place
     there = (start <= end) & (arrays.cotangent_bytes > 0)
     add(start[there], end[there], arrays.cotangent_bytes[there])
@@ -179,6 +197,41 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
     )
+
+
+def _copies(
+    stacks: Stacks, count: int, forward: np.ndarray, step: np.ndarray, levels: Sequence[_Level]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The lives of copies of inputs, of what is carried, and of gradients to add to.
+
+    Args:
+      stacks: what is read.
+      count: how many vertices there are.
+      forward: see ``_Times``.
+      step: likewise.
+      levels: what runs again.
+
+    Returns:
+      The first and the last step of each, and its bytes.
+    """
+    lives = [(0, count - 1, stacks.carried_bytes)]
+    for one in stacks.inputs:
+        reader = np.array(one.readers)
+        lives += [(at, at, one.bytes) for at in forward[reader].tolist()]
+        turns = step[reader]
+        again = [
+            step[(depth + 1) * count + reader[level.again[reader]]]
+            for depth, level in enumerate(levels)
+        ]
+        # Where a part of its gradient comes into being, that takes the place of the copy.
+        last = np.concatenate([turns - (one.gradient_bytes >= one.bytes), *again]).max()
+        first = count if stacks.added_up else np.concatenate([turns, *again]).min()
+        lives.append((first, last, one.bytes))
+        if stacks.added_up and one.gradient_bytes:
+            lives.append((count, turns.max(), one.gradient_bytes))
+    starts, ends, sizes = np.array(lives, dtype=np.int64).T
+    there = starts <= ends
+    return starts[there], ends[there], sizes[there]
 
 
 def _is_executable(arrays: GraphArrays, levels: Sequence[_Level], leaves: int) -> bool:

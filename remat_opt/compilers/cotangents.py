@@ -58,6 +58,7 @@ class Cotangents:
       later: for those that begin as another's array the bytes of their own, and the vertex from
         whose backward step on it is there.
       handed_in_bytes: see ``HandedIn``.
+      arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
     """
 
     bytes: tuple[int, ...]
@@ -66,6 +67,7 @@ class Cotangents:
     in_value: Mapping[int, int]
     later: Mapping[int, tuple[int, int]]
     handed_in_bytes: Mapping[int, int]
+    arguments: Mapping[int, tuple[int, int]]
 
 
 def cotangents(
@@ -127,6 +129,7 @@ def cotangents(
         later={vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
         handed_in_bytes={v: sizes[v] for v in passing - shared.holders}
         | {v: storage.operand_bytes(storage.roots[v]) for v in computed},
+        arguments=shared.arguments,
     )
 
 

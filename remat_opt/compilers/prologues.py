@@ -5,7 +5,8 @@ reads no more bytes than the operand has: a ``relu``, a wider type, heads that a
 so for the products of the gradient, too, and the operand is never stored. A ``relu`` between two
 layers of an MLP is computed from what the first product writes, bias and all. Where two arrays go
 in, as into a gated unit or the end of a normalisation, the operand is stored, and so is all that a
-convolution reads. (As in the compiler's ``gemm_fusion``, and seen on h200.)
+convolution reads. An argument as large as the operand is such an array: that which a loop hands to
+its body. (As in the compiler's ``gemm_fusion``, and seen on h200.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def read_in_place(flow: Dataflow, value: int, compiler: Compiler) -> int:
         if flow.costs[index].fusion is not costs.Fusion.FUSIBLE or flow.opaque(index):
             return value
         read = {flow.source[one] for one in equation.value_inputs}
-        arrays = [one for one in read if not _is_of(flow, one, arguments)]
+        arrays = [one for one in read if not _is_of(flow, one, arguments, types[value].size)]
         if (
             len(arrays) != 1
             or types[arrays[0]].bytes > types[value].bytes
@@ -47,11 +48,11 @@ def read_in_place(flow: Dataflow, value: int, compiler: Compiler) -> int:
     return found
 
 
-def _is_of(flow: Dataflow, value: int, arguments: set[int]) -> bool:
-    """Whether a value is an argument or a broadcast of one."""
+def _is_of(flow: Dataflow, value: int, arguments: set[int], size: int) -> bool:
+    """Whether a value is an argument of fewer than so many elements, or a broadcast of one."""
     while value in flow.maker:
         equation = flow.program.equations[flow.maker[value]]
         if equation.operation.primitive != "broadcast_in_dim" or not equation.value_inputs:
             return False
         value = flow.source[equation.value_inputs[0]]
-    return value in arguments
+    return value in arguments and flow.program.types[value].size < size

@@ -3,13 +3,16 @@
 What the iterations keep for the backward pass waits in stacks, as what a loop goes through does.
 XLA for NVIDIA reads an entry where it lies, unless a kernel does that it does not write itself:
 for a product the entry is copied. That of something kept is copied shortly before it is read; that
-of a weight before its first reader, and there up to the last.
+of a weight before its first reader, and there up to the last, until its gradient is.
+
+Where a loop is in parts, gradients are added to what the parts behind wrote into their stacks: one
+kernel copies those entries, and those of the weights, as the backward pass of an iteration starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -21,20 +24,41 @@ from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
 from remat_opt.schedule import Schedule
 from remat_opt.simulator import demand
-from remat_opt.spans import Stacks
+from remat_opt.spans import Input, Stacks
 
 
-def stacks(body: Program, entries: Sequence[int], expected: Model) -> Stacks | None:
-    """What an iteration copies from stacks; None where it is not known to read any in place.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What an iteration takes beside the stacks.
+
+    Attributes:
+      whole_bytes: in a loop of all iterations.
+      part_bytes: in one of some of them.
+      alone_bytes: in none, beside what it keeps.
+    """
+
+    whole_bytes: int
+    part_bytes: int
+    alone_bytes: int
+
+
+def stacks(
+    body: Program, carries: Sequence[int], entries: Sequence[int], expected: Model
+) -> Stacks:
+    """What an iteration reads of stacks.
 
     Args:
       body: of the loop.
+      carries: its arguments that are carried.
       entries: its arguments that are entries of stacks.
       expected: its model.
     """
-    if not expected.compiler.has("entries_sliced"):
-        return None
-    source = {value: value for value in entries}
+
+    def size(values: Iterable[int]) -> int:
+        return sum(expected.compiler.buffer_bytes(body.types[value]) for value in values)
+
+    # What is carried is an array forward, and waits for the backward pass in a stack.
+    source = {value: value for value in (*carries, *entries)}
     copying = np.zeros(len(expected.roots), dtype=bool)
     vertex_of = {root: vertex for vertex, root in enumerate(expected.roots)}
     readers: dict[int, list[int]] = {}
@@ -46,29 +70,50 @@ def stacks(body: Program, entries: Sequence[int], expected: Model) -> Stacks | N
             copying[vertex_of[index]] = True
             for value in read:
                 readers.setdefault(value, []).append(vertex_of[index])
+    added = set(entries) & set(body.differentiated)
+    handed_out = {atom for atom in body.outputs[: len(carries)] if isinstance(atom, int)}
     return Stacks(
         slicing=copying,
         inputs=[
-            (expected.compiler.buffer_bytes(body.types[value]), tuple(found))
+            Input(
+                bytes=size([value]),
+                readers=tuple(found),
+                gradient_bytes=size({value} & added),
+            )
             for value, found in readers.items()
         ],
+        carried_bytes=size(carries),
+        handed_out=np.array(
+            [not handed_out.isdisjoint(body.equations[root].outputs) for root in expected.roots]
+        ),
+        added_up=False,
     )
 
 
-def iteration_bytes(expected: Model, schedule: Schedule, stacks: Stacks | None) -> int:
+def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside:
     """What the backward pass of an iteration takes beside the stacks.
 
     Args:
       expected: the model of the body.
       schedule: what it keeps, and how it runs again.
-      stacks: what it copies; None if nothing is known of it.
+      stacks: what it reads.
     """
-    if stacks is None:
-        return expected.peak_bytes(schedule)
     graph = expected.graph_of(schedule)
-    if stacks.slicing is not None:
-        graph = _with_nothing_over_stacks(graph, schedule, expected)
-    return expected.laid_out_bytes(graph, schedule, stacks)
+    kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)
+    if not expected.compiler.has("entries_sliced"):
+        # All is taken to be copied, and what is kept to be there both in the stack and beside it.
+        peak_bytes = expected.peak_bytes(schedule)
+        in_loop = peak_bytes + stacks.carried_bytes
+        return Beside(whole_bytes=in_loop, part_bytes=in_loop, alone_bytes=peak_bytes)
+    in_part = dataclasses.replace(stacks, added_up=True)
+    alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
+    apart = _with_nothing_over_stacks(graph, schedule, expected)
+    return Beside(
+        whole_bytes=expected.laid_out_bytes(apart, schedule, stacks),
+        part_bytes=expected.laid_out_bytes(apart, schedule, in_part),
+        # Here what is kept waits as arrays.
+        alone_bytes=max(0, expected.laid_out_bytes(graph, schedule, alone) - kept_bytes),
+    )
 
 
 def _with_nothing_over_stacks(graph: Graph, schedule: Schedule, expected: Model) -> Graph:

@@ -30,11 +30,14 @@ class Sharing:
       alone: those whose cotangent is nothing else.
       until: for those that have an array of their own later the vertex whose backward step makes
         it.
+      arguments: for arguments that share it the vertex that reads them both, and the one whose
+        backward step is the last in which it is that other's.
     """
 
     holders: frozenset[int]
     alone: frozenset[int]
     until: Mapping[int, int]
+    arguments: Mapping[int, tuple[int, int]]
 
 
 def sharing(
@@ -54,6 +57,7 @@ def sharing(
     holders: set[int] = set()
     found: set[int] = set()
     until: dict[int, int] = {}
+    arguments: dict[int, tuple[int, int]] = {}
     # For vertices of sums the last step, of the lowest vertex, during which their array is there.
     reach: dict[int, int] = {}
     for addends in _addends(flow) if compiler.has("sums_share") else ():
@@ -63,17 +67,25 @@ def sharing(
                 vertex = vertex_of[value]
                 # What is read later, too, has been backward already where the sum is.
                 read_by.setdefault(readers[vertex][-1], {})[vertex] = alone
+        given = [value for value, _ in addends if value not in flow.maker]
         for reader, members in sorted(read_by.items()):
             holder = min(members, key=lambda vertex: reach.get(vertex, vertex))
             reach[reader] = reach.get(holder, holder)
-            if len(members) > 1:
+            if len(members) > 1 or given:
                 holders.add(holder)
+            for value in given:
+                arguments[value] = reader, reach[reader]
             for vertex in members.keys() - {holder}:
                 if members[vertex]:
                     found.add(vertex)
                 elif len(readers[vertex]) > 1:
                     until[vertex] = readers[vertex][-2]
-    return Sharing(holders=frozenset(holders), alone=frozenset(found) - holders, until=until)
+    return Sharing(
+        holders=frozenset(holders),
+        alone=frozenset(found) - holders,
+        until=until,
+        arguments=arguments,
+    )
 
 
 def squares(

@@ -166,7 +166,7 @@ def vertices(storage: Storage) -> Vertices:
         estimated_flops_share=sum(draft.estimated_flops for draft in drafts) / flops
         if flops
         else 0.0,
-        parameter_gradients=tuple(_parameter_gradients(storage, drafts)),
+        parameter_gradients=tuple(_parameter_gradients(storage, drafts, of_cotangents)),
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
     )
 
@@ -260,7 +260,11 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             copied_products=copied,
             multiplies=multiplies,
             parameters=frozenset(parameters),
-            sums_beside=compiler.has("sums_beside") and not read_values.isdisjoint(differentiated),
+            sums_beside=compiler.has("sums_beside")
+            and any(
+                program.types[value].size < program.types[equation.outputs[0]].size
+                for value in read_values & differentiated
+            ),
         )
 
 
@@ -367,15 +371,20 @@ def _effects(
         yield copies.Copies(products=copied)
 
 
-def _parameter_gradients(storage: Storage, drafts: Sequence[_Draft]) -> Iterator[ParameterGradient]:
+def _parameter_gradients(
+    storage: Storage, drafts: Sequence[_Draft], of_cotangents: Cotangents
+) -> Iterator[ParameterGradient]:
     readers: dict[int, list[int]] = {}
     for vertex, draft in enumerate(drafts):
         for value in draft.parameters:
             readers.setdefault(value, []).append(vertex)
     for value, found in sorted(readers.items()):
         kind = storage.flow.program.types[value]
-        size = storage.compiler.buffer_bytes(kind)
-        yield ParameterGradient(first=min(found), last=max(found), bytes=size)
+        size, last = storage.compiler.buffer_bytes(kind), max(found)
+        reader, shared = of_cotangents.arguments.get(value, (-1, 0))
+        if reader == last:
+            last = shared - 1
+        yield ParameterGradient(first=min(found), last=last, bytes=size)
 
 
 def _rate_dtype(operation: Operation) -> str:

@@ -67,7 +67,7 @@ class Way:
 
     Attributes:
       kept_bytes: what it keeps beside its state.
-      workspace_bytes: what its backward step takes while it runs.
+      workspace_bytes: what its backward step takes while it runs, beside what waits.
       alone_bytes: likewise in a part of one iteration, which is no loop, beside what it keeps.
       seconds: what it computes again.
     """
@@ -147,9 +147,8 @@ def judge(chain: Chain, pieces: Sequence[Piece]) -> Figures:
         else:
             way = chain.ways[piece.way]
             held += piece.length * (chain.state_bytes + way.kept_bytes)
-            # What an iteration is handed lies beside the stack that it is read from.
-            in_loop = way.workspace_bytes + chain.state_bytes
-            peak = max(peak, held + (in_loop if piece.length > 1 else way.alone_bytes))
+            beside = way.workspace_bytes if piece.length > 1 else way.alone_bytes
+            peak = max(peak, held + beside)
             seconds += piece.length * way.seconds
     return Figures(held_bytes=held, peak_bytes=peak, seconds=seconds)
 
@@ -249,8 +248,7 @@ class _Table:
         choices: list[_Choices] = []
         for number, way in enumerate(chain.ways):
             held = self._rounded(firsts * (chain.state_bytes + way.kept_bytes))[:, None]
-            in_loop = way.workspace_bytes + chain.state_bytes
-            beside = np.where(firsts > 1, in_loop, way.alone_bytes)
+            beside = np.where(firsts > 1, way.workspace_bytes, way.alone_bytes)
             left = budgets - held
             seconds = np.where(
                 left >= self._rounded(beside)[:, None],
