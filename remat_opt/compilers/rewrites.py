@@ -7,11 +7,25 @@ where, is said here.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 
 from remat_opt.compilers import pooling, product_sums, row_gathers, softmax, turns
 from remat_opt.compilers.compiler import Rules
 from remat_opt.program.record import Program
+
+
+class Place(enum.Enum):
+    """Where a program runs.
+
+    TOP: by itself.
+    ITERATION: in a loop that is opened, under a checkpoint around all of it.
+    BRANCH: in a ``cond`` that is opened.
+    """
+
+    TOP = enum.auto()
+    ITERATION = enum.auto()
+    BRANCH = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +41,7 @@ class Rewrites:
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
       activations: what products read that may be computed together with its cotangent.
+      runs_again: whether all of it runs again under a checkpoint around it.
       ordered: whether no gradient of a product or a bias may be put off.
       before_loops: whether gradients of what follows a loop must be there before it runs backward.
       stored: whether what a checkpointed region hands on is to be stored.
@@ -42,6 +57,7 @@ class Rewrites:
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
     activations: Sequence[turns.Activation]
+    runs_again: bool
     ordered: bool
     before_loops: bool
     stored: bool
@@ -49,7 +65,7 @@ class Rewrites:
 
 
 def rewrites(
-    program: Program, rules: Rules, *, recomputes: bool, in_branch: bool = False
+    program: Program, rules: Rules, *, recomputes: bool, place: Place = Place.TOP
 ) -> Rewrites:
     """What pays for a program.
 
@@ -57,11 +73,14 @@ def rewrites(
       program: a traced function.
       rules: those about the compiler that is expected. On another the results are
         the same, and the memory may not be.
-      recomputes: whether anything is under a checkpoint.
-      in_branch: whether the program is a branch of a ``cond``. XLA for NVIDIA puts off no gradients
-        there, and to order them costs an array as large as the widest layer (16 of 92 MiB).
+      recomputes: whether anything is under a checkpoint of its own.
+      place: where it runs. In a branch XLA for NVIDIA puts off no gradients, and to order them
+        costs an array as large as the widest layer (16 of 92 MiB).
     """
-    ordered = recomputes and not in_branch and rules.has("gradients_in_turn")
+    runs_again = place is Place.ITERATION
+    ordered = (
+        (recomputes or runs_again) and place is not Place.BRANCH and rules.has("gradients_in_turn")
+    )
     sums = dict(product_sums.stored_sums(program, rules))
     maxima: set[int] = set()
     if rules.has("maxima_stored"):
@@ -82,6 +101,7 @@ def rewrites(
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},
         activations=tuple(turns.activations(program, rules)) if ordered else (),
+        runs_again=runs_again,
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),
         stored=rules.has("boundaries_stored"),

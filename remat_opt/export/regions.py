@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.rewrites import rewrites
+from remat_opt.compilers.rewrites import Place, rewrites
 from remat_opt.device import Platform
 from remat_opt.export import support
 from remat_opt.export.calls import Call
@@ -111,7 +111,7 @@ class Printer:
             zip(programs, choice.branches, strict=True), start=1
         ):
             chain = _Chain(
-                self, Same(), program, branch.stages, branch.loops, frozenset(), in_branch=True
+                self, Same(), program, branch.stages, branch.loops, frozenset(), place=Place.BRANCH
             )
             own = f"{label}_branch_{number}"
             function, _ = self._inner(chain, own, own, f"Branch {number} of {len(programs)}.")
@@ -147,7 +147,15 @@ class Printer:
         """Writes the body of each part of a loop; the parts as ``planned_scan`` takes them."""
         same = Same() if same is None else same
         chains = {
-            number: _Chain(self, same, program, part.stages, part.loops, frozenset(part.kept))
+            number: _Chain(
+                self,
+                same,
+                program,
+                part.stages,
+                part.loops,
+                frozenset(part.kept),
+                place=Place.ITERATION,
+            )
             for number, part in enumerate(parts)
             if not part.inside
         }
@@ -187,7 +195,7 @@ class _Chain:
         named: Set[int],
         words: Mapping[int, str] | None = None,
         *,
-        in_branch: bool = False,
+        place: Place = Place.TOP,
     ) -> None:
         self.words = words or {}
         self.functions, self.equations = printer.functions, printer.equations
@@ -199,7 +207,7 @@ class _Chain:
         self.rewriting = Rewriting(
             program=program,
             summed=bodies.summed(program),
-            ways=rewrites(program, rules, recomputes=recomputes, in_branch=in_branch),
+            ways=rewrites(program, rules, recomputes=recomputes, place=place),
         )
         self.steps = steps_of(program, stages, frozenset(named))
         self.makers = program.makers()

@@ -24,7 +24,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.rewrites import rewrites
+from remat_opt.compilers.rewrites import Place, rewrites
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, RewriteError
 from remat_opt.program import bodies
@@ -49,7 +49,7 @@ def rewrite(
     loops: Sequence[Loop | Choice] = (),
     named: Set[int] = frozenset(),
     within: str = "",
-    in_branch: bool = False,
+    place: Place = Place.TOP,
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
 
@@ -63,7 +63,7 @@ def rewrite(
       loops: those of the program that are opened, choices among them; the others run as they are.
       named: equations whose outputs carry a name for a policy around all of it.
       within: what to put into names, so that they are not those of the program around this one.
-      in_branch: whether the program is a branch of a ``cond``.
+      place: where the program runs.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -78,7 +78,7 @@ def rewrite(
         program,
         Rules(platform=platform, off=frozenset(off)),
         recomputes=any(stage.checkpointed for stage in stages),
-        in_branch=in_branch,
+        place=place,
     )
     summed = bodies.summed(program)
 
@@ -134,6 +134,7 @@ def _run_loop(
             loops=part.loops,
             named=frozenset(part.kept),
             within=inside,
+            place=Place.ITERATION,
         )
         return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
 
@@ -156,7 +157,7 @@ def _run_choice(
             branch.stages,
             loops=branch.loops,
             within=f"{inside}{number}_",
-            in_branch=True,
+            place=Place.BRANCH,
         )
         return lambda *given: run(program.constant_values, given)
 

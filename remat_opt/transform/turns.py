@@ -45,7 +45,7 @@ def ties(rewriting: Rewriting, step: Step) -> Ties:
 
 def _late(rewriting: Rewriting, step: Step) -> dict[int, Activation]:
     """For products what they read that is computed together with its cotangent."""
-    if not step.checkpointed:
+    if not step.checkpointed and not rewriting.ways.runs_again:
         return {}
     equations = set(step.equations)
     return {
