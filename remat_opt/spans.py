@@ -69,22 +69,6 @@ class Spans:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
-    """An input of a loop's body of which vertices read a copy, since it lies in a stack.
-
-    Attributes:
-      bytes: of the copy.
-      readers: those vertices.
-      gradient_bytes: of its gradient, where each of these makes a part of that: it is there in the
-        reader's own backward step, and the copy is not.
-    """
-
-    bytes: int
-    readers: tuple[int, ...]
-    gradient_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
     """What an iteration of a loop reads of stacks, one entry in which belongs to each iteration.
 
@@ -92,18 +76,20 @@ class Stacks:
       slicing: of each vertex whether it reads and writes arrays: what waits for the backward pass
         is copied from a stack for it, and what it writes is copied there as the forward pass ends.
         The others read and write entries in their places. None where what waits is in no stack.
-      inputs: those that are copied from stacks.
+      inputs: of inputs that are copied from stacks the bytes, and the vertices that read them.
+      first: of each vertex whether its backward step is done with its inputs' copies before that
+        for which it takes most.
+      at_once: whether all inputs are copied as the backward pass starts.
       carried_bytes: of what is handed from iteration to iteration.
       handed_out: of each vertex whether its value is: its cotangent is there from the start.
-      added_up: whether gradients of inputs are added to what is in their stacks. Then all is copied
-        as the backward pass starts, those entries too, which wait for what is added.
     """
 
     slicing: np.ndarray | None
-    inputs: Sequence[Input]
+    inputs: Sequence[tuple[int, Sequence[int]]]
+    first: np.ndarray
+    at_once: bool
     carried_bytes: int
     handed_out: np.ndarray
-    added_up: bool
 
 
 def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spans:
@@ -202,7 +188,7 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
 def _copies(
     stacks: Stacks, count: int, forward: np.ndarray, step: np.ndarray, levels: Sequence[_Level]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The lives of copies of inputs, of what is carried, and of gradients to add to.
+    """The lives of copies of inputs, and of what is carried.
 
     Args:
       stacks: what is read.
@@ -215,20 +201,16 @@ def _copies(
       The first and the last step of each, and its bytes.
     """
     lives = [(0, count - 1, stacks.carried_bytes)]
-    for one in stacks.inputs:
-        reader = np.array(one.readers)
-        lives += [(at, at, one.bytes) for at in forward[reader].tolist()]
-        turns = step[reader]
+    for size, readers in stacks.inputs:
+        reader = np.asarray(readers)
+        lives += [(at, at, size) for at in forward[reader].tolist()]
         again = [
             step[(depth + 1) * count + reader[level.again[reader]]]
             for depth, level in enumerate(levels)
         ]
-        # Where a part of its gradient comes into being, that takes the place of the copy.
-        last = np.concatenate([turns - (one.gradient_bytes >= one.bytes), *again]).max()
-        first = count if stacks.added_up else np.concatenate([turns, *again]).min()
-        lives.append((first, last, one.bytes))
-        if stacks.added_up and one.gradient_bytes:
-            lives.append((count, turns.max(), one.gradient_bytes))
+        start = count if stacks.at_once else np.concatenate([step[reader], *again]).min()
+        stop = np.concatenate([step[reader] - stacks.first[reader], *again]).max()
+        lives.append((start, stop, size))
     starts, ends, sizes = np.array(lives, dtype=np.int64).T
     there = starts <= ends
     return starts[there], ends[there], sizes[there]

@@ -3,10 +3,8 @@
 What the iterations keep for the backward pass waits in stacks, as what a loop goes through does.
 XLA for NVIDIA reads an entry where it lies, unless a kernel does that it does not write itself:
 for a product the entry is copied. That of something kept is copied shortly before it is read; that
-of a weight before its first reader, and there up to the last, until its gradient is.
-
-Where a loop is in parts, gradients are added to what the parts behind wrote into their stacks: one
-kernel copies those entries, and those of the weights, as the backward pass of an iteration starts.
+of a weight before its first reader, and there up to the last. Where a loop is in parts, what they
+read by index is copied by one kernel, as the backward pass of an iteration starts.
 """
 
 from __future__ import annotations
@@ -19,12 +17,13 @@ import numpy as np
 from remat_opt import costs
 from remat_opt.compilers.model import Model
 from remat_opt.compilers.overwriting import overwritten_bytes
+from remat_opt.compilers.turns import Late
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
 from remat_opt.schedule import Schedule
 from remat_opt.simulator import demand
-from remat_opt.spans import Input, Stacks
+from remat_opt.spans import Stacks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +69,16 @@ def stacks(
             copying[vertex_of[index]] = True
             for value in read:
                 readers.setdefault(value, []).append(vertex_of[index])
-    added = set(entries) & set(body.differentiated)
     handed_out = {atom for atom in body.outputs[: len(carries)] if isinstance(atom, int)}
     return Stacks(
         slicing=copying,
-        inputs=[
-            Input(
-                bytes=size([value]),
-                readers=tuple(found),
-                gradient_bytes=size({value} & added),
-            )
-            for value, found in readers.items()
-        ],
+        inputs=[(size([value]), tuple(found)) for value, found in readers.items()],
+        first=np.zeros(len(expected.roots), dtype=bool),
+        at_once=False,
         carried_bytes=size(carries),
         handed_out=np.array(
             [not handed_out.isdisjoint(body.equations[root].outputs) for root in expected.roots]
         ),
-        added_up=False,
     )
 
 
@@ -105,7 +97,12 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
         peak_bytes = expected.peak_bytes(schedule)
         in_loop = peak_bytes + stacks.carried_bytes
         return Beside(whole_bytes=in_loop, part_bytes=in_loop, alone_bytes=peak_bytes)
-    in_part = dataclasses.replace(stacks, added_up=True)
+    first = stacks.first.copy()
+    for effect in expected.effects:
+        if isinstance(effect, Late):
+            first[effect.products(schedule)] = True
+    stacks = dataclasses.replace(stacks, first=first)
+    in_part = dataclasses.replace(stacks, at_once=True)
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
     apart = _with_nothing_over_stacks(graph, schedule, expected)
     return Beside(

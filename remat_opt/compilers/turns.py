@@ -85,15 +85,25 @@ class Late(Effect):
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
         """Takes away those that are no arrays."""
+        for number in self._late(schedule):
+            figures.bytes[list(self.vertices[number])] = 0
+
+    def products(self, schedule: Schedule) -> list[int]:
+        """The vertices of the products that wait for a cotangent of what they read."""
+        late = {self.activations[number].product for number in self._late(schedule)}
+        return [v for v, roots in enumerate(self.roots) if not roots.isdisjoint(late)]
+
+    def _late(self, schedule: Schedule | None) -> Iterator[int]:
+        """The activations that are computed together with their cotangents."""
         regions = leaves(schedule.regions) if schedule is not None else ()
         for region in regions:
             if not region.checkpointed:
                 continue
             equations = frozenset().union(*(self.roots[vertex] for vertex in region.vertices))
             kept = frozenset().union(*(self.roots[vertex] for vertex in region.kept))
-            for one, dear in zip(self.activations, self.vertices, strict=True):
+            for number, one in enumerate(self.activations):
                 if one.is_late(equations, kept):
-                    figures.bytes[list(dear)] = 0
+                    yield number
 
 
 def activations(program: Program, rules: Rules) -> Iterator[Activation]:
