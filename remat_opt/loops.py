@@ -42,7 +42,7 @@ from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opened, Opening
-from remat_opt.compilers.stacks import beside_stacks, stacks
+from remat_opt.compilers.stacks import beside_stacks, counted_around_bytes, stacks
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import bodies
@@ -348,12 +348,11 @@ def _openings(
 
     results = [atom for atom in body.outputs[scan.carries :] if isinstance(atom, int)]
     graph = expected.graph
-    # The cotangent of what is carried, which the backward pass starts from and hands on.
-    handed_in_bytes = 0
-    if compiler.has("entries_sliced"):
-        handed_in_bytes = min(
-            total([value for value in carry if value in varying]), graph.cotangent_bytes[vertex]
-        )
+    handed_in_bytes = counted_around_bytes(
+        total([value for value in carry if value in varying]),
+        graph.cotangent_bytes[vertex],
+        compiler,
+    )
     # Of the body's own rates and the whole loop's the latter are what the rest is counted in.
     seconds = graph.seconds[vertex] / scan.length
     scale = seconds / forward.seconds if forward.seconds else 0.0

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from remat_opt import costs
+from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model
 from remat_opt.compilers.overwriting import overwritten_bytes
 from remat_opt.compilers.turns import Late
@@ -111,6 +112,19 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
         # Here what is kept waits as arrays.
         alone_bytes=max(0, expected.laid_out_bytes(graph, schedule, alone) - kept_bytes),
     )
+
+
+def counted_around_bytes(carried_bytes: int, cotangent_bytes: int, compiler: Compiler) -> int:
+    """What of a loop's cotangents is counted both in its iterations and around it.
+
+    It is what the backward pass starts from, and hands from iteration to iteration in its place.
+
+    Args:
+      carried_bytes: of the cotangents that are handed on.
+      cotangent_bytes: of what the loop puts out.
+      compiler: which one it is.
+    """
+    return min(carried_bytes, cotangent_bytes) if compiler.has("entries_sliced") else 0
 
 
 def _with_nothing_over_stacks(graph: Graph, schedule: Schedule, expected: Model) -> Graph:

@@ -320,6 +320,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
     "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),
     "transposed_cotangents": ("cpu", recurrent, (W, jnp.ones((2, 16, 8)))),
+    "entries_sliced": ("h200", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "copies": ("v5e", recurrent, (wide, wide)),
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),

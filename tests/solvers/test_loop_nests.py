@@ -43,8 +43,7 @@ def least(of: Chain, budget: int) -> float:
         for first in range(1, n + 1):
             for way in of.ways:
                 held = first * (of.state_bytes + way.kept_bytes)
-                in_loop = of.state_bytes + way.workspace_bytes
-                if held + (in_loop if first > 1 else way.alone_bytes) <= m:
+                if held + (way.workspace_bytes if first > 1 else way.alone_bytes) <= m:
                     found = min(found, first * way.seconds + search(n - first, m - held))
             for count in range(2, first // 2 + 1):
                 size, held = first // count, count * of.state_bytes
