@@ -30,6 +30,12 @@ def test_from_the_step_that_begins_a_gradient(fate: Gradients, expected: list[in
     assert workspace_bytes(TWO, fate, 4).tolist() == expected
 
 
+def test_none_of_its_own_where_it_is_another_cotangent() -> None:
+    one = (ParameterGradient(first=2, last=0, bytes=5),)
+    assert workspace_bytes(one, Gradients.CONSUMED, 4).tolist() == [0, 0, 0, 0]
+    assert workspace_bytes(one, Gradients.TOGETHER, 4).tolist() == [5, 0, 0, 0]
+
+
 def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     for w in weights:
         x = jnp.sin(x @ w)

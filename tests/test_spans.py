@@ -15,7 +15,7 @@ from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import Demand, demand, simulate
 from remat_opt.solvers.base import judge, judged
-from remat_opt.spans import read_from_memory, spans
+from remat_opt.spans import Stacks, read_from_memory, spans
 from tests.graphs import INSTANCES, chain_edges, graphs, nested_graphs, scheduled_graphs
 
 
@@ -123,6 +123,40 @@ def test_by_hand() -> None:
         (5, 6, 5),
     ]
     assert sorted(found.again.tolist()) == [0, 1]
+
+
+def test_an_iteration_by_hand() -> None:
+    """Three values under a checkpoint that keeps the first; the last two read and write arrays."""
+    graph = Graph.from_edges([4, 5, 6], chain_edges(3))
+    graph = dataclasses.replace(graph, cotangent_bytes=(0, 0, 7))
+    schedule = Schedule(regions=(Region(vertices=(0, 1, 2), kept=(0,)),))
+    stacks = Stacks(
+        slicing=np.array([False, True, True]),
+        inputs=[(8, (1,)), (9, (2,))],
+        first=np.array([False, False, True]),
+        at_once=False,
+        carried_bytes=10,
+        handed_out=np.array([False, False, True]),
+    )
+
+    def arrays(stacks: Stacks) -> list[tuple[int, ...]]:
+        found = spans(graph, schedule, stacks)
+        return sorted(
+            tuple(map(int, one)) for one in zip(found.first, found.last, found.bytes, strict=True)
+        )
+
+    # Forward 0, 1, 2; again 1, 2; backward 2, 1, 0.
+    forward = [(0, 2, 4), (0, 2, 10), (1, 1, 8), (1, 2, 5), (2, 2, 6), (2, 2, 9)]
+    # Of the first there are copies where vertex 1 runs, and where its backward step does; where
+    # that of vertex 0 does, it is read in its place.
+    copies = [(3, 3, 4), (6, 6, 4)]
+    again = [(3, 6, 5), (4, 5, 6)]
+    assert arrays(stacks) == sorted([*forward, *copies, *again, (3, 6, 8), (4, 4, 9), (3, 5, 7)])
+    at_once = dataclasses.replace(stacks, at_once=True)
+    assert arrays(at_once) == sorted([*forward, *copies, *again, (3, 6, 8), (3, 4, 9), (3, 5, 7)])
+    # In no stack, what waits is an array.
+    alone = dataclasses.replace(stacks, slicing=None, carried_bytes=0)
+    assert (0, 7, 4) in arrays(alone)
 
 
 def test_what_cannot_be_executed_is_refused() -> None:

@@ -42,6 +42,16 @@ def test_what_is_stored_between_two_products(between: Any, stored: list[str]) ->
     assert [name for name in found[first + 1 : second] if name != "reduce_sum"] == stored
 
 
+def test_an_argument_as_large_as_the_operand_is_an_array() -> None:
+    def scaled(w: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin((x * jnp.sum(x, -1, keepdims=True) * scale) @ w))
+
+    # Of the argument and of its sums, which are the only ones that are small.
+    _, _, graph = graph_of(scaled, W, X, B, device="h200")
+    found = names(graph)
+    assert found[: found.index("dot_general")] == ["reduce_sum", "mul"]
+
+
 def test_other_compilers_and_convolutions_are_given_whole_arrays() -> None:
     _, _, graph = graph_of(two_products(jax.nn.relu), (W, B), X, device="cpu")
     assert "custom_jvp_call" in names(graph)

@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from remat_opt.compilers.model import model
+from remat_opt.gradients import Gradients
+from remat_opt.program import tracing
+from remat_opt.program.linearization import linearize
 from remat_opt.schedule import plain
 from remat_opt.simulator import simulate
-from tests.compiler_graphs import graph_of, model_of, names
+from tests.compiler_graphs import compiler_of, graph_of, model_of, names
 
 W, X = jnp.ones((64, 64)), jnp.ones((256, 64))
 
@@ -84,6 +88,24 @@ def test_a_residual_stream_has_the_cotangent_of_its_branches() -> None:
     ]
     # The argument has no cotangent, so the first branch has that of the first sum.
     assert len(branches) == 2
+
+
+def test_an_argument_has_the_cotangent_of_the_sum_until_its_own_begins() -> None:
+    def residual(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin((x + jnp.tanh(x @ w) @ w) @ w))
+
+    program = tracing.trace(residual, X, W)
+    given = Gradients.CONSUMED
+    shared, apart = (
+        model(program, linearize(program), compiler_of("h200", off), given).graph
+        for off in ((), ("sums_share",))
+    )
+    told = names(shared)
+    _, branch, last = (v for v, name in enumerate(told) if name == "dot_general")
+    less = [a - b for a, b in zip(apart.workspace_bytes, shared.workspace_bytes, strict=True)]
+    # From the sum's step to the branch's own.
+    assert [v for v, size in enumerate(less) if size] == list(range(branch, last))
+    assert set(less) == {0, X.nbytes}
 
 
 def test_what_is_multiplied_with_itself_has_two_cotangents() -> None:

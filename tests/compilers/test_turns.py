@@ -10,7 +10,7 @@ import pytest
 
 from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.rewrites import rewrites
+from remat_opt.compilers.rewrites import Place, rewrites
 from remat_opt.compilers.turns import activations, weight_places
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
@@ -137,6 +137,21 @@ def test_sources_and_weight_are_tied_in_place_of_the_product() -> None:
         assert tied == activation.sources | {activation.weight[-1]}
         assert activation.product not in ties.inputs
     assert not turns.ties(rewriting_, rest).ahead
+
+
+def test_in_an_iteration_all_runs_again_though_no_stage_is_checkpointed() -> None:
+    def block(w, x):
+        return jnp.sum(layer(jnp.tanh(x), w))
+
+    program, found, graph = graph_of(block, WIDE, X)
+    stages = found.stages(plain(graph))
+    for place, count in ((Place.TOP, 0), (Place.ITERATION, 1), (Place.BRANCH, 0)):
+        ways = rewrites(program, NVIDIA, recomputes=False, place=place)
+        assert ways.ordered is ways.runs_again is (place is Place.ITERATION)
+        rewriting_ = Rewriting(program=program, summed=bodies.varying(program), ways=ways)
+        (step,) = steps_of(program, stages)
+        ties = turns.ties(rewriting_, step)
+        assert len(ties.ahead) == count
 
 
 @pytest.mark.slow

@@ -1,0 +1,153 @@
+"""What an iteration of a loop holds of the stacks that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from remat_opt import _jax_internals as internals
+from remat_opt import loops, planning, verification
+from remat_opt.compilers.model import Model
+from remat_opt.compilers.stacks import Beside, beside_stacks, counted_around_bytes, stacks
+from remat_opt.device import get_device
+from remat_opt.gradients import Gradients
+from remat_opt.plan import Objective
+from remat_opt.program import bodies, tracing
+from remat_opt.schedule import Loop, Region, Schedule
+from remat_opt.spans import Stacks
+from tests.compiler_graphs import compiler_of, names
+from tests.devices import needs_cuda_plugin
+
+LENGTH, ROWS, WIDTH = 6, 4096, 256
+#: Bytes of what is carried, and of one entry of the weights.
+CARRIED, WEIGHT = ROWS * WIDTH * 4, WIDTH * WIDTH * 4
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def body_of(
+    layer: Callable[..., Any], device: str = "h200"
+) -> tuple[Model, Stacks, Callable[..., Beside]]:
+    """The model of a body, what it reads of stacks, and what it takes beside them."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(lax.scan(lambda h, w: (layer(h, w), None), x, w)[0])
+
+    program = tracing.trace(loss, floats(LENGTH, WIDTH, WIDTH), floats(ROWS, WIDTH))
+    (equation,) = (one for one in program.equations if one.operation.primitive == "scan")
+    scan = internals.scan_of(equation.jax_equation)
+    body = bodies.body_of(equation, bodies.varying(program))
+    _, found = loops.body_model(body, compiler_of(device))
+    split = scan.constants + scan.carries
+    read = stacks(body, body.arguments[scan.constants : split], body.arguments[split:], found)
+
+    def beside(*kept: str) -> Beside:
+        told = names(found.graph)
+        vertices = tuple(range(len(told)))
+        chosen = tuple(v for v in vertices if told[v] in kept)
+        region = Region(vertices=vertices, kept=chosen)
+        return beside_stacks(found, Schedule(regions=(region,)), read)
+
+    return found, read, beside
+
+
+def test_what_products_read_is_copied() -> None:
+    found, read, _ = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w))
+    told = names(found.graph)
+    product = told.index("dot_general")
+    assert read.slicing is not None
+    assert [told[v] for v in np.flatnonzero(read.slicing)] == ["dot_general"]
+    # The sine reads what is carried, where it lies.
+    assert read.inputs == [(WEIGHT, (product,))]
+    assert read.carried_bytes == CARRIED
+    assert [told[v] for v in np.flatnonzero(read.handed_out)] == ["cos"]
+    _, read, _ = body_of(lambda h, w: jnp.cos(h @ w))
+    assert [size for size, _ in read.inputs] == [CARRIED, WEIGHT]
+
+
+def test_what_elementwise_readers_read_lies_in_the_stack() -> None:
+    _, _, beside = body_of(lambda h, w: jnp.sin(jnp.cos(h @ w) * jnp.exp(h @ w)))
+    kept = "dot_general", "cos", "exp"
+    assert beside(*kept).whole_bytes < beside().whole_bytes
+    # Alone, what is kept is there, but counted with the stacks.
+    assert beside(*kept).alone_bytes < beside().alone_bytes
+
+
+def test_in_parts_weights_are_copied_at_once() -> None:
+    def layer(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sin(jnp.cos(h @ w[:, :WIDTH]))
+
+    _, _, beside = body_of(layer)
+    found = beside("dot_general")
+    assert found.whole_bytes <= found.part_bytes
+
+
+def test_an_iteration_starts_from_a_cotangent_that_is_counted_around_it() -> None:
+    for device, expected in (("h200", 3), ("v5e", 0), ("cpu", 0)):
+        assert counted_around_bytes(3, 4, compiler_of(device)) == expected
+        assert counted_around_bytes(4, 3, compiler_of(device)) == expected
+
+
+@pytest.mark.parametrize("device", ["v5e", "cpu"])
+def test_of_other_compilers_nothing_is_known(device: str) -> None:
+    found, read, beside = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w), device)
+    region = Region(vertices=tuple(range(len(found.graph))))
+    peak_bytes = found.peak_bytes(Schedule(regions=(region,)))
+    assert beside() == Beside(
+        whole_bytes=peak_bytes + read.carried_bytes,
+        part_bytes=peak_bytes + read.carried_bytes,
+        alone_bytes=peak_bytes,
+    )
+
+
+def mlp(h: jax.Array, w: Any) -> jax.Array:
+    return h + jax.nn.gelu(norm(h) @ w[0]) @ w[1]
+
+
+def gated(h: jax.Array, w: Any) -> jax.Array:
+    return h + (jax.nn.silu(norm(h) @ w[0]) * (norm(h) @ w[2])) @ w[1]
+
+
+def norm(h: jax.Array) -> jax.Array:
+    return h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.cuda
+@needs_cuda_plugin
+@pytest.mark.parametrize("layer", [mlp, gated])
+def test_the_compiler_agrees(layer: Callable[..., jax.Array]) -> None:
+    """All iterations alike, and in parts."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(lax.scan(lambda h, w: (layer(h, w), None), x, w)[0] ** 2)
+
+    wide = 4 * WIDTH
+    shapes = (WIDTH, wide), (wide, WIDTH), (WIDTH, wide)
+    arguments = tuple(floats(LENGTH, *shape) for shape in shapes), floats(ROWS, WIDTH)
+    device = get_device("h200")
+    program = tracing.trace(loss, *arguments)
+    of = planning.problem(program, device, gradients=Gradients.CONSUMED)
+
+    def parts(schedule: Schedule) -> int:
+        (loop,) = schedule.loops
+        assert isinstance(loop, Loop)
+        return len(loop.parts)
+
+    opened = [one for one in of.candidates if one.schedule.loops]
+    opened.sort(key=lambda one: one.peak_bytes)
+    for count in (1, 2):
+        of_count = [one for one in opened if parts(one.schedule) == count]
+        for chosen in (of_count[0], of_count[-1]):
+            plan = planning.describe(of, program, chosen, Objective(gradients=Gradients.CONSUMED))
+            measured = verification.measure_plan(plan, program, jax.tree.leaves(arguments), device)
+            assert chosen.peak_bytes == pytest.approx(measured.temporary_bytes, rel=0.08)
