@@ -1,4 +1,4 @@
-"""Training steps as they are mostly written, to measure in: for those who have none at hand.
+"""Training steps as people usually write them, for measuring when you have none at hand.
 
 The optimizer is anything with ``init`` and ``update`` as Optax has them.
 """
@@ -16,7 +16,7 @@ from remat_opt.errors import RematError
 
 
 class Optimizer(Protocol):
-    """What is needed of an optimizer: ``optax.GradientTransformation`` has it."""
+    """What an optimizer must have, as ``optax.GradientTransformation`` does."""
 
     @property
     def init(self) -> Callable[[Any], Any]:
