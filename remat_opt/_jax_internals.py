@@ -421,8 +421,8 @@ def run_with_known(
       inputs: values of its inputs.
       literals: values of the equation's other inputs, by position.
       equation: wherever the jaxpr applies it to those inputs, it is not run. (A derivative rule
-          need not pass on the primitive's result: that of ``cholesky`` clears the upper triangle
-          first. So we look for the equation, not the result.)
+        need not pass on the primitive's result: that of ``cholesky`` clears the upper triangle
+        first. So we look for the equation, not the result.)
       outputs: its results.
 
     Returns:
@@ -496,8 +496,8 @@ def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = 
     Args:
       equation: of a jaxpr.
       calls: those whose bodies it was inlined from, innermost first. A JAX function such as
-          ``jnp.clip`` is traced once for all its callers. Its equations have no user line, so they
-          get that of the call.
+        ``jnp.clip`` is traced once for all its callers. Its equations have no user line, so they
+        get that of the call.
       only_users: give "" if all lines are in packages.
     """
     frames = [
@@ -518,7 +518,7 @@ def functions_around(equation: Any, calls: Sequence[Any] = ()) -> list[tuple[str
     Args:
       equation: of a jaxpr.
       calls: those whose bodies it was inlined from, innermost first. A body is traced once for all
-          its callers, so the functions are those that made the outermost call.
+        its callers, so the functions are those that made the outermost call.
 
     Returns:
       The name of each, and the line that called it in the function around it.
@@ -699,7 +699,7 @@ class Scan:
 
     Attributes:
       body: the closed jaxpr of an iteration. It takes constants, carry and one entry of each
-          stacked input to the next carry and one entry of each stacked output.
+        stacked input to the next carry and one entry of each stacked output.
       constants: how many of the inputs are constants; they come first.
       carries: how many are carried; they come next, and first among the outputs.
       length: how often the body runs.

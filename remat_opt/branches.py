@@ -48,7 +48,7 @@ class Way:
     Attributes:
       branch: what is decided.
       kept: for each type of array that waits for the backward pass, how many there are and the
-          bytes of one.
+        bytes of one.
       workspace_bytes: what its backward pass takes besides.
       seconds: of recomputation.
       flops: likewise.

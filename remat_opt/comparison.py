@@ -366,11 +366,11 @@ def policy_contenders(
 
     Args:
       chosen: names in ``jax.checkpoint_policies``, or a mapping from labels to such names or to
-          functions with the results of the loss; None for all that JAX has.
+        functions with the results of the loss; None for all that JAX has.
       signature: how the arguments of the loss are read.
       has_blocks: whether the loss is made of blocks. Then each policy is tried around the whole
-          function and around every block, except the one that keeps everything: that is the
-          unchanged function.
+        function and around every block, except the one that keeps everything: that is the unchanged
+        function.
 
     Raises:
       RematError: a name is unknown, or a value is neither a name nor a function.

@@ -39,7 +39,7 @@ class TpuTarget:
 
     Attributes:
       topology: name of a slice: the pod that is meant, or the smallest that every supported libtpu
-          accepts (that of JAX 0.10 refuses a single chip). What is not sharded runs on one device.
+        accepts (that of JAX 0.10 refuses a single chip). What is not sharded runs on one device.
     """
 
     topology: str
@@ -136,7 +136,7 @@ class Device:
       source: the public documents that the figures come from.
       target: how to compile for it.
       network_bandwidth: bytes per second that it sends to the other devices of a mesh, over all its
-          links; by default the same as to the host.
+        links; by default the same as to the host.
     """
 
     name: str
@@ -217,8 +217,8 @@ def get_device(name: str) -> Device:
 
     Args:
       name: as listed by :func:`available`, in any case. A TPU slice or a number of GPUs may follow,
-          as in ``"v5e:4x4"`` and ``"h200:8"``: then it is one of these. Attached devices are not in
-          the table: ``measurement.resolve_device("attached")`` finds them.
+        as in ``"v5e:4x4"`` and ``"h200:8"``: then it is one of these. Attached devices are not in
+        the table: ``measurement.resolve_device("attached")`` finds them.
 
     Raises:
       DeviceError: no device has that name.

@@ -94,11 +94,11 @@ class CompileError(RematError):
     Attributes:
       device: name of the device compiled for.
       needed_bytes: device memory that the compiler says is needed (by the whole program or its
-          temporaries, as it says), or None if it gave no figure.
+        temporaries, as it says), or None if it gave no figure.
       available_bytes: device memory the compiler says there is, or None likewise.
       compiler_message: what the compiler said, in full.
       memory: what would have been alive when (``measurement.buffers.CompiledMemory``), if that was
-          requested and the compiler decided it before refusing; else None.
+        requested and the compiler decided it before refusing; else None.
     """
 
     def __init__(

@@ -64,11 +64,11 @@ class Pure:
 
     Attributes:
       fn: the given function if there are no modules, else one that also returns what has changed,
-          as auxiliary output.
+        as auxiliary output.
       args: positional arguments.
       kwargs: keyword arguments.
       finish: writes the changes to the caller's modules, and gives the result that the caller
-          expects.
+        expects.
     """
 
     fn: Callable[..., Any]

@@ -35,15 +35,15 @@ class Graph:
         vertex itself. Empty where there is no backward step.
       cotangent_bytes: bytes of the gradient with respect to it; 0 where it has none.
       internal_bytes: bytes of residuals that only running the vertex provides and that no policy
-          can keep by name.
+        can keep by name.
       workspace_bytes: bytes that its backward step takes only while it runs. Negative if compiling
-          showed that its arrays are not all alive at once (``learnt``).
+        showed that its arrays are not all alive at once (``learnt``).
       forward_workspace_bytes: bytes that it takes only while it runs in the forward pass; 0 unless
-          it is pinned.
+        it is pinned.
       in_place: whether its cotangent can be turned into that of a predecessor in the same
         buffer (elementwise vertices).
       pinned: whether the vertex must run exactly once: it has side effects, or the compiler would
-          hold more for running it again than that saves.
+        hold more for running it again than that saves.
     """
 
     names: tuple[str, ...]

@@ -41,7 +41,7 @@ class _Inside:
     Attributes:
       workspace_bytes: what it takes while it runs, beside what is kept for it.
       again_share: what the function's own checkpoints compute again in it, as a share of its
-          forward time.
+        forward time.
     """
 
     workspace_bytes: int = 0

@@ -92,7 +92,7 @@ class Body:
     Attributes:
       operations: its equations, in order; inner programs nest.
       repeats: how often one run of the operation runs it: the length of a scan, the turns of a
-          ``while`` that counts up to a constant, else 1.
+        ``while`` that counts up to a constant, else 1.
       guessed: whether ``repeats`` is ``GUESSED_TURNS``, as for a ``while`` of unknown length.
     """
 
@@ -110,7 +110,7 @@ class Operation:
       inputs: types of the arrays it reads, literals included, in order.
       outputs: types of the arrays it makes, in order.
       params: the equation's parameters as JAX has them. A cost rule may read their attributes
-          (``dimension_numbers.lhs_spec``) without importing jax.
+        (``dimension_numbers.lhs_spec``) without importing jax.
       bodies: the programs among its parameters, in order: scan's body; while's
         condition and body; each branch of a cond; what a call calls; the combiner of a
         ``reduce`` or a ``scatter-add``.

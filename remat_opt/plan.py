@@ -128,14 +128,14 @@ class LoopValue(_Named):
 
     Attributes:
       loop: position, in the program, of the equation of the loop or choice; the outermost of nested
-          ones.
+        ones.
       part: which iterations or branch, in words.
       name: what to call the value.
       fate: as for ``Decision``.
       handed_on: whether it is what one iteration hands to the next.
       times: how often each iteration computes it again.
       runs: how many iterations of this kind there are; 1 in a branch. If the value is kept, this
-          many copies are in memory.
+        many copies are in memory.
       bytes: the value's size, in one iteration.
       seconds: time to compute it once.
       flops: operations to compute it once.
@@ -228,10 +228,10 @@ class Plan:
       predicted: what the simulator says.
       measured: what the compiler says; None until it is asked.
       resident: what the training step that it was made for holds besides its temporaries; None if
-          it was made for the loss alone.
+        it was made for the loss alone.
       as_compiled: live bytes of temporaries over the steps of the forward and backward pass, as
-          compiled: the most in each of evenly spaced stretches. Empty if the compiler was not
-          asked, or did not say.
+        compiled: the most in each of evenly spaced stretches. Empty if the compiler was not asked,
+        or did not say.
       notes: what a reader of the plan should know.
       remat_opt_version: version that made the plan.
       jax_version: version of JAX that traced the program.

@@ -59,7 +59,7 @@ class PlanDifference:
       regions: how many regions each has.
       checkpoints: how many of them are under a checkpoint.
       loops: by the equation of each loop that they treat differently, the text of its parts in
-          each; "" if it is not opened.
+        each; "" if it is not opened.
       loop_names: by the same equations, what each loop is and where.
       figures: by name, the predicted and, where both were compiled, the measured amounts of each.
     """

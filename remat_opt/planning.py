@@ -85,7 +85,7 @@ class Sweep:
     Attributes:
       model: what the compiler is expected to make of the program.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
-          need. By live bytes, none of the solver's other solutions needs less for less overhead.
+        need. By live bytes, none of the solver's other solutions needs less for less overhead.
       unchanged: likewise, for the unchanged function.
       replays: the moments of the schedules replayed so far.
     """
@@ -109,7 +109,7 @@ class Problem:
       solver: finds the schedules to choose from.
       sweep: the graph and the schedules to choose from.
       corrections: what was learnt about the compiler, used to judge the candidates; None if the
-          model alone says what they need.
+        model alone says what they need.
     """
 
     program: Program

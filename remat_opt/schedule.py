@@ -18,10 +18,10 @@ class Region:
       vertices: ascending; a vertex reads only vertices of this or of earlier regions.
       kept: those of ``vertices`` that are saved by name for the backward pass.
       checkpointed: whether the region runs under ``jax.checkpoint``. If not, everything its
-          backward steps read is kept and nothing is recomputed.
+        backward steps read is kept and nothing is recomputed.
       inside: a chain of regions that together hold ``vertices``. When the region's turn comes in
-          the backward pass, its vertices run again as this chain rather than all at once: each
-          inner region keeps its own values, and is recomputed once more in its turn.
+        the backward pass, its vertices run again as this chain rather than all at once: each inner
+        region keeps its own values, and is recomputed once more in its turn.
     """
 
     vertices: tuple[int, ...]
@@ -185,7 +185,7 @@ class Part:
     Attributes:
       length: how many iterations.
       inside: the parts of a chunk, in order of execution; ``length`` is a multiple of their total
-          length. Empty without chunks; with them, the fields below are empty.
+        length. Empty without chunks; with them, the fields below are empty.
       kept: positions of the equations whose results are saved by name in every iteration.
       kept_bytes: their size, in one iteration.
       stages: the chain in which the body runs, and runs again.

@@ -372,9 +372,9 @@ class _Replay:
         Args:
           graph: what to run.
           on_step: called while each step runs, with its phase, region and vertex, and its depth if
-              it runs again.
+            it runs again.
           on_free: called when an array is freed, with its role, vertex and size, and the number of
-              steps that had run when it was created.
+            steps that had run when it was created.
         """
         self.graph = graph
         self.live: _Live = {}

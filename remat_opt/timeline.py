@@ -61,13 +61,13 @@ class Timeline:
       phases: what is done: ``forward``, ``recompute`` or ``backward``.
       roots: position of the equation of the value that is computed or differentiated.
       kept: values, and unnamed residuals such as those of loops, that wait for the backward pass of
-          their own region.
+        their own region.
       boundaries: values that wait for the backward pass of a later region.
       passing: values that wait for the forward pass alone.
       recomputed: values that were computed again.
       gradients: gradients of values, and of parameters if those are temporaries.
       workspace: what a step takes while it runs, unnamed residuals that were computed again, and
-          the correction by what was learnt about the compiler.
+        the correction by what was learnt about the compiler.
       arrays: those that are among the largest at some moment.
     """
 
@@ -138,7 +138,7 @@ def timeline(
       schedule: likewise.
       found: the replay.
       live_bytes: all that is expected to be alive at each of its moments, if corrected; the
-          difference counts as workspace.
+        difference counts as workspace.
       gradient_bytes: for each vertex, how much of its workspace is gradients of parameters.
       roots: for each vertex, the position of its equation.
     """

@@ -65,7 +65,7 @@ def measure_plan(
       plan: a plan for the program.
       program: a traced function.
       arguments: its flat arguments, without what is closed over: arrays, shapes or tracers, of
-          which only shapes matter.
+        which only shapes matter.
       device: the machine to compile for.
       off: names of compiler rules to switch off.
       with_buffers: whether to read also what is alive when.

@@ -37,7 +37,7 @@ def run_choice(
     Args:
       equation: the choice.
       inputs: its inputs.
-      branches: in order; each takes all inputs but the first, and gives the outputs.
+      branches: in order; each takes all inputs but the first, and returns the outputs.
 
     Returns:
       Its outputs.
