@@ -67,8 +67,8 @@ _APART, _CHEAPER = 1.015, 0.95
 #: How many sweeps are kept.
 _MOST_SWEEPS = 16
 #: Once something was learnt, candidates are replayed: for each origin, at most this many vertices
-#: in all, or this many candidates. Their regions are recombined, and this share of each resulting
-#: table is judged.
+#: in all, or this many candidates if that is more. Their regions are recombined, and this share of
+#: that number is judged from each resulting table.
 _REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
