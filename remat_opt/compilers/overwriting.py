@@ -1,8 +1,8 @@
-"""What an elementwise backward step writes over what it reads for the last time.
+"""What an elementwise backward step writes over values that it reads for the last time.
 
-One kernel computes the cotangents of all that an elementwise operation reads. The first takes the
-place of the cotangent that it starts from; each further one that of a value of its size which
-nothing reads later, such as the factors of a product.
+One kernel computes the cotangents of all inputs of an elementwise operation. The first takes the
+place of the cotangent it starts from; each further one takes that of a value of its size that
+nothing reads later, such as a factor of a product.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from remat_opt.graph import Graph
 
 
 def overwritten_bytes(graph: Graph) -> dict[int, int]:
-    """For vertices the bytes of cotangents that lie in the place of values that go.
+    """For vertices, the bytes of cotangents that take the place of values no longer needed.
 
     Args:
       graph: what is stored.
@@ -30,7 +30,7 @@ def overwritten_bytes(graph: Graph) -> dict[int, int]:
             for read in graph.predecessors[vertex]
             if graph.cotangent_bytes[read] and _last_with_cotangent(graph, readers[read]) == vertex
         )
-        # One of them is where the vertex's own was.
+        # One of them takes the place of the vertex's own.
         begun[graph.cotangent_bytes[vertex]] -= 1
         going = Counter(
             graph.bytes[read]

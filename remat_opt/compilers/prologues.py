@@ -1,11 +1,11 @@
 """What products read in place of an operand that is cheap to compute from one array.
 
-XLA for NVIDIA fuses into a product of matrices what its operand is computed with, as long as that
-reads no more bytes than the operand has: a ``relu``, a wider type, heads that are repeated. It does
-so for the products of the gradient, too, and the operand is never stored. A ``relu`` between two
-layers of an MLP is computed from what the first product writes, bias and all. Where two arrays go
-in, as into a gated unit or the end of a normalisation, the operand is stored, and so is all that a
-convolution reads. (As in the compiler's ``gemm_fusion``, and seen on h200.)
+XLA for NVIDIA fuses the computation of an operand into a matrix product, as long as it reads no
+more bytes than the operand has: a ``relu``, a wider type, repeated heads. It does so for the
+gradient's products too, so the operand is never stored. A ``relu`` between two layers of an MLP is
+computed from what the first product writes, bias included. If two arrays go in, as in a gated unit
+or at the end of a normalisation, the operand is stored, and so is everything that a convolution
+reads. (As in the compiler's ``gemm_fusion``, and seen on h200.)
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from remat_opt.program.dataflow import Dataflow
 
 
 def read_in_place(flow: Dataflow, value: int, compiler: Compiler) -> int:
-    """The value that a product of matrices reads in place of its operand, often itself.
+    """The value that a matrix product reads in place of its operand, often the operand itself.
 
     Args:
-      flow: of the program.
+      flow: the program's dataflow.
       value: the operand, aliases resolved.
-      compiler: which one it is.
+      compiler: the compiler.
     """
     if not compiler.has("prologues"):
         return value
     types, arguments = flow.program.types, set(flow.program.arguments)
-    # What is made of arguments alone, such as a bias, is read beside.
+    # What is made of arguments alone, such as a bias, is read in addition.
     alone, found = True, value
     while value in flow.maker:
         index = flow.maker[value]

@@ -1,7 +1,7 @@
-"""What ``transform`` is to write so that a compiler does as planned, by equation and value.
+"""What ``transform`` must write so that a compiler does as planned, by equation and value.
 
-``transform`` knows how to write each of these, and nothing of compilers. Which of them pay, and
-where, is said here.
+``transform`` knows how to write each of these, but nothing about compilers. This file says which of
+them pay, and where.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from remat_opt.program.record import Program
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrites:
-    """What to write in another way.
+    """What to write differently.
 
     Attributes:
-      apart: equations whose constants the compiler is not to share.
+      apart: equations whose constants the compiler must not share.
       waiting: equations whose derivative must not start before their cotangent is there.
-      picking: gathers whose gradient is to be elementwise, with the dtype of what they are to read.
-      whole: equations whose results are to be stored as arrays.
-      partner: for the first of two products that are summed up the second.
-      biases: for products the arguments that are added to them.
-      weight_place: for products the place of the input that is an argument, of some form.
-      activations: what products read that may be computed together with its cotangent.
+      picking: gathers whose gradient should be elementwise, with the dtype they should read.
+      whole: equations whose results must be stored as arrays.
+      partner: for the first of two summed products, the second.
+      biases: for products, the arguments added to them.
+      weight_place: for products, the position of the input that is an argument, in some form.
+      activations: operands of products that may be computed together with their cotangents.
       ordered: whether no gradient of a product or a bias may be put off.
-      before_loops: whether gradients of what follows a loop must be there before it runs backward.
-      stored: whether what a checkpointed region hands on is to be stored.
-      in_turn: whether every product waits until the parts of its weight's gradient that come from
-        later ones are added.
+      before_loops: whether gradients of what follows a loop must exist before it runs backward.
+      stored: whether a checkpointed region's outputs must be stored.
+      in_turn: whether every product waits until the parts of its weight's gradient from later
+        products are added.
     """
 
     apart: frozenset[int]
@@ -55,11 +55,11 @@ def rewrites(
 
     Args:
       program: a traced function.
-      rules: those about the compiler that is expected. On another the results are
-        the same, and the memory may not be.
+      rules: those about the expected compiler. On another one the results are the same, but the
+        memory may not be.
       recomputes: whether anything is under a checkpoint.
       in_branch: whether the program is a branch of a ``cond``. XLA for NVIDIA puts off no gradients
-        there, and to order them costs an array as large as the widest layer (16 of 92 MiB).
+        there, and ordering them costs an array as large as the widest layer (16 of 92 MiB).
     """
     ordered = recomputes and not in_branch and rules.has("gradients_in_turn")
     sums = dict(product_sums.stored_sums(program, rules))
