@@ -393,7 +393,8 @@ def policy_contenders(
         if not callable(given):
             raise RematError(
                 f"policies= has {given!r} ({type(given).__name__}) for {label!r}: give the name of "
-                "a policy of jax.checkpoint_policies, or a function that does as the loss does."
+                "a policy of jax.checkpoint_policies, or a function with the same results as "
+                "the loss."
             )
         if _is_policy_of_jax(given):
             raise RematError(

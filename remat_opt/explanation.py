@@ -279,8 +279,8 @@ def _notes(
     notes = []
     if helped_bytes:
         notes.append(
-            "told without the compiler's own rematerialisation, which brings it down to "
-            f"{format_bytes(helped_bytes)}, and that is still too much"
+            "shown without the compiler's own rematerialisation, which brings it down to "
+            f"{format_bytes(helped_bytes)}, which is still too much"
         )
     if memory is None:
         notes.append(

@@ -456,7 +456,7 @@ def _check_data(data: Any) -> None:
             items = thing.values() if isinstance(thing, dict) else thing
             pending += [(item, depth + 1) for item in items]
         elif isinstance(thing, int | float) and not abs(thing) <= _MOST_NUMBER:
-            raise ValueError("it holds a number that is none, or is out of range")
+            raise ValueError("it holds a number that is not finite, or is out of range")
 
 
 @functools.cache
@@ -488,7 +488,7 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
         if kind is Stage and not data["roots"]:
             raise ValueError(f"{where} is a region that computes nothing")
         if kind is Timeline and not _tells_alike(data):
-            raise ValueError(f"{where} does not tell of all moments alike")
+            raise ValueError(f"{where} does not have one entry for each moment")
         return kind(
             **{
                 name: _rebuild(kinds[name], entry, f"{where}.{name}")

@@ -752,8 +752,8 @@ def _guessed_loops(of: Problem) -> Iterator[str]:
     if found:
         places = [*list(found)[:_MOST_EFFECTS], *(["..."] if len(found) > _MOST_EFFECTS else [])]
         yield (
-            f"How often a while_loop runs, the program does not say: {'; '.join(places)}. It "
-            f"counts as {GUESSED_TURNS} turns. fori_loop and scan say it."
+            f"The program does not say how often a while_loop runs: {'; '.join(places)}. It "
+            f"counts as {GUESSED_TURNS} turns. fori_loop and scan do say."
         )
 
 
@@ -771,6 +771,6 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
         notes.append(
             "JAX gave no derivative for "
             + ", ".join(expected.assumed)
-            + "; all inputs and outputs of these equations are taken as needed."
+            + "; all inputs and outputs of these equations are assumed to be needed."
         )
     return tuple(notes)

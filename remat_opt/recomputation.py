@@ -51,18 +51,18 @@ class Recomputation:
 
     def text(self) -> str:
         """What happened to it, as part of a sentence."""
-        said = "no matrix product or convolution was to be computed again"
+        said = "no matrix product or convolution was meant to be computed again"
         if self.asked_products:
             said = (
                 f"{self.compiled_products} of {self.asked_products} matrix products and "
                 "convolutions that were to be computed again are"
             )
         if self.merged_products:
-            said += ", the others are merged with those that they repeat" + in_brackets(self.merged)
+            said += ", the others are merged with the originals" + in_brackets(self.merged)
         if self.early_values:
             said += (
-                f"; {self.early_values} recomputed values are computed during the forward pass "
-                "already, and wait"
+                f"; {self.early_values} recomputed values are already computed during the "
+                "forward pass, and wait"
             )
         return said
 

@@ -279,7 +279,7 @@ class Rematerialized:
         if known is not None:
             return plan
         note = (
-            f"{os.fspath(self.request.learnt or '')!r} tells nothing of this program on "
+            f"{os.fspath(self.request.learnt or '')!r} says nothing about this program on "
             f"{device.name} with this compiler in this step: the model alone predicts."
         )
         return dataclasses.replace(plan, notes=(*plan.notes, note))

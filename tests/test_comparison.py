@@ -218,7 +218,7 @@ def test_policies_by_name_and_by_function():
         (
             {"three": 3},
             "policies= has 3 (int) for 'three': give the name of a policy of "
-            "jax.checkpoint_policies, or a function that does as the loss does.",
+            "jax.checkpoint_policies, or a function with the same results as the loss.",
         ),
         (
             {"dots": jax.checkpoint_policies.dots_saveable},

@@ -437,7 +437,7 @@ def test_a_file_of_what_was_learnt(tmp_path: Path) -> None:
     weights, _ = SHAPES
     rows = jax.ShapeDtypeStruct((512, 64), "float32")
     other = remat_opt.make_plan(layers, weights, rows, **options, learnt=path)
-    assert other.notes[-1].startswith(f"{str(path)!r} tells nothing of this program on cpu")
+    assert other.notes[-1].startswith(f"{str(path)!r} says nothing about this program on cpu")
     with pytest.raises(RematError, match="plan= is given together with learnt="):
         remat_opt.optimal_remat(layers, plan=plan, learnt=path)
 

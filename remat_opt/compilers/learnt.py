@@ -510,7 +510,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanFileError(
-            f'There is no file {where} of what was learnt: plan with verify="compile" and '
+            f'There is no file {where} of learnt results: plan with verify="compile" and '
             "learnt= to write it."
         ) from None
     except (OSError, ValueError, RecursionError) as error:

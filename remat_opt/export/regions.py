@@ -588,7 +588,7 @@ class _Chain:
             for value in self.program.equations[index].outputs
         ]
         if not sizes:
-            return "Keeps nothing but what it is handed; all is computed again."
+            return "Keeps only its inputs; everything is computed again in the backward pass."
         kept = format_bytes(sum(sizes))
         return f"Keeps {kept} by name; the rest is computed again in the backward pass."
 

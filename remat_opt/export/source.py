@@ -156,9 +156,9 @@ def _header(plan: Plan, function: str) -> str:
         f"{format_share(predicted.recomputed_share)} of the FLOPs of a forward pass."
     )
     use = (
-        f"Use {function} in the place of the original: its arguments must have the same "
-        "shapes and dtypes, and derivatives are to be taken for the same ones. Static arguments "
-        "are left out: they are as they were when this was written."
+        f"Use {function} in place of the original: its arguments must have the same shapes "
+        "and dtypes, and the same ones must be differentiated. Static arguments are left out: "
+        "their values are those at the time of writing."
     )
     paragraphs = [textwrap.fill(one, 96) for one in (said, figures, use)]
     return '"""' + "\n\n".join(paragraphs) + '\n"""\n\n' + _IMPORTS.rstrip()

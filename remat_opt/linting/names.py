@@ -113,7 +113,7 @@ def values_kept_twice(found: Survey) -> Iterator[Finding]:
                 yield Finding(
                     check="kept-twice",
                     message=f"{name!r} is kept, and so is the value at {line_of(origin)}, of which "
-                    "it is made by nothing but reshaping or conversion: both are stored",
+                    "it is only a reshaped or converted copy: both are stored",
                     remedy="keep one of them: name the one that the backward pass reads, and take "
                     "the other out of the policy",
                     source=line_of(equation),

@@ -264,7 +264,7 @@ def solve(graph: Graph, snapshots: int) -> Solution[Reversal] | Refused:
             enough += 1
         return Refused(
             message=f"With {snapshots} snapshots, {steps} links take {repetitions} checkpoints "
-            f"within one another; the limit is {MOST_REPETITIONS}. Give {enough} snapshots or more."
+            f"inside one another; the limit is {MOST_REPETITIONS}. Give {enough} snapshots or more."
         )
     objective = recomputed_steps(steps, snapshots)
     return Solution(
@@ -565,7 +565,7 @@ def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> 
     if parts is None:
         return Refused(
             message=f"The nest for {budget_bytes} bytes has more than {MOST_REPETITIONS} "
-            "checkpoints within one another. Give a larger budget."
+            "checkpoints inside one another. Give a larger budget."
         )
     peak, seconds, depth = chain.figures(parts, chain.last)
     bound = seconds

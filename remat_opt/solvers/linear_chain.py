@@ -77,7 +77,7 @@ def solve(graph: Graph) -> Solution[ChainSearch] | Refused:
             if found != ((vertex - 1,) if vertex else ())
         )
         return Refused(
-            message=f"The graph is no chain: vertex {wrong!r} does not read just the one before "
+            message=f"The graph is not a chain: vertex {wrong!r} does not read just the one before "
             "it. Use arbitrary_graph.solve."
         )
     kept, trials = least_total(graph.bytes)

@@ -201,7 +201,8 @@ def check_sequence(graph: Graph, sequence: Sequence[int]) -> None:
         if not edges.is_lower(after):
             outside = members(edges.before(after) & ~after)
             raise ValueError(
-                f"{members(after)} is no lower set: it needs vertex {outside[0]}, which is not in."
+                f"{members(after)} is not a lower set: it lacks vertex {outside[0]}, which it "
+                "needs."
             )
     if not sequence or sequence[-1] != edges.everything:
         raise ValueError("The last lower set of a sequence must hold every vertex.")

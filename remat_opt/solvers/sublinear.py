@@ -137,8 +137,8 @@ def segments(graph: Graph, count: int | None = None) -> Answer:
     for vertex, found in enumerate(graph.predecessors):
         if found != ((vertex - 1,) if vertex else ()):
             return Refused(
-                message=f"The graph is no chain: vertex {graph.names[vertex]!r} does not read just "
-                "the one before it. Use sublinear.least_memory, which splits any graph at its "
+                message=f"The graph is not a chain: vertex {graph.names[vertex]!r} does not read "
+                "just the one before it. Use sublinear.least_memory, which splits any graph at its "
                 "articulation points."
             )
     wanted = segment_count(len(graph)) if count is None else count

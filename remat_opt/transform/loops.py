@@ -32,8 +32,8 @@ def check_loop(equation: Equation, loop: Loop) -> None:
     """Raises PlanFileError unless the parts can be those of the equation."""
     if equation.operation.primitive != "scan" or equation.once:
         raise PlanFileError(
-            f"The plan opens equation {loop.root}, which is no loop that can be opened. Make the "
-            "plan again."
+            f"The plan opens equation {loop.root}, which is not a loop that can be opened. Make "
+            "the plan again."
         )
     length = internals.scan_of(equation.jax_equation).length
     if not _fit(loop.parts, length):

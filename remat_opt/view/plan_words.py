@@ -396,13 +396,11 @@ def _part(part: Mapping[str, Any]) -> str:
     if part["inside"]:
         return f"{said} in chunks of {_length(part['inside'])} ({_parts(part['inside'])})"
     kept = counted(len(part["kept"]), "value")
-    keep, each, they_are = (
-        ("keeps", "", "it is") if part["length"] == 1 else ("keep", " each", "they are")
-    )
+    keep, each, their = ("keeps", "", "its") if part["length"] == 1 else ("keep", " each", "their")
     if part["kept"]:
         said += f" that {keep} {format_bytes(part['kept_bytes'])} in {kept}{each}"
     else:
-        said += f" that {keep} nothing but what {they_are} handed"
+        said += f" that {keep} only {their} inputs"
     nested = [loop_words(one) for one in part["loops"]]
     return said + (f" (inside: {'; '.join(nested)})" if nested else "")
 

@@ -300,10 +300,10 @@ def test_no_recomputation_asked_for() -> None:
 def test_words() -> None:
     assert record(0, 2).text() == (
         "0 of 1 matrix products and convolutions that were to be computed again are, the others "
-        "are merged with those that they repeat (matrix product in layer); 2 recomputed values are "
-        "computed during the forward pass already, and wait"
+        "are merged with the originals (matrix product in layer); 2 recomputed values are already "
+        "computed during the forward pass, and wait"
     )
     none = Recomputation(asked_products=0, compiled_products=0, early_values=0, compiler_values=0)
-    assert none.text() == "no matrix product or convolution was to be computed again"
+    assert none.text() == "no matrix product or convolution was meant to be computed again"
     assert not none.undone
     assert not is_recomputation({"asked_products": True})

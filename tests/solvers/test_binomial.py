@@ -460,7 +460,7 @@ def test_refusal_of_no_snapshots():
 
 def test_refusal_of_nests_that_are_too_deep():
     assert binomial.solve(unit_chain(300), 1).message == (
-        "With 1 snapshots, 300 links take 299 checkpoints within one another; the limit is 32. "
+        "With 1 snapshots, 300 links take 299 checkpoints inside one another; the limit is 32. "
         "Give 2 snapshots or more."
     )
     assert isinstance(binomial.solve(unit_chain(300), 2), Solution)
@@ -470,7 +470,7 @@ def test_the_least_memory_of_a_long_chain_is_not_nested_too_deep():
     graph = unit_chain(120)
     least = binomial.least_budget(graph)
     assert binomial.least_overhead(graph, least).message == (
-        f"The nest for {least} bytes has more than 32 checkpoints within one another. Give a "
+        f"The nest for {least} bytes has more than 32 checkpoints inside one another. Give a "
         "larger budget."
     )
 

@@ -267,7 +267,7 @@ def test_segments_of_what_is_no_chain_are_refused(family):
     assert isinstance(answer, Refused)
     assert answer.status is Status.REFUSED
     assert re.fullmatch(
-        r"The graph is no chain: vertex '\d' does not read just the one before it\. Use "
+        r"The graph is not a chain: vertex '\d' does not read just the one before it\. Use "
         r"sublinear\.least_memory, which splits any graph at its articulation points\.",
         answer.message,
     )

@@ -189,9 +189,9 @@ def test_loops_say_what_their_iterations_keep() -> None:
     last["loops"] = [{"root": 5, "parts": [inner]}]
     first = {**inner, "length": 40, "inside": [inner, {**last, "length": 6, "loops": []}]}
     assert plan_words.loop_words({"root": 0, "parts": [first, last]}) == (
-        "scan of 48: 40 in chunks of 10 (4 that keep nothing but what they are handed, then 6 that "
-        "keep 1.00 MiB in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan "
-        "of 4: 4 that keep nothing but what they are handed)"
+        "scan of 48: 40 in chunks of 10 (4 that keep only their inputs, then 6 that keep 1.00 MiB "
+        "in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that "
+        "keep only their inputs)"
     )
 
 
