@@ -1,4 +1,4 @@
-"""The plan as data: written, read back, and refused where it is not what it says."""
+"""The plan as data: written, read back, and refused if it is not what it claims."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_well_sealed_nonsense(plan: Plan, change: Any, reason: str) -> None:
     ],
 )
 def test_json_that_is_no_data_of_ours(text: str, reason: str) -> None:
-    # How deep Python's own reader goes differs from version to version.
+    # How deep Python's own reader goes depends on the version.
     reasons = (reason, "it nests too deep") if text.startswith("[[") else (reason,)
     assert refused(text).startswith(tuple(f"'p.json' is not a plan: {one}" for one in reasons))
 

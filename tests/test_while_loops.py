@@ -1,4 +1,4 @@
-"""A ``while_loop`` has no derivative: it stands where nothing is differentiated, and is planned."""
+"""A ``while_loop`` has no derivative: it is planned where nothing is differentiated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layers(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def solved(x: jax.Array) -> jax.Array:
-    """As a solver does: as often as it takes."""
+    """Like a solver: repeats until it is done."""
 
     def step(state: Any) -> Any:
         count, y = state
@@ -65,7 +65,7 @@ def test_the_same_gradients_and_no_more_runs_than_planned(
     gradient = jax.make_jaxpr(jax.grad(planned, has_aux=has_aux))(WEIGHTS, X)
     assert str(gradient).count("= while[") == 1 + fate.times
     if has_aux:
-        # Nothing backward reads it.
+        # Nothing reads it backward.
         assert fate.fate == "not needed"
 
 
