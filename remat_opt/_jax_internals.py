@@ -32,7 +32,7 @@ Primitive = jax_core.Primitive
 #: Where this package's own frames come from; they never made a user's equation.
 _OWN_FOLDER = __file__.replace("\\", "/").rsplit("/", 1)[0] + "/"
 
-#: Calls that only group equations: their bodies are inlined where they stand.
+#: Calls that only group equations: their bodies are inlined in place.
 _INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 
 
@@ -480,7 +480,7 @@ def zero_tangent(value: Any) -> SymbolicZero:
 
 
 def instantiated(tangent: Any, value: Any) -> Any:
-    """The tangent of a value as an array, where it is a symbolic zero."""
+    """The tangent of a value as an array, if it is a symbolic zero."""
     if not isinstance(tangent, SymbolicZero):
         return tangent
     kind = type_of(value).to_tangent_aval()
@@ -704,7 +704,7 @@ class Scan:
       carries: how many are carried; they come next, and first among the outputs.
       length: how often the body runs.
       reverse: whether the last entries come first.
-      unroll: how many iterations are written out in a row.
+      unroll: how many iterations are unrolled.
     """
 
     body: Any

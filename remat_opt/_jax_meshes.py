@@ -95,7 +95,7 @@ def propagated(
 
     Args:
       fn: returns a flat list of arrays.
-      arguments: shapes, with shardings where there are any.
+      arguments: shapes, with shardings if there are any.
 
     Returns:
       For each axis of each result, the mesh axes that split it and into how many parts.

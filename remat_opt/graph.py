@@ -26,14 +26,14 @@ class Graph:
 
     Attributes:
       names: what to call each vertex in messages; unique.
-      bytes: bytes of the value where it is held in temporary memory (0 for a program
-        output, which lives in an output buffer whatever is decided).
+      bytes: bytes of the value if it is held in temporary memory (0 for a program output, which
+        always lives in an output buffer).
       seconds: time to compute the value again from its predecessors.
       flops: floating-point operations to compute it again.
       predecessors: the vertices read to compute it, ascending.
-      needs: the vertices whose values its backward step reads, ascending; may hold the
-        vertex itself. Empty where there is no backward step.
-      cotangent_bytes: bytes of the gradient with respect to it; 0 where it has none.
+      needs: the vertices whose values its backward step reads, ascending; may include the vertex
+        itself. Empty if there is no backward step.
+      cotangent_bytes: bytes of the gradient with respect to it; 0 if it has none.
       internal_bytes: bytes of residuals that only running the vertex provides and that no policy
         can keep by name.
       workspace_bytes: bytes that its backward step takes only while it runs. Negative if compiling

@@ -33,7 +33,7 @@ class GraphArrays:
       cotangent_bytes: see ``Graph``.
       internal_bytes: see ``Graph``.
       forward_workspace_bytes: see ``Graph``.
-      workspace_bytes: see ``Graph``; 0 where no backward step runs.
+      workspace_bytes: see ``Graph``; 0 if no backward step runs.
       forward: reads of a vertex's own computation.
       backward: reads of its backward step.
       turns_in_place: see ``Graph``.

@@ -350,8 +350,8 @@ class Plan:
 
         ``value``: what it is, in one line; ``what``, ``module``, ``source``, ``shape``, ``dtype``
         and ``primitive``; ``region``; ``fate``; ``times`` that it is computed again; ``bytes``;
-        ``seconds`` and ``flops`` of computing it once; ``seconds_per_mib``: what one MiB more
-        would save here, or one less would cost, None where it is no choice; ``why``, in words.
+        ``seconds`` and ``flops`` of computing it once; ``seconds_per_mib``: what one MiB more would
+        save here, or one less would cost, None if there is no choice; ``why``, in words.
         """
         return plan_rows.rows(self.to_dict())
 

@@ -254,7 +254,7 @@ def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
     """
     expected = of.model
     corrections = Corrections(learnt, expected.graph)
-    # Other solvers follow their papers, where no step takes less than nothing.
+    # Other solvers follow their papers, in which no step takes negative memory.
     signed = isinstance(of.solver, Portfolio)
     found: list[Candidate] = []
     with _no_collection():

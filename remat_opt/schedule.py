@@ -21,7 +21,7 @@ class Region:
         backward steps read is kept and nothing is recomputed.
       inside: a chain of regions that together hold ``vertices``. When the region's turn comes in
         the backward pass, its vertices run again as this chain rather than all at once: each inner
-        region keeps its own values, and is recomputed once more in its turn.
+        region keeps its own values, and is recomputed again in its turn.
     """
 
     vertices: tuple[int, ...]

@@ -29,7 +29,7 @@ class Rules:
       off: names of ``RULES`` that are switched off.
 
     Raises:
-      RematError: there is no rule of such a name.
+      RematError: there is no rule of that name.
     """
 
     platform: Platform
@@ -52,7 +52,7 @@ class Compiler:
       off: names of ``RULES`` that are switched off.
 
     Raises:
-      RematError: there is no rule of such a name.
+      RematError: there is no rule of that name.
     """
 
     device: Device

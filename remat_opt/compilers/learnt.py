@@ -130,7 +130,7 @@ class Learnt:
 
     @property
     def told(self) -> bool:
-        """Whether the compiler has told of any plan what is alive when."""
+        """Whether the compiler has shown for any plan what is alive when."""
         return any(one.told for one in self.compiled)
 
     def with_plan(
@@ -412,7 +412,7 @@ class Corrections:
 
     @property
     def told(self) -> bool:
-        """Whether the compiler has told of any plan what is alive when."""
+        """Whether the compiler has shown for any plan what is alive when."""
         return self.learnt.told
 
     def compiled_bytes(self, schedule: Schedule) -> int | None:

@@ -26,7 +26,7 @@ def read_in_place(flow: Dataflow, value: int, compiler: Compiler) -> int:
     if not compiler.has("prologues"):
         return value
     types, arguments = flow.program.types, set(flow.program.arguments)
-    # What is made of arguments alone, such as a bias, is read in addition.
+    # What is made only from arguments, such as a bias, is read in addition.
     alone, found = True, value
     while value in flow.maker:
         index = flow.maker[value]

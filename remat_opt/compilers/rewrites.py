@@ -20,7 +20,7 @@ class Rewrites:
 
     Attributes:
       apart: equations whose constants the compiler must not share.
-      waiting: equations whose derivative must not start before their cotangent is there.
+      waiting: equations whose derivative must not start before their cotangent exists.
       picking: gathers whose gradient should be elementwise, with the dtype they should read.
       whole: equations whose results must be stored as arrays.
       partner: for the first of two summed products, the second.

@@ -1,8 +1,8 @@
 """Which values of a program a compiler stores, and how large they are.
 
-XLA fuses: a cheap elementwise result lives inside the kernels that read it and is never
-written to memory. A planner that counts every jaxpr value keeps the wrong things. A value
-is taken as stored where
+XLA fuses: a cheap elementwise result lives inside the kernels that read it and is never written to
+memory. A planner that counts every jaxpr value keeps the wrong things. A value is assumed to be
+stored if
 
 * an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
 * an opaque equation reads it,

@@ -143,7 +143,7 @@ def activations(program: Program, rules: Rules) -> Iterator[Activation]:
             isinstance(operand, int)
             and dear
             and sources
-            # Another reader would make it exist before the cotangent does.
+            # Another reader would need it before the cotangent exists.
             and all(
                 inside.issuperset(readers.get(value, ()))
                 for one in chain

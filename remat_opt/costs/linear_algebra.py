@@ -55,7 +55,7 @@ def lu(operation: Operation) -> Cost:
 
 @register("qr", "geqrf", "geqp3", "householder_product")
 def qr(operation: Operation) -> Cost:
-    """2 m n**2 - 2/3 n**3 for the reflectors, and once more for forming Q.
+    """2 m n**2 - 2/3 n**3 for the reflectors, and the same again for forming Q.
 
     All m columns of Q take 4 (m**2 n - m n**2 + n**3 / 3) (section 5.2.2).
     """

@@ -57,9 +57,9 @@ _BLOCK = 16
 def _cumulative_steps(length: int) -> int:
     """Steps the CPU compiler takes for a cumulative sum along one line.
 
-    Each output element of a line of at most one block is summed anew. A longer line is
-    cut into blocks; each block is summed, then the exclusive sums of the blocks' totals
-    are added to its elements.
+    Each output element of a line of at most one block is summed from scratch. A longer line is cut
+    into blocks; each block is summed, then the exclusive sums of the blocks' totals are added to
+    its elements.
     """
     if length <= _BLOCK:
         return length * (length - 1)

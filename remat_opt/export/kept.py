@@ -39,7 +39,7 @@ def lines(
 
     Args:
       equations: what writes equations.
-      scope: where it is written.
+      scope: the function being written.
       index: the equation's number.
       inputs: what it reads, as text.
       results: the names of its outputs.

@@ -327,7 +327,7 @@ class _Chain:
         """Writes a piece as a function, once.
 
         Args:
-          region: where it is.
+          region: the region that contains it.
           piece: the piece.
           wanted: its name, if nothing says what it is part of.
           label: the prefix of the names in it, unless the caller passes one.

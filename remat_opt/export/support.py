@@ -198,7 +198,7 @@ def planned_scan(
       carry: what the first iteration receives.
       stacked: inputs of which each iteration reads one entry.
       reverse: whether the last entries come first.
-      unroll: how many iterations are written out in a row.
+      unroll: how many iterations are unrolled.
       reach: positions that derivatives reach: among constants and ``stacked``, in the carry, and
         among what iterations make.
     """

@@ -18,7 +18,7 @@ What you need to know about them:
 *   From JAX 0.12 on, the program's text has no ``get-tuple-element``; the order has.
 *   A TPU has several memories. What is counted is its main one, as budgets are about it.
 *   Results and donated arguments have allocations of their own, in which temporaries lie while
-    they are not written, or no longer read. These are told, but not counted.
+    they are not written, or no longer read. These are listed, but not counted.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ def _in_turn(values: Sequence[_Value]) -> list[tuple[int, int]]:
 
 
 class _Sources:
-    """Looks for names of what makes a value."""
+    """Finds the names of what makes a value."""
 
     def __init__(self, module: Module, home: Mapping[str, tuple[Instruction, str]]) -> None:
         self._module = module

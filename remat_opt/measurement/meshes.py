@@ -19,7 +19,7 @@ from remat_opt.device import Device
 from remat_opt.errors import DeviceError
 from remat_opt.measurement.compile_only import compile_only_devices
 
-#: Our names for JAX's platforms, where they differ.
+#: Our names for JAX's platforms, if different.
 PLATFORMS = {"gpu": "cuda"}
 
 #: Our names for ``jax.Device.device_kind``: the full text for a TPU, part of it for a GPU.

@@ -371,7 +371,7 @@ class Step:
           how: what to run, as for ``running``.
           loss: which loss.
           device: the machine to compile for.
-          with_buffers: whether to read what is alive when, too.
+          with_buffers: whether to read also what is alive when.
 
         Raises:
           CompileError: the compiler refuses it, as for lack of memory.
@@ -386,8 +386,8 @@ class Step:
 
         Args:
           device: the machine to compile for.
-          with_buffers: whether to read what is alive when, too.
-          as_written: whether to leave out the compiler's own rematerialisation, where it can be.
+          with_buffers: whether to read also what is alive when.
+          as_written: whether to leave out the compiler's own rematerialisation, if possible.
 
         Raises:
           CompileError: the compiler refuses it, as for lack of memory.

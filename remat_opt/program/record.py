@@ -147,7 +147,7 @@ class Program:
       closed_over: tracers that the function closes over, which are also arguments.
       closed_over_names: what the function's code calls these, such as ``batch['image']``; "" if
         unknown.
-      differentiated: those of the arguments that derivatives are taken for.
+      differentiated: the arguments that derivatives are taken for.
       equations: in the order they were traced.
       outputs: the flat outputs.
       loss_outputs: how many of the flat outputs, from the first, are differentiated;

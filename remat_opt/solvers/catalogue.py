@@ -269,7 +269,7 @@ class Revolve(Solver):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeterogeneousChain(Solver):
-    """The dynamic program for chains of unlike links, with multiple recomputation.
+    """The dynamic program for chains of unequal links, with multiple recomputation.
 
     Attributes:
       slots: into how many parts memory is divided.

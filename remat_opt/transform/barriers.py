@@ -32,7 +32,7 @@ def behind_barrier(*given: Any) -> tuple[Any, ...]:
     """The values, none available before all are computed; likewise their cotangents.
 
     What has no tangent gets none here, unlike with JAX's own barrier: frozen arguments are known
-    only when a derivative is taken, and something without a derivative may read what is behind.
+    only when a derivative is taken, and something without a derivative may read what comes after.
     """
     return tuple(jax.lax.optimization_barrier(given))
 

@@ -128,7 +128,7 @@ def _with_biases(
 def _with_followers(
     rewriting: Rewriting, step: Step, behind: Mapping[int, frozenset[int]]
 ) -> dict[int, frozenset[int]]:
-    """What to tie to equations' outputs, with what is read behind a loop.
+    """What to tie to equations' outputs, together with what is read after a loop.
 
     Then its gradients exist before the loop runs backward. XLA for TPU would compute that of a
     head's weights after the loop, and hold everything it reads until then.
@@ -148,7 +148,7 @@ def _with_followers(
 def renewed(
     rewriting: Rewriting, step: Step, number: int, last_reader: Mapping[int, int]
 ) -> list[list[int]]:
-    """What passes a barrier behind a step, group by group, before later steps read it.
+    """What passes a barrier after a step, group by group, before later steps read it.
 
     It is what both the step and later steps read, if it has a cotangent. Arguments pass together
     with what the step passes on: their gradients from later steps exist before the step's own turn.

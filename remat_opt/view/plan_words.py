@@ -39,7 +39,7 @@ MEANINGS = {
     "boundaries": "waits for the backward pass of a later region",
     "passing": "waits for a later step of the forward pass",
     "recomputed": "computed again, for the backward pass of its region",
-    "gradients": "gradients of values, and of parameters where these are temporaries",
+    "gradients": "gradients of values, and of parameters if these are temporaries",
     "workspace": "memory that a step takes while it runs",
 }
 #: What the roles of arrays at the peak are.
