@@ -443,8 +443,8 @@ class Corrections:
         it, or of the nearest similar one. In the second, if it differs, it gets the least seen of
         all similar ones, so that a search finds what such a situation saves.
 
-        A step whose kernels take less than its arrays has a negative workspace, but never more so
-        than the arrays that are there in any case.
+        A step whose kernels take less than its arrays has a negative workspace, but never more
+        negative than the arrays that always exist allow.
 
         Args:
           graph: the model's graph.

@@ -66,8 +66,8 @@ from remat_opt.solvers.coarsening import Coarse
 
 #: Graphs of at most this many vertices try all moves.
 SMALL = 12
-#: How many chains to judge for a small graph; for a large one, this times its vertices, and the
-#: most.
+#: How many chains to judge for a small graph. For a large one: the number of chains times that of
+#: its vertices, and the most chains.
 EVALUATIONS = 40_000
 WORK, MOST = 600_000, 600
 #: A round explores only as many chains as leave moves for this many rounds: for a small graph,
