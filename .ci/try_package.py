@@ -1,4 +1,4 @@
-"""Tries an installed wheel, in isolation (``python -I``), and looks through the sdist.
+"""Tries an installed wheel, in isolation (``python -I``), and checks the sdist.
 
 python -I try_package.py FOLDER        # that has the wheel and the sdist
 """
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import remat_opt
 
 home = Path(remat_opt.__file__).parent
-assert home.parent == Path(sysconfig.get_path("purelib")), f"{home} is no installed package"
+assert home.parent == Path(sysconfig.get_path("purelib")), f"{home} is not an installed package"
 assert (home / "py.typed").is_file(), "py.typed is missing: type checkers would see no types"
 assert metadata.version("remat_opt") == remat_opt.__version__
 
 
 @remat_opt.optimal_remat(budget=0.5)
 def loss(weights, x):
-    """Enough layers that half of the memory will do."""
+    """Has enough layers that half of the memory will do."""
     for w in weights:
         x = jnp.tanh(x @ w)
     return jnp.sum(x)
@@ -46,7 +46,7 @@ packed = {Path(name).parts[0] for name in zipfile.ZipFile(wheel).namelist()}
 assert packed == {"remat_opt", f"remat_opt-{remat_opt.__version__}.dist-info"}, packed
 with tarfile.open(sdist) as archive:
     names = {"/".join(Path(name).parts[1:]) for name in archive.getnames()}
-# Installed from the wheel; Python's own caches apart, all of it.
+# Everything installed from the wheel, apart from Python's own caches.
 files = [path for path in home.rglob("*") if path.is_file() and path.suffix != ".pyc"]
 modules = {f"remat_opt/{path.relative_to(home).as_posix()}" for path in files}
 assert any(name.endswith(".css") for name in modules), "the page's assets are missing"

@@ -1,19 +1,19 @@
-"""What each rule about compilers earns: errors and plans with it and without.
+"""What each compiler rule earns: errors and plans with and without it.
 
     python -m benchmarks.truth --device h200 --step adam --stages --rows plans.jsonl
     python -m benchmarks.ablation --device h200 --plans plans.jsonl --json
 
-The first command compiles plans; the second predicts each of them once more with one rule
-switched off (``remat_opt.compilers.rules``), which compiles nothing, and prints for every rule and
-both sets: the median of the errors and the ninth decile without it, beside those with all rules;
-how many networks it helps and how many it hurts, by half a per cent of the mean error and more; and
-what the least plan that is chosen without it takes, by the model with all rules, beside the one
-chosen with it (the mean over networks, and how many change).
+The first command compiles plans. The second predicts each of them again with one rule switched off
+(``remat_opt.compilers.rules``), which compiles nothing. For every rule and both sets it prints: the
+median and the ninth decile of the errors without it, beside those with all rules; how many networks
+it helps and how many it hurts, by at least half a per cent of the mean error; and what the least
+plan chosen without it takes, by the model with all rules, beside the one chosen with it (the mean
+over networks, and how many change).
 
-A rule of kind ``rewrite`` changes what is compiled. With ``--compile`` each recorded plan that such
-a rule changes is compiled without it, and what it takes then is set against what it took: the mean,
-and how many networks are helped and hurt. Rows are appended to ``--rows``, and what is there is not
-done again.
+A rule of kind ``rewrite`` changes what is compiled. With ``--compile``, each recorded plan that
+such a rule changes is compiled without it, and the result is compared: the mean, and how many
+networks are helped and hurt. Rows are appended to ``--rows``, and existing ones are not computed
+again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _stage(given: Mapping[str, Any]) -> Stage:
 def schedule_of(expected: Model, stages: Sequence[Stage]) -> Schedule:
     """A plan as a schedule of a model that may have other vertices.
 
-    A vertex that the plan does not know goes where the first that reads it is.
+    A vertex that the plan does not know goes where its first reader is.
     """
     places: dict[int, tuple[int, ...]] = {}
 
@@ -122,7 +122,7 @@ class Subject:
     """One network on one device: recorded plans and models.
 
     Args:
-      name: of the network.
+      name: the network's name.
       device: name of the device.
       step: one of ``benchmarks.truth.STEPS``.
       plans: rows of ``benchmarks.truth`` that hold their plans.
@@ -141,7 +141,7 @@ class Subject:
         return model(program, linearization, Compiler(device=self._device, off=without), self._fate)
 
     def errors(self, off: str = "") -> list[float]:
-        """By which share of what was compiled predictions are off, for each recorded plan."""
+        """By what share of the compiled size predictions are off, for each recorded plan."""
         expected = self.expected(off)
         found = []
         for row in self.plans:
@@ -153,7 +153,7 @@ class Subject:
         return found
 
     def least(self, off: str = "") -> int:
-        """What the least plan chosen without a rule takes by the model with all of them."""
+        """What the least plan chosen without a rule takes, by the model with all of them."""
         program, _, _ = traced(self.name)
         objective = Objective(gradients=self._fate)
         of = planning.problem(
@@ -165,7 +165,7 @@ class Subject:
 
     @cached_property
     def _full(self) -> Model:
-        """The model with all rules, by which the plans of all others are judged."""
+        """The model with all rules, which judges the plans of all others."""
         return self.expected()
 
     def changes(self, rule: str, row: Mapping[str, Any]) -> bool:
@@ -195,13 +195,13 @@ class Subject:
 
 
 class Table:
-    """Figures by rule and network, each written as soon as it is there.
+    """Figures by rule and network, each written as soon as it is known.
 
     Args:
       device: name of the device.
       step: one of ``benchmarks.truth.STEPS``.
       plans: rows of ``benchmarks.truth`` that hold their plans.
-      path: of a file of ``json_lines``; None to keep none.
+      path: a file of ``json_lines``; None to keep none.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Table:
         return tuple(row[name] for name in ("kind", "device", "step", "network", "rule"))
 
     def rows(self, rules: Sequence[str], *, compiling: bool) -> Iterator[dict[str, Any]]:
-        """All rows: of each network that of all rules, and one for each rule that is off."""
+        """All rows: for each network, one with all rules, and one for each rule switched off."""
         for name, plans in self._plans.items():
             subject = Subject(name, self._device, self._step, plans)
             for rule in ("", *rules):
@@ -260,7 +260,7 @@ class Table:
 
 
 def summaries(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each rule and set what switching it off does."""
+    """For each rule and set, what switching it off does."""
     for name in ("idioms", "tuned", "judged"):
         with_all = {
             row["network"]: row

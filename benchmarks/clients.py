@@ -5,13 +5,13 @@
 MaxText is not a dependency: without it, an error says so. It needs Python 3.12, and what
 ``maxtext`` 0.2.5 imports without asking for it (``benchmarks/README.md``).
 
-Its own loss (``maxtext.trainers.pre_train.train.loss_fn``) of a small Llama-style decoder, with its
-layers in one ``lax.scan`` and in a row, is compiled in an Adam step with parameters and state
-donated: with each of MaxText's remat policies, with a policy that saves everything, and with plans
-whose budget is what each policy takes. MaxText puts a ``jax.checkpoint`` around each layer whatever
-its policy, so plans are made with ``existing="replace"``.
+MaxText's own loss (``maxtext.trainers.pre_train.train.loss_fn``) of a small Llama-style decoder,
+with its layers in one ``lax.scan`` and unrolled, is compiled in an Adam step with parameters and
+state donated: with each of MaxText's remat policies, with a policy that saves everything, and with
+plans whose budget is what each policy takes. MaxText puts a ``jax.checkpoint`` around each layer
+whatever its policy, so plans are made with ``existing="replace"``.
 
-``--equal`` runs one step instead, on the CPU: loss and gradients with the decorator where a user
+``--equal`` runs one step on the CPU instead: loss and gradients with the decorator where a user
 would put it, beside those without.
 
 Recomputation is a share of a forward pass's FLOPs, counted in both.
@@ -40,8 +40,8 @@ from remat_opt.program import flop_count
 from remat_opt.training import training_step
 from remat_opt.units import format_bytes, format_share
 
-#: Policies by MaxText's names, from little memory to much. ``none`` is not one of them: MaxText
-#: then hands no policy to ``jax.checkpoint``, as with ``full``.
+#: Policies by MaxText's names, from little memory to much. ``none`` is not included: MaxText then
+#: passes no policy to ``jax.checkpoint``, as with ``full``.
 POLICIES = (
     "full",
     "save_out_proj",
@@ -50,18 +50,18 @@ POLICIES = (
     "minimal",
     "minimal_with_context",
 )
-#: What no policy is called: nothing is recomputed.
+#: The name for no policy: nothing is recomputed.
 PLAIN = "plain"
 
 
 class Client:
-    """MaxText's decoder, its loss, and what the loss is asked for.
+    """MaxText's decoder, its loss, and the loss's arguments.
 
     Args:
-      options: sizes, as the command line has them.
+      options: sizes, as on the command line.
       scanned: whether the layers are in one loop.
-      policy: a name of MaxText's, or ``PLAIN``.
-      devices: of the mesh.
+      policy: one of MaxText's names, or ``PLAIN``.
+      devices: those of the mesh.
 
     Attributes:
       config: MaxText's.
@@ -97,7 +97,7 @@ class Client:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """What MaxText traces its model in."""
+        """The context in which MaxText traces its model."""
         import flax.linen
         from maxtext.layers.nnx_decoders import NNXDecoder
 
@@ -118,7 +118,7 @@ class Client:
         return model_creation_utils.from_config(self.config, mesh=self._mesh, rngs=nnx.Rngs(0))
 
     def batch(self) -> dict[str, jax.Array]:
-        """Tokens, as MaxText has them."""
+        """Tokens, in MaxText's form."""
         shape = (self.config.per_device_batch_size, self.config.max_target_length)
         shape = tuple(map(int, shape))
         inputs = jax.random.randint(jax.random.key(1), shape, 0, self.config.vocab_size)
@@ -131,7 +131,7 @@ class Client:
         }
 
     def loss(self, model: Any, loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any, Any]:
-        """The loss of (parameters, (other state, batch)), as MaxText's step takes it apart.
+        """The loss of (parameters, (other state, batch)), split as in MaxText's step.
 
         Args:
           model: the model, or its shapes.
@@ -167,7 +167,7 @@ def _shapes(tree: Any) -> Any:
 
 
 def measured(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[dict[str, Any]]:
-    """Rows of every policy, and of a plan at the memory of each, of both programs."""
+    """Rows of every policy, and of a plan at the memory of each, for both programs."""
     for scanned in (True, False):
         yield from _rows(options, lines, scanned)
 

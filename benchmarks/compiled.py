@@ -22,7 +22,7 @@ from remat_opt.program import flop_count
 from remat_opt.training import training_step
 from remat_opt.units import format_bytes, format_share
 
-#: The steps, and what becomes of gradients in each: ``adam`` updates parameters and state, which
+#: The steps, and what happens to gradients in each: ``adam`` updates parameters and state, which
 #: are donated; ``gradient`` is the gradient alone.
 STEPS = {"adam": Gradients.CONSUMED, "gradient": Gradients.RESULTS}
 
@@ -32,14 +32,14 @@ class Subject:
     """What is measured, and the figures that every row refers to.
 
     Attributes:
-      name: of the network, as ``benchmarks.networks`` lists it.
+      name: the network's name, as ``benchmarks.networks`` lists it.
       batch: examples in a batch.
       device: name of the device compiled for.
       step: one of ``STEPS``.
       network: the network as it is.
-      forward_flops: of one forward pass.
-      gradient_flops: of its gradient, without any checkpoint.
-      kept: where what the compiler says is looked up first, if anywhere.
+      forward_flops: FLOPs of one forward pass.
+      gradient_flops: FLOPs of its gradient, without any checkpoint.
+      kept: where to look up first what the compiler says, if anywhere.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Subject:
 
         Args:
           loss_fn: the loss.
-          with_buffers: whether to read what is alive when; what was kept does not know.
+          with_buffers: whether to read what is alive when; kept results do not have that.
 
         Raises:
           CompileError: the compiler refused.
@@ -86,7 +86,7 @@ class Subject:
     def _step(
         self, loss_fn: Callable[..., Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
-        """The step with a loss, its arguments, and the numbers of those that are donated."""
+        """The step with a loss, its arguments, and the numbers of the donated ones."""
         has_aux = self.network.has_aux
         if self.step == "gradient":
             return jax.grad(loss_fn, has_aux=has_aux), self.network.arguments, ()
@@ -120,7 +120,7 @@ class Subject:
 
         Returns:
           A row with ``recomputed_flops``, ``recomputed_flops_share`` of a forward pass, and
-          ``temporary_bytes`` and ``compile_seconds``, or ``error`` where the compiler refused; and
+          ``temporary_bytes`` and ``compile_seconds``, or ``error`` if the compiler refused; and
           what the compiler says.
         """
         flops = self.recomputed_flops(loss_fn)
@@ -131,7 +131,7 @@ class Subject:
             "recomputed_flops_share": round(flops / self.forward_flops, 4),
         }
         try:
-            # Plans of ours are chosen by what is alive when.
+            # Our plans are chosen by what is alive when.
             found = self.measure(loss_fn, with_buffers=kind == "ours")
         except remat_opt.CompileError as error:
             return {**given, "error": str(error)}, error
@@ -145,13 +145,13 @@ class Subject:
     def row(
         self, kind: str, label: str, loss_fn: Callable[..., Any], **more: Any
     ) -> dict[str, Any]:
-        """The row alone of ``compiled``."""
+        """Only the row of ``compiled``."""
         return self.compiled(kind, label, loss_fn, **more)[0]
 
     def with_policies(
         self, policies: Sequence[str]
     ) -> Iterator[tuple[str, Callable[[], Callable[..., Any]]]]:
-        """Label and maker of the loss under each policy: round the whole, then round every block.
+        """Label and maker of the loss under each policy: around the whole, then around every block.
 
         Args:
           policies: names in ``jax.checkpoint_policies``, as ``benchmarks.networks`` takes them.
@@ -211,7 +211,7 @@ def subject(
 
 
 def prediction(plan: Plan) -> dict[str, Any]:
-    """What a plan says of itself, as entries of a row."""
+    """What a plan says about itself, as entries of a row."""
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_temporary_bytes": plan.predicted.temporary_bytes,
@@ -222,7 +222,7 @@ def prediction(plan: Plan) -> dict[str, Any]:
 
 
 def table_line(row: dict[str, Any]) -> str:
-    """A row for the eye: compiled bytes, predicted bytes, recomputed share, seconds to compile."""
+    """A readable row: compiled bytes, predicted bytes, recomputed share, seconds to compile."""
     if "error" in row:
         return f"{row['label']:<56} {row['error'][:60]}"
     predicted = row.get("predicted_temporary_bytes")

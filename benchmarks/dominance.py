@@ -1,4 +1,4 @@
-"""For every default of JAX on every network: a plan of ours that is better, or that there is none.
+"""For every JAX default on every network: a plan of ours that is better, or none.
 
     python -m benchmarks.dominance --device h200 --rows results.jsonl --network densenet121
 
@@ -10,19 +10,19 @@ networks of both sets, one after the other; only the set ``judged`` counts as ev
 A plan *matches* a default that is better by at most 1 % in memory and in recomputed FLOPs. It
 *beats* one if it needs no more memory, recomputes no more FLOPs, and is better by at least 5 % in
 one of the two. Memory is the compiler's temporary bytes. Recomputed FLOPs are those of the gradient
-beyond the plain one's, and per cents are of what the default itself takes; where it recomputes
-nothing, a plan has to be better in memory, without recomputation.
+beyond the plain one's, and percentages refer to the default's own figures. If a default recomputes
+nothing, a plan must be better in memory, without recomputation.
 
 Our plans are chosen by compiling (``remat_opt.verification``): the least memory for at most one
-forward pass; for each default the least recomputation within the bytes that it compiles to, and
-within 1 % more where no plan matches it so far; and where none of all these beats a default, the
-least memory for the FLOPs that it recomputes. Each choice takes at most four compiles, and knows
-what was learnt by those before. Every plan that was compiled on the way is a row, and may match or
-beat any default. No plan is compiled twice.
+forward pass; for each default, the least recomputation within the bytes that it compiles to, and
+within 1 % more if no plan matches it so far; and if none of these beats a default, the least memory
+for the FLOPs that it recomputes. Each choice takes at most four compiles, and knows what earlier
+ones taught. Every plan compiled on the way is a row, and may match or beat any default. No plan is
+compiled twice.
 
-Every row is appended to ``--rows`` when it is there, and all that the compiler says to ``--keep``:
-a run that was cut off goes on, without compiling a program twice. Networks whose summary is there
-are passed over.
+Every row is appended to ``--rows`` as soon as it is known, and everything the compiler says to
+``--keep``: an interrupted run continues without compiling a program twice. Networks that have a
+summary are skipped.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ NETWORKS = (
     "inception_v3",
     "resnet152",
 )
-#: The defaults: each is taken round the whole function and round every block.
+#: The defaults: each goes around the whole function and around every block.
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
-#: How much better a plan is at least that beats a default, as a share of the default's figure.
+#: How much better a plan must be to beat a default, as a share of the default's figure.
 LEAST_GAIN = 0.05
-#: By how much a default may be better that is matched, likewise.
+#: By how much a matched default may be better, likewise.
 MOST_LOSS = 0.01
-#: By how much of a forward pass the limit is below a plan that exceeds it.
+#: By how much of a forward pass to lower the limit below a plan that exceeds it.
 _SHARE_STEP = 1e-6
 
 
@@ -81,7 +81,7 @@ class Gain:
 
     Attributes:
       memory_share: memory saved, as a share of the default's.
-      flops_share: recomputed FLOPs saved, as a share of the default's; 0 where it recomputes none.
+      flops_share: recomputed FLOPs saved, as a share of the default's; 0 if it recomputes none.
     """
 
     memory_share: float
@@ -118,18 +118,17 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
     """What the rows of one network show.
 
     Args:
-      rows: of one network on one device.
+      rows: those of one network on one device.
       forward_flops: FLOPs of a forward pass.
 
     Returns:
-      ``defaults``: for each default row its figures, the plan that matches it (``matched_by``, its
+      ``defaults``: for each default row, its figures, the plan that matches it (``matched_by``, its
       label, or None), the one that beats it (``beaten_by``) with ``memory_saved_share`` and
-      ``recomputation_saved_share``, and what is the best of ours beside it:
-      ``our_least_bytes_for_its_flops`` and ``our_least_flops_share_within_its_bytes``.
-      ``not_matched`` and ``not_beaten``: labels. ``least_temporary_bytes``: of our plans that
-      recompute at most one forward pass. ``prediction_error_median`` and
-      ``prediction_error_worst``: of predicted beside compiled bytes over our rows, as shares of the
-      compiled. What there is no row for is None.
+      ``recomputation_saved_share``, and our best beside it: ``our_least_bytes_for_its_flops`` and
+      ``our_least_flops_share_within_its_bytes``. ``not_matched`` and ``not_beaten``: labels.
+      ``least_temporary_bytes``: of our plans that recompute at most one forward pass.
+      ``prediction_error_median`` and ``prediction_error_worst``: of predicted against compiled
+      bytes over our rows, as shares of the compiled. Figures without a row are None.
     """
     compiled = [row for row in rows if "error" not in row]
     ours = [row for row in compiled if row["kind"] == "ours"]
@@ -161,7 +160,7 @@ def summary(rows: Sequence[dict[str, Any]], forward_flops: int) -> dict[str, Any
 
 
 def _beside(default: dict[str, Any], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A default, the plan that beats it by most, and the best of ours within its figures."""
+    """A default, the plan that beats it by most, and our best within its figures."""
     if "error" in default:
         return {"label": default["label"], "error": default["error"]}
     gains = [(gain(row, default), row["label"]) for row in ours]
@@ -202,7 +201,7 @@ class _Plans:
     """Our plans for one network on one device, chosen by compiling; none is compiled twice.
 
     Attributes:
-      plan_seconds: what it took to trace the program and sweep all budgets.
+      plan_seconds: how long tracing the program and sweeping all budgets took.
     """
 
     def __init__(self, of: Subject) -> None:
@@ -221,7 +220,7 @@ class _Plans:
             gradients=STEPS[of.step],
         )
         self.plan_seconds = time.perf_counter() - start
-        # What was learnt for one budget is known for the next, as in one process of a user's.
+        # What was learnt for one budget is known for the next, as in a user's process.
         device = compilation.resolve_device(of.device)
         self._memory = Memory(program, device, f"dominance, {of.step}")
 
@@ -230,9 +229,9 @@ class _Plans:
         return objective_of(overhead="flops", gradients=STEPS[self._of.step].value, **wanted)
 
     def for_flops(self, most: int) -> Objective:
-        """The least memory for at most so many recomputed FLOPs, as they are counted.
+        """The least memory for at most this many recomputed FLOPs, as counted.
 
-        What is fused into a kernel costs nothing in a plan's own figures, but is counted.
+        Fused operations cost nothing in a plan's own figures, but are counted.
         """
         share = max(0.0, most / self._of.forward_flops)
         while True:
@@ -246,9 +245,9 @@ class _Plans:
             share = max(0.0, allowed - _SHARE_STEP)
 
     def rows(self, label: str, objective: Objective) -> list[dict[str, Any]]:
-        """A row for each plan that is compiled for an objective and was not before.
+        """A row for each plan newly compiled for an objective.
 
-        Where no plan is found, the last row says why.
+        If no plan is found, the last row says why.
         """
         found: list[dict[str, Any]] = []
 
@@ -288,7 +287,7 @@ def rows(
       batch: examples in a batch; the network's own if None.
       device: name of the device to plan and compile for.
       step: one of ``benchmarks.compiled.STEPS``.
-      known: rows of an earlier run; those of the plain step and of defaults are taken from it.
+      known: rows of an earlier run, from which those of the plain step and of defaults are taken.
       kept: where to look up first what the compiler says.
 
     Yields:
@@ -318,7 +317,7 @@ def rows(
         yield from taken(f"within {default['label']}", budget)
     for default in compiled_defaults:
         if default["label"] in summary(found, of.forward_flops)["not_matched"]:
-            # A plan may match with so much more.
+            # A plan may match with this much more.
             most = plans.objective(budget=int(default["temporary_bytes"] * (1 + MOST_LOSS)))
             yield from taken(f"near {default['label']}", most)
     for default in compiled_defaults:
@@ -397,7 +396,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _totals(summaries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Of each set how many defaults there are, how many are matched, and how many beaten."""
+    """For each set, how many defaults there are, how many are matched, and how many beaten."""
     for name, group in itertools.groupby(
         sorted(summaries, key=lambda row: row["set"]), key=lambda row: row["set"]
     ):

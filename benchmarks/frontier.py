@@ -32,8 +32,8 @@ POLICIES = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
 )
-#: Budgets of ours, as shares of the way from the least peak to that of the plain gradient.
-#: Further ones are the compiled peaks of the default policies: the same memory, our way.
+#: Budgets of ours, as shares of the way from the least peak to that of the plain gradient. Others
+#: are the compiled peaks of the default policies: the same memory, our way.
 SHARES = (0.03, 0.08, 0.13, 0.2, 0.25, 0.3, 0.4, 0.55, 0.7, 0.85)
 
 
@@ -52,9 +52,9 @@ def rows(
       batch: examples in a batch; the network's own if None.
       device: name of the device to plan and compile for.
       step: one of ``benchmarks.compiled.STEPS``.
-      overhead: what our plans count recomputation in. The table's axis is FLOPs, so that
-        is the default of the command line; ``seconds`` finds plans that are faster by the
-        device's roofline, and that this table can show as worse.
+      overhead: what our plans count recomputation in. The table's axis is FLOPs, so that is the
+        default of the command line; ``seconds`` finds plans that are faster by the device's
+        roofline, but that this table can show as worse.
       only: labels of the rows to compile; all if None. Some compilers take minutes for each.
 
     Yields:

@@ -1,7 +1,7 @@
-"""Rows in a file, one JSON object a line, each written as soon as it is there.
+"""Rows in a file, one JSON object a line, each written as soon as it is known.
 
-A run that was cut off leaves the rows before it, and at worst a part of one: that is passed over,
-and what is written next begins a line of its own.
+An interrupted run leaves the earlier rows, and at worst part of one, which is skipped; the next row
+begins a new line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class JsonLines:
     """A file of rows.
 
     Args:
-      path: of the file; made with the first row where there is none.
+      path: the file, created with the first row if missing.
 
     Attributes:
       rows: those that were in the file.
@@ -35,7 +35,7 @@ class JsonLines:
                 self._whole = False
 
     def with_heading(self, heading: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The first row that was in the file and has all that is in the heading."""
+        """The first row that was in the file and has everything in the heading."""
         return next((row for row in self.rows if heading.items() <= row.items()), None)
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -50,11 +50,11 @@ class JsonLines:
 def row_of(
     lines: JsonLines | None, heading: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The row with a heading: from the file if it is there, else made, dated and written to it.
+    """The row with a heading: from the file if present, else made, dated and written to it.
 
     Args:
       lines: the file; None to keep nothing.
-      heading: what the row is of.
+      heading: what the row is about.
       make: gives its figures.
     """
     if lines is not None and (known := lines.with_heading(heading)) is not None:

@@ -1,7 +1,7 @@
-"""What the compiler has said, on file: a run that is cut off goes on where it was.
+"""What the compiler has said, on file: an interrupted run continues where it was.
 
-For some devices a single program takes a quarter of an hour to compile. What it is kept under is
-the program itself, so a change of this package that leaves a program as it is costs no compiling.
+For some devices a single program takes a quarter of an hour to compile. The key is the program
+itself, so a change of this package that leaves a program as it is costs no compiling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPILERS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
 
 
 def compiler_version(device: str) -> dict[str, str]:
-    """Name and version of the package that compiles for a device, where it has one of its own."""
+    """Name and version of the package that compiles for a device, if it has a separate one."""
     package = _COMPILERS.get(get_device(device).platform)
     try:
         return {package: version(package)} if package is not None else {}
@@ -33,10 +33,10 @@ def compiler_version(device: str) -> dict[str, str]:
 
 
 class Kept:
-    """Measurements by program and device, each written as soon as it is there.
+    """Measurements by program and device, each written as soon as it is known.
 
     Args:
-      path: of a file of ``json_lines``.
+      path: a file of ``json_lines``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,22 +47,22 @@ class Kept:
 
     @staticmethod
     def key(device: str, gradient: Any, arguments: tuple[Any, ...]) -> str:
-        """What tells programs apart, and compilers.
+        """What distinguishes programs, and compilers.
 
         Args:
           device: name of the device compiled for.
           gradient: a function.
           arguments: its arguments, or their shapes.
         """
-        # Functions are told by their place in memory; what they compute stands beside them. What a
-        # policy chose stands there, too: under another name it makes the same program.
+        # Functions are shown by their memory address; what they compute is shown beside them. So is
+        # what a policy chose: under another name it makes the same program.
         text = str(jax.make_jaxpr(gradient)(*arguments))
         text = re.sub(r" at 0x[0-9a-f]+|policy=.*", "", text)
         said = json.dumps([device, jax.__version__, compiler_version(device), text])
         return hashlib.sha256(said.encode()).hexdigest()
 
     def get(self, key: str) -> Measurement | None:
-        """What is known of a program."""
+        """What is known about a program."""
         return self._known.get(key)
 
     def put(self, key: str, found: Measurement) -> None:

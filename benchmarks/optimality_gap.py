@@ -5,7 +5,8 @@
 prints one JSON object a line for each solver. The yardstick is ``integer_program``: the least
 recomputation of any chain of regions, nested at most once, within a budget, by the simulator's
 figures. Budgets are taken between the least peak of such chains and that of the unchanged function.
-Beside it stands ``staged_program``: the least recomputation of any schedule, executable or not.
+For comparison there is ``staged_program``: the least recomputation of any schedule, executable or
+not.
 
 Both programs were solved beforehand: they take most of an hour. ``--solve`` solves them again and
 prints one JSON object a line for each budget, as in ``results/optimality_gap_tasks.jsonl``.
@@ -42,7 +43,7 @@ class Task:
 
     Attributes:
       seed: which graph, see ``sample``.
-      vertices: how many it has.
+      vertices: number of its vertices.
       budget_bytes: bound on the peak.
       best_seconds: the least recomputation of any chain of regions within the budget.
       any_seconds: the least of any schedule, executable or not.
@@ -106,8 +107,8 @@ def gaps(solver: Solver, tasks: Sequence[Task]) -> list[tuple[float, float] | No
     """How far a solver is from the best chain, and from any schedule, task by task.
 
     Args:
-      solver: who decides.
-      tasks: all of one graph, by ascending budget.
+      solver: the solver.
+      tasks: all tasks of one graph, by ascending budget.
 
     Returns:
       Extra seconds, as shares of a forward pass; None within a budget that the solver does not
@@ -133,7 +134,7 @@ def rows() -> Iterator[dict[str, Any]]:
     """One row for each solver, after all graphs.
 
     Yields:
-      ``solver``; ``tasks``; ``solved``, within the budget; ``refused``; and of those solved how
+      ``solver``; ``tasks``; ``solved``, within the budget; ``refused``; and of those solved, how
       many are ``optimal`` among chains of regions, ``median_gap``, ``mean_gap`` and ``worst_gap``
       to the best chain, and ``mean_gap_to_any`` to the best schedule of any kind.
     """

@@ -8,7 +8,7 @@ image of 224 x 224. The vertices here are those that reproduce the table's theor
 - with batch normalisation, the convolution is one vertex, and the normalisation with its
   activation the next; an addition and its activation are one; the last normalisation of a block
   and that of a downsampling shortcut are vertices of their own;
-- a pooling is one vertex. Dropout works in place and is none.
+- a pooling is one vertex. Dropout works in place and is not one.
 
 Channels and strides are torchvision's, which the paper used: a bottleneck block of ResNet has its
 stride in the 3 x 3 convolution.
@@ -25,7 +25,7 @@ _IMAGE_SIDE = 224
 
 
 class _Builder:
-    """Vertices and edges as they come."""
+    """Collects vertices and edges in order."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -33,7 +33,7 @@ class _Builder:
         self._edges: list[tuple[int, int]] = []
 
     def add(self, name: str, channels: int, side: int, *reads: int) -> int:
-        """A tensor of channels x side x side that is computed from earlier ones."""
+        """A tensor of channels x side x side, computed from earlier ones."""
         vertex = len(self._names)
         self._names.append(f"{vertex}_{name}")
         self._bytes.append(_FLOAT32_BYTES * channels * side * side)

@@ -1,12 +1,12 @@
-"""How long planning takes, part by part: how that grows, and beside the time to compile.
+"""How long planning takes, part by part: how it grows, and how it compares with compiling.
 
     python -m benchmarks.planning_time --compile --json
 
 prints one JSON object a line for each network. Without ``--compile`` nothing is compiled. Very deep
-ResNets, that show the growth, are only traced and planned.
+ResNets, which show the growth, are only traced and planned.
 
-Each network has a process of its own, as a user's does. After a large one was compiled, numpy
-takes up to twice as long: planning the U-Net 0.40 s after compiling the LSTM, 0.26 without.
+Each network runs in a separate process, as a user's does. After compiling a large one, numpy takes
+up to twice as long: planning the U-Net takes 0.40 s after compiling the LSTM, 0.26 without.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NETWORKS = (
     "resnet101",
     "resnet152",
 )
-#: Bottleneck ResNets that are planned only: name, and blocks of each stage.
+#: Bottleneck ResNets that are only planned: name, and blocks of each stage.
 DEEP = {"resnet374": (3, 8, 110, 3), "resnet1001": (3, 8, 319, 3)}
 _DEEP_BATCH = 4
 
@@ -96,7 +96,7 @@ def compiled(network: Network, device: str) -> dict[str, Any]:
     jax.jit(gradient).trace(*network.arguments)
     trace = time.perf_counter() - start
     found = compilation.measure(gradient, *network.arguments, device=device)
-    # The measurement traces once more.
+    # The measurement traces again.
     return {"compile_seconds": round(found.compile_seconds - trace, 3)}
 
 

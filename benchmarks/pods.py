@@ -1,4 +1,4 @@
-"""A scanned decoder with fully sharded parameters on a pod that is not there.
+"""A scanned decoder with fully sharded parameters on a pod that you do not have.
 
     python -m benchmarks.pods --rows benchmarks/results/pods_v5e.jsonl
     python -m benchmarks.pods --layers 4 --width 512 --hidden 1408 --tokens 1024
@@ -11,7 +11,8 @@ sequence a chip. The step, with parameters and state donated, is compiled as it 
 the temporaries that each policy compiles to. All bytes are those of one chip.
 
 Recomputation is in FLOPs of the whole pod, as a share of one forward pass. Each row is appended to
-``--rows`` when it is there, and what is there with the same version of JAX is not done again.
+``--rows`` as soon as it is known, and existing ones with the same version of JAX are not computed
+again.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ Loss = Callable[[Any, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a decoder and its batch.
+    """Sizes of a decoder and its batch.
 
     Attributes:
-      layers: how many.
-      width: of the model; heads are 128 wide.
+      layers: number of layers.
+      width: width of the model; heads are 128 wide.
       hidden: width inside the MLPs.
-      tokens: of a sequence.
-      sequences: in the batch of the whole pod.
-      vocabulary: how many tokens there are.
+      tokens: length of a sequence.
+      sequences: number of sequences in the whole pod's batch.
+      vocabulary: number of distinct tokens.
     """
 
     layers: int
@@ -69,14 +70,14 @@ class Sizes:
 
 
 def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm, worked out in float32."""
+    """RMSNorm, computed in float32."""
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + _EPSILON)
     return (wide * inverse * scale).astype(x.dtype)
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Rotary positions, of (batch, tokens, heads, width of a head)."""
+    """Rotary positions, for (batch, tokens, heads, width of a head)."""
     half = x.shape[-1] // 2
     rates = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rates
@@ -86,7 +87,7 @@ def rotated(x: jax.Array) -> jax.Array:
 
 
 def layer(x: jax.Array, w: Any) -> jax.Array:
-    """One layer, of (batch, tokens, width)."""
+    """One layer, for (batch, tokens, width)."""
 
     def product(x: jax.Array, name: str) -> jax.Array:
         return x @ w[name].astype(x.dtype)
@@ -150,8 +151,8 @@ class Case:
 
     Args:
       pod: such as ``v5e:4x4``, with as many chips as the batch has sequences.
-      sizes: of the decoder.
-      lines: rows that are there, and where to write more; None to keep none.
+      sizes: the decoder's sizes.
+      lines: existing rows, and where to write more; None to keep none.
     """
 
     def __init__(self, pod: str, sizes: Sizes, lines: JsonLines | None) -> None:
@@ -216,7 +217,7 @@ class Case:
     def _row(
         self, kind: str, label: str, make: Callable[[], tuple[Loss, dict[str, Any]]]
     ) -> dict[str, Any]:
-        """A row, taken from the file if it is there; ``make`` gives the loss, and more entries."""
+        """A row, taken from the file if present; ``make`` gives the loss, and more entries."""
         heading = {**self._heading, "kind": kind, "label": label}
         return row_of(self._lines, heading, lambda: self._compiled(make))
 
@@ -244,7 +245,7 @@ class Case:
         }
 
     def _of_step(self) -> tuple[Any, Any, Any]:
-        """What the step is given: parameters, Adam's state split as they are, tokens."""
+        """The step's arguments: parameters, Adam's state split like them, tokens."""
         parameters, tokens = self._arguments
         state = optax.tree_utils.tree_map_params(
             _OPTIMIZER,

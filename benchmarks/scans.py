@@ -1,21 +1,21 @@
-"""Loops beside the same layers in a row, and an LSTM in little memory.
+"""Loops compared with the same layers unrolled, and an LSTM in little memory.
 
     python -m benchmarks.scans --device h200 --json --rows benchmarks/results/scans_h200.jsonl
 
-Layers ``h + gelu(rmsnorm(h) @ w1) @ w2`` are written twice: as one ``lax.scan`` (``scan``) and in a
-row (``twin``). Each is planned for budgets from the least memory to what it takes as it is, evenly
-in the logarithm, and each plan is compiled in the step: the gradient alone, or ``adam``, with
-parameters and state donated. The scan is also compiled as it is, and with the policies of
-``jax.checkpoint`` on its body; what each of these takes is the budget of one more plan. The summary
-says how far compiled bytes are from predicted ones, and how much more than its twin the scan
-recomputes: beside the twin's plans on both sides of its compiled bytes, with what lies between them
-on a straight line.
+Layers ``h + gelu(rmsnorm(h) @ w1) @ w2`` are written twice: as one ``lax.scan`` (``scan``) and
+unrolled (``twin``). Each is planned for budgets from the least memory to what it takes unchanged,
+evenly on a logarithmic scale, and each plan is compiled in the step: the gradient alone, or
+``adam``, with parameters and state donated. The scan is also compiled as it is, and with the
+policies of ``jax.checkpoint`` on its body; what each of these takes is the budget of one more plan.
+The summary says how far compiled bytes are from predicted ones, and how much more than its twin the
+scan recomputes, interpolating linearly between the twin's plans on both sides of its compiled
+bytes.
 
-``--program lstm``: 400 steps, the gradient alone, at 1, 5 and 20 % of what is compiled without a
-plan, beside Revolve's figure for whole states in the same memory.
+``--program lstm``: 400 steps, the gradient alone, at 1, 5 and 20 % of what compiles without a plan,
+beside Revolve's figure for whole states in the same memory.
 
-Recomputation is a share of a forward pass's FLOPs, as plans have it. Each row is appended to
-``--rows`` when it is there, and what is there with the same version of JAX is not done again.
+Recomputation is a share of a forward pass's FLOPs, as in plans. Each row is appended to ``--rows``
+as soon as it is known, and existing ones with the same version of JAX are not computed again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from remat_opt.units import format_bytes, format_share
 
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 LSTM_SHARES = (0.01, 0.05, 0.2)
-#: Arrays that an LSTM hands on, and those that its backward step works with, of a state's size.
+#: How many arrays of a state's size an LSTM passes on, and how many its backward step uses.
 _LSTM_STATE, _LSTM_STEP = 2, 12
 Layer = Callable[[jax.Array, Any], jax.Array]
 
@@ -61,14 +61,14 @@ def scan(w: Any, x: jax.Array, *, layer: Layer = layer) -> jax.Array:
 
 
 def twin(w: Any, x: jax.Array) -> jax.Array:
-    """All layers in a row."""
+    """All layers, unrolled."""
     for one in w:
         x = layer(x, one)
     return jnp.mean(x**2)
 
 
 def lstm(w: Any, rows: jax.Array) -> jax.Array:
-    """An LSTM, which reads one row after the other."""
+    """An LSTM that reads one row after the other."""
 
     def step(state: Any, row: jax.Array) -> Any:
         h, c = state
@@ -88,10 +88,10 @@ class Case:
     """One function on one device.
 
     Args:
-      heading: what all its rows begin with.
+      heading: the entries that all its rows begin with.
       loss: the function, of parameters and a batch.
       arguments: both.
-      lines: rows that are there, and where to write more; None to keep none.
+      lines: existing rows, and where to write more; None to keep none.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Case:
     def row(
         self, kind: str, label: str, make: Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
     ) -> dict[str, Any]:
-        """A row, taken from the file if it is there.
+        """A row, taken from the file if present.
 
         Args:
           kind: ``plain``, ``policy`` or ``ours``.
-          label: what it is.
+          label: what to call it.
           make: gives the loss to compile, and further entries.
         """
         heading = {**self.heading, "kind": kind, "label": label}
@@ -167,7 +167,7 @@ class Case:
         return self.row("plain", "plain", lambda: (self.loss, {"recomputed_share": 0.0}))
 
     def budgets(self, count: int) -> list[int]:
-        """Bytes from the least that plans need to what the function takes as it is."""
+        """Bytes from the least that plans need to what the unchanged function takes."""
         found = self.plan(max_overhead=4.0).predicted
         least, most = found.temporary_bytes, found.plain_temporary_bytes
         return [
@@ -211,14 +211,14 @@ def _with_policy(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def summary(scans: Sequence[dict[str, Any]], twins: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How plans of a scan do beside those of its twin.
+    """How plans of a scan compare with those of its twin.
 
     Args:
       scans: rows of the scan.
       twins: rows of its twin.
 
     Returns:
-      ``error_median`` and ``error_worst`` of predicted beside compiled bytes;
+      ``error_median`` and ``error_worst`` of predicted against compiled bytes;
       ``more_than_twin_median`` and ``more_than_twin_worst``: by how much of a forward pass the scan
       recomputes more than its twin at its compiled bytes, for plans within the twin's range, and
       ``ratio_worst``, what it recomputes over what the twin does.
@@ -244,10 +244,10 @@ def summary(scans: Sequence[dict[str, Any]], twins: Sequence[dict[str, Any]]) ->
 
 
 def recomputed_at(rows: Sequence[dict[str, Any]], size: int) -> float | None:
-    """What plans recompute at so many compiled bytes, on a straight line between two of them.
+    """What plans recompute at a number of compiled bytes, interpolated between two of them.
 
-    None with less memory than any of them needs. Of plans that take more memory than another and
-    recompute more the better counts.
+    None with less memory than any of them needs. A plan that takes more memory than another and
+    recomputes more does not count.
     """
     best: list[tuple[int, float]] = []
     for point in sorted((row["temporary_bytes"], row["recomputed_share"]) for row in rows):
@@ -278,7 +278,7 @@ def recurrent(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[
     unit = batch * width * 4
     for share in LSTM_SHARES:
         row = case.planned(f"{share:.0%}", round(share * plain["temporary_bytes"]))
-        # Beside the snapshots there are a step's own arrays and the state that it starts from.
+        # Besides the snapshots there are a step's own arrays and the state that it starts from.
         states = (row["budget_bytes"] // unit - _LSTM_STEP) // _LSTM_STATE - 1
         revolve = binomial.recomputed_steps(steps, min(states, steps)) / steps
         yield {**row, "revolve_recomputed_share": round(revolve, 4)}

@@ -31,7 +31,7 @@ _RUNS = 3
 
 
 def chain(count: int) -> Graph:
-    """A chain of vertices of unlike sizes and times."""
+    """A chain of vertices with different sizes and times."""
     draw = random.Random(count)
     return Graph.from_edges(
         [draw.randint(1, 1000) for _ in range(count)],
@@ -41,7 +41,7 @@ def chain(count: int) -> Graph:
 
 
 def dense(count: int) -> Graph:
-    """DenseNet's shape: in a block, four vertices a layer and a concatenation with what was."""
+    """DenseNet's shape: in a block, four vertices a layer and a concatenation with all before."""
     draw = random.Random(count)
     edges: list[tuple[int, int]] = []
     before, vertex = 0, 1
@@ -59,7 +59,7 @@ def dense(count: int) -> Graph:
 
 
 def branched(count: int) -> Graph:
-    """Inception's and ResNet's shapes by turns: three branches, then two steps past a shortcut."""
+    """Alternates Inception's and ResNet's shapes: three branches, then a shortcut."""
     draw = random.Random(count)
     edges: list[tuple[int, int]] = []
     vertex = 0
@@ -85,7 +85,7 @@ def _half(solve: Callable[[Graph, float], Any]) -> Callable[[Graph], Any]:
     return lambda graph: solve(graph, sum(graph.bytes) / 2)
 
 
-#: Solver, what it is asked, family of graphs, numbers of vertices.
+#: Solver, how it is called, family of graphs, numbers of vertices.
 CASES: tuple[tuple[str, Callable[[Graph], Any], Callable[[int], Graph], tuple[int, ...]], ...] = (
     ("approximate_dp", _half(dynamic_program.approximate), dense, (142, 284, 568)),
     ("approximate_dp", _half(dynamic_program.approximate), chain, (142, 284, 568)),

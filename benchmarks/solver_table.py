@@ -25,7 +25,7 @@ from remat_opt.program import flop_count
 from remat_opt.solvers import Solver
 from remat_opt.units import format_bytes, format_share
 
-#: Those that plan programs, and their variants.
+#: The solvers that plan programs, and their variants.
 SOLVERS: tuple[Solver, ...] = (
     solvers.Portfolio(),
     solvers.ApproximateDP(),
@@ -58,7 +58,7 @@ def rows(
       batch: examples in a batch.
       device: name of the device to plan and compile for.
       budgets: shares of what the unchanged function needs; None for the least memory.
-      only: the solvers to take, as plans call them; all if None.
+      only: the solvers to use, by their names in plans; all if None.
 
     Yields:
       ``solver``, ``budget_share``, ``predicted_temporary_bytes``, ``temporary_bytes``,

@@ -1,19 +1,18 @@
-"""Seconds per training step, really run, on whatever ``jax.devices()`` shows.
+"""Seconds per training step, actually run, on whatever ``jax.devices()`` shows.
 
     python -m benchmarks.step_time --save
 
-takes every network of both sets through a step of Adam with donated state (``--step gradient``: the
-gradient alone), in these variants: as it is; each default policy of JAX round the whole function
-and round every block; ours within the temporaries that each default round every block compiles to;
-and ours with the least memory. A forward pass alone runs with them. On a CPU networks are small
+runs every network of both sets through a step of Adam with donated state (``--step gradient``: the
+gradient alone), in these variants: unchanged; each JAX default policy around the whole function and
+around every block; ours within the temporaries that each default around every block compiles to;
+and ours with the least memory. A forward pass alone runs with them. On a CPU, networks are small
 ones of the same family (``--small``, ``--no-small``), and a row says which.
 
 All variants of a network are compiled first. Then, in one process, they take turns: a round is one
-timed step of each; every round begins with another, and every second one goes backward. What a step
-puts out is what the next one takes, whichever variant that is, so that the device holds one state
-and not one for each. There are at least ``--rounds`` of them, and they go on for at least
-``--seconds``. A variant that does not compile, or does not fit when it runs, has a row with
-``error``.
+timed step of each; every round begins with another, and every second one runs in reverse order. A
+step's output is the next one's input, whichever variant that is, so that the device holds one state
+and not one for each. There are at least ``--rounds`` rounds, and they take at least ``--seconds``.
+A variant that does not compile, or does not fit when it runs, has a row with ``error``.
 
 What a row says:
 
@@ -30,8 +29,8 @@ What a row says:
     ``predicted_overhead_share`` x ``ratio_to_plain`` of the row of kind ``forward``.
 
 With ``--rows FILE``, or ``--save`` for ``benchmarks/results/step_time_<device>.jsonl``, rows are
-appended to a file. A network is timed as a whole: what is there in full is not done again, and one
-that was cut off is. The last rows of a network count.
+appended to a file. A network is timed as a whole: a complete one is not timed again, an interrupted
+one is. The last rows of a network count.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ from remat_opt.training import training_step
 from remat_opt.units import format_bytes, format_seconds, format_share
 
 RESULTS = Path(__file__).parent / "results"
-#: The steps, and what becomes of the gradients in each.
+#: The steps, and what happens to the gradients in each.
 STEPS = {"adam": "consumed", "gradient": "results"}
 _SETS = {
     "tuned": "Tuned: networks that rules were found on",
@@ -75,9 +74,9 @@ _SETS = {
 _WARM_UP = 2
 #: Enough, however quick a step is.
 _MOST_ROUNDS = 200
-#: So small that weights, and with them times, stay what they are over all rounds.
+#: So small that weights, and with them times, hardly change over all rounds.
 _LEARNING_RATE = 1e-6
-#: Entries that two rows share if they are of the same run of a network.
+#: Entries that rows of the same run of a network share.
 _KEY = (
     "network",
     "batch",
@@ -89,9 +88,9 @@ _KEY = (
     "jax",
 )
 
-#: Parameters, and the optimizer's state where there is one.
+#: Parameters, and the optimizer's state if there is one.
 State = tuple[Any, ...]
-#: Takes a state and a batch; gives the state after it and the seconds that it took.
+#: Takes a state and a batch; returns the next state and the seconds that it took.
 Run = Callable[[State, Any], tuple[State, float]]
 
 
@@ -156,7 +155,7 @@ class Case:
 
 
 def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A network's sizes as plain data, those of its stages too."""
+    """A network's sizes as plain data, including those of its stages."""
     found: dict[str, Any] = json.loads(json.dumps(dict(changes), default=dataclasses.asdict))
     return found
 
@@ -168,7 +167,7 @@ class Variant:
     Attributes:
       label: what to call it.
       kind: ``forward``, ``plain``, ``policy`` or ``ours``.
-      policy: name of the default policy that it has, or whose memory it is to stay within.
+      policy: name of the default policy that it uses, or whose memory it must stay within.
     """
 
     label: str
@@ -176,7 +175,7 @@ class Variant:
     policy: str | None = None
 
 
-#: All variants, in the order in which they are compiled. A budget comes after what it is taken of.
+#: All variants, in the order in which they are compiled. A budget comes after what it is based on.
 VARIANTS: tuple[Variant, ...] = (
     Variant(label="forward pass alone", kind="forward"),
     Variant(label="plain", kind="plain"),
@@ -207,7 +206,7 @@ class Subject:
         self._forward_flops = flop_count.forward_flops(
             self._network.loss_fn, *self._network.arguments
         )
-        # Of what is compiled: temporary bytes by label; programs of ours by what they do.
+        # Of what is compiled: temporary bytes by label; our programs by what they do.
         self._temporary_bytes: dict[str, int] = {}
         self._planned: dict[Any, tuple[str, jax.stages.Compiled]] = {}
 
@@ -229,7 +228,7 @@ class Subject:
     def step(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """The step with this loss, from the parts of a state and a batch.
 
-        It gives the parts of the next state and the loss; of the kind ``gradient``, loss and
+        It returns the parts of the next state and the loss; for the kind ``gradient``, loss and
         gradients.
         """
         if self._case.step == "gradient":
@@ -280,8 +279,8 @@ class Subject:
 
     def _measured(self, compiled: jax.stages.Compiled, loss_fn: Callable[..., Any]) -> int:
         if jax.default_backend() == "tpu":
-            # What the compiler reports there counts gaps twice, and `measure` knows; at the price
-            # of a compile.
+            # What the compiler reports there counts gaps twice; `measure` corrects that, at the
+            # price of a compile.
             return remat_opt.measure(
                 self.step(loss_fn), *self._state, self._batch, donate_argnums=self._donated
             ).temporary_bytes
@@ -315,7 +314,7 @@ class Subject:
         return remat_opt.apply_plan(plan, loss_fn, has_aux=self._network.has_aux), facts, same
 
     def _plan(self, variant: Variant) -> tuple[remat_opt.Plan, float]:
-        """What we plan for this very step, and the seconds that it took."""
+        """Our plan for this very step, and the seconds that planning took."""
         budget = None
         if variant.policy is not None:
             of = f"{variant.policy}, per block"
@@ -344,9 +343,10 @@ class Subject:
 def _compile(
     fn: Callable[..., Any], shapes: Sequence[Any], donated: tuple[int, ...]
 ) -> tuple[jax.stages.Compiled, float]:
-    """The program that is run, and the seconds that it took to compile."""
+    """The program to run, and the seconds that compiling took."""
     start = time.perf_counter()
-    # Those of ``remat_opt.measure``: JAX before 0.11 undoes rematerialisation on a CPU otherwise.
+    # The options of ``remat_opt.measure``: otherwise JAX before 0.11 undoes rematerialisation on a
+    # CPU.
     options = compilation.compiler_options(compilation.attached_device())
     jitted = jax.jit(fn, donate_argnums=donated, compiler_options=options)
     compiled = jitted.lower(*shapes).compile()
@@ -368,7 +368,7 @@ class Times:
     """What was timed.
 
     Attributes:
-      seconds: of each variant, by its label, one figure a round.
+      seconds: those of each variant, by its label, one figure per round.
       errors: why others have none.
     """
 
@@ -383,13 +383,13 @@ def timed(
     rounds: int,
     seconds: float,
 ) -> Times:
-    """Runs variants in turn, each on the state that the one before put out.
+    """Runs variants in turn, each on the state that the previous one returned.
 
     Args:
-      runs: by label. One that fails is left out from then on.
+      runs: the variants by label. One that fails is left out from then on.
       arrays: makes a state and a batch; called again where a failure may have used them up.
-      rounds: at least so many.
-      seconds: at least for so long, but for a limit to the rounds.
+      rounds: the least number of rounds.
+      seconds: the least time, unless the limit on rounds is reached.
     """
     # In a list, so that nothing else holds the old ones while new ones are made.
     held = [arrays()]
@@ -405,7 +405,7 @@ def timed(
         else:
             held.append((state, batch))
             return taken
-        # Only here, where the error is gone and with it all that it held.
+        # Only here, where the error is gone, with everything that it held.
         del found[label], state, batch
         held.append(arrays())
         return None
@@ -426,7 +426,7 @@ def timed(
 
 
 def turn(labels: Sequence[str], number: int) -> tuple[str, ...]:
-    """The order of a round: each begins one further on, and every second one goes backward.
+    """The order of a round: each begins one further on, and every second one is reversed.
 
     Example:
       >>> turn("abc", 0), turn("abc", 1), turn("abc", 2)
@@ -447,8 +447,8 @@ def figures(seconds: Sequence[float], plain: Sequence[float] | None) -> dict[str
     """Medians and quartiles.
 
     Args:
-      seconds: of a variant, one figure a round; two or more.
-      plain: of the plain step in the same rounds, if it was timed.
+      seconds: those of a variant, one figure per round; two or more.
+      plain: those of the plain step in the same rounds, if it was timed.
     """
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
     found: dict[str, Any] = {
@@ -471,9 +471,9 @@ def measured(
 
     Args:
       case: which network, and how.
-      rounds: at least so many.
-      seconds: at least for so long.
-      say: told what is being done.
+      rounds: the least number of rounds.
+      seconds: the least time.
+      say: called with what is being done.
 
     Returns:
       A row for each of ``VARIANTS``, in their order.
@@ -509,17 +509,17 @@ def measured(
 
 
 class Rows:
-    """Rows on file, those of a network all at a time.
+    """Rows on file, written for a whole network at a time.
 
     Args:
-      path: of a file of ``json_lines``; None to keep none.
+      path: a file of ``json_lines``; None to keep none.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._lines = JsonLines(path) if path else None
 
     def find(self, case: Case) -> list[dict[str, Any]] | None:
-        """The last rows of a network, if they are all there."""
+        """The last rows of a network, if complete."""
         heading = case.heading()
         same = [
             row
@@ -538,7 +538,7 @@ class Rows:
 
 
 def slug(device_kind: str) -> str:
-    """A device's kind as a part of a file's name.
+    """A device's kind as part of a file name.
 
     Example:
       >>> slug("NVIDIA H100 80GB HBM3")
@@ -548,7 +548,7 @@ def slug(device_kind: str) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The lines of one network, for the eye."""
+    """Readable lines for one network."""
     first = rows[0]
     sizes = ", ".join(f"{name} {value}" for name, value in first["size_changes"].items())
     yield (

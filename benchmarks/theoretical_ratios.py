@@ -1,4 +1,4 @@
-"""The theoretical column of Re-forwarding's Table 1, computed again.
+"""The theoretical column of Re-forwarding's Table 1, recomputed.
 
     python -m benchmarks.theoretical_ratios --json
 
@@ -19,7 +19,7 @@ from remat_opt.solvers import arbitrary_graph
 
 
 def rows() -> list[dict[str, Any]]:
-    """One row a network."""
+    """One row per network."""
     found = []
     for name, build, paper in TABLE_1:
         graph = build()

@@ -1,19 +1,19 @@
-"""What is predicted for a training step beside what it compiles to, on both sets of networks.
+"""Predictions for a training step compared with what it compiles to, on both sets of networks.
 
     python -m benchmarks.truth --device h200 --json --rows benchmarks/results/truth_h200.jsonl
 
-plans every network for five budgets, from the least memory to most of what the function takes as
-it is, without a compile, and compiles each plan in the step: ``adam``, with parameters and state
+plans every network for five budgets, from the least memory to most of what the unchanged function
+takes, without compiling, and compiles each plan in the step: ``adam``, with parameters and state
 donated, or ``gradient``, the gradient alone. With ``--loop`` each budget is planned by compiling
 (``verify="compile"``); then ``predicted_bytes`` is what was predicted, by what was learnt, before
-the plan was compiled that is returned, and ``model_bytes`` what is predicted without any of that.
-Of each set a summary is printed, of rows with the loop apart: the median of the errors, the ninth
-decile and the worst. Networks of the set ``tuned`` are those that rules were found on; only
-``judged`` counts as evidence.
+the returned plan was compiled, and ``model_bytes`` the prediction without any of that. A summary is
+printed for each set, separately for rows with the loop: the median of the errors, the ninth decile
+and the worst. Rules were found on the networks of the set ``tuned``; only ``judged`` counts as
+evidence.
 
-Each row is appended to ``--rows`` when it is there, and what is there with the same version of JAX
-is not done again: a run that was cut off goes on. With ``--stages`` rows hold the plans too, for
-``benchmarks.ablation``.
+Each row is appended to ``--rows`` as soon as it is known, and existing ones with the same version
+of JAX are not computed again: an interrupted run continues. With ``--stages`` rows also hold the
+plans, for ``benchmarks.ablation``.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from remat_opt.program import tracing
 from remat_opt.program.tracing import Signature
 from remat_opt.units import format_bytes
 
-#: Budgets between the least memory, 0, and what the function takes as it is, 1, evenly in the
-#: logarithm.
+#: Budgets between the least memory, 0, and what the unchanged function takes, 1, on a logarithmic
+#: scale.
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)
 
 
 class Rows:
-    """Rows on file, each written as soon as it is there.
+    """Rows on file, each written as soon as it is known.
 
     Args:
-      path: of a file of ``json_lines``; None to keep none.
+      path: a file of ``json_lines``; None to keep none.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -65,7 +65,7 @@ class Rows:
         return tuple(row[name] for name in ("network", "device", "jax", "step", "loop", "share"))
 
     def find(self, heading: dict[str, Any]) -> dict[str, Any] | None:
-        """The row with this heading, if it is there."""
+        """The row with this heading, if present."""
         return self._known.get(self._key(heading))
 
     def put(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Subject:
     """One network in one step on one device.
 
     Args:
-      name: of the network.
+      name: the network's name.
       device: name of the device.
       step: one of ``STEPS``.
       with_stages: whether rows hold the plans.
@@ -117,7 +117,7 @@ class Subject:
     def as_it_is(self) -> tuple[Plan, Measurement]:
         """The plan that changes nothing, and what the function itself compiles to in the step.
 
-        With that plan, too, ``transform`` would write some of it differently.
+        With that plan ``transform`` would also write some of it differently.
         """
         program = self.problem.program
         plan = planning.describe(self.problem, program, self.problem.unchanged, self._objective)
@@ -132,7 +132,7 @@ class Subject:
         )
 
     def row(self, share: float | None, *, loop: bool) -> dict[str, Any]:
-        """What is predicted and what is compiled; of the function as it is without a share."""
+        """What is predicted and what compiles; without a share, for the unchanged function."""
         if share is None:
             return self._figures(*self.as_it_is())
         objective = self.objective(share)
@@ -204,16 +204,16 @@ def rows(
 
 
 def error(row: dict[str, Any], predicted: str = "predicted_bytes") -> float:
-    """By which share of what is compiled a prediction is off; negative if it is too small."""
+    """By what share of the compiled size a prediction is off; negative if it is too small."""
     return float(row[predicted] / row["compiled_bytes"] - 1)
 
 
 def summaries(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Errors of plans by set, step and loop, without the functions as they are.
+    """Errors of plans by set, step and loop, without the unchanged functions.
 
-    Of those that were chosen by compiling the errors of the model alone are told as well
-    (``predicted`` is ``model_bytes``), how many budgets were met, refused and missed, and the most
-    compiles that any took.
+    For those chosen by compiling, there are also the errors of the model alone (``predicted`` is
+    ``model_bytes``), how many budgets were met, refused and missed, and the most compiles that any
+    took.
     """
     for name, step, loop in itertools.product(("idioms", "tuned", "judged"), STEPS, (False, True)):
         rows_here = [

@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-# The checkout, whether it is installed or not.
+# The checkout, whether installed or not.
 import remat_opt  # noqa: E402
 from remat_opt import command_line  # noqa: E402
 
@@ -52,7 +52,7 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def copy_notebooks(app):
-    """Sphinx reads only what lies under its own folder; the notebooks lie beside it."""
+    """Sphinx reads only what is in its own folder; the notebooks are beside it."""
     target = HERE / "notebooks"
     target.mkdir(exist_ok=True)
     for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
@@ -60,7 +60,7 @@ def copy_notebooks(app):
 
 
 def write_help(app):
-    """The command line's own help, of every command."""
+    """The command line's own help, for every command."""
 
     def help_of(*command):
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):

@@ -3,9 +3,9 @@
     python docs/draw.py algorithms      # seconds; solvers only
     python docs/draw.py compilers       # a minute; compiles for an H200 (extra `cuda`, JAX 0.12)
 
-Nothing is drawn by hand: each picture is what a solver of this package answers, replayed by its
-simulator, or what a compiler says of a program. ``figures_*.json`` holds the numbers; the tests
-work out those of the algorithms again.
+Nothing is drawn by hand: each picture is the answer of a solver of this package, replayed by its
+simulator, or what a compiler says about a program. ``figures_*.json`` holds the numbers; the tests
+recompute those of the algorithms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FOLDER = Path(__file__).parent / "pictures"
 KEPT, AGAIN, IDLE, INK, FAINT = "#2563a8", "#d9822b", "#b8bec6", "#30363d", "#8a929c"
 PHASES = {"forward": KEPT, "recompute": AGAIN, "backward": "#5a8f5a"}
 
-#: The graph that all algorithms are shown on: three residual blocks, as small as they can be. A
+#: The graph that all algorithms are shown on: three residual blocks, as small as possible. A
 #: convolution takes 8 ms, the rest 1 ms; each value takes 8 MiB, the loss 1.
 NAMES = (
     "stem",
@@ -63,7 +63,7 @@ def graph() -> Graph:
 
 
 def budget() -> float:
-    """What the algorithms that take a budget are asked for."""
+    """The budget for the algorithms that take one."""
     return BUDGET * simulate(graph(), plain(graph())).peak_bytes
 
 
@@ -413,7 +413,7 @@ def draw_algorithms() -> None:
 
 
 def draw_compilers() -> None:
-    """Memory over time of the same layers in four ways, and what memory costs; as compiled."""
+    """Memory over time of the same layers in four ways, and what memory costs, as compiled."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
     import jax.numpy as jnp
@@ -503,7 +503,7 @@ def draw_trade_off(rows: dict[str, list[Any]]) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
     ours = sorted((mib, share) for kind, mib, share in rows.values() if kind in ("ours", "plain"))
     axes.plot(*zip(*ours, strict=True), "o-", color=KEPT, label="remat_opt", zorder=1)
-    # Defaults that come to much the same share a label.
+    # Defaults with almost the same figures share a label.
     places: dict[tuple[int, int], list[str]] = {}
     for label, (kind, mib, share) in rows.items():
         if kind != "ours":

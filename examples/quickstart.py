@@ -63,10 +63,10 @@ def loss_of(model):
 
 # The one line. has_aux=True, as for jax.grad: the new running averages come with the loss. The
 # budget is 40 % of what the gradient is predicted to need without the line, and verify="compile"
-# has the compiler check it: plans are compiled until one is within the budget in fact.
+# has the compiler check it: plans are compiled until one really is within the budget.
 loss_fn = remat_opt.optimal_remat(has_aux=True, budget=0.4, verify="compile")(loss_of(ResNet()))
 
-# What one would write by hand.
+# What you would write by hand.
 DOTS = jax.checkpoint_policies.dots_saveable
 BY_HAND = {
     "nn.remat around every block": loss_of(ResNet(block=nn.remat(Block))),

@@ -80,9 +80,9 @@ def screen(title, loss_fn, example, by_hand, batches, options, *, has_aux=False)
     """Plans, compares, trains and prints the results; exits with a message if something is wrong.
 
     Args:
-      title: of the example.
+      title: the example's title.
       loss_fn: the decorated loss, called as ``loss_fn(params, *rest)``; with ``has_aux`` what it
-        returns beside the loss is the next ``rest[0]``.
+        returns besides the loss is the next ``rest[0]``.
       example: arguments.
       by_hand: labels, each with the loss as you would write it by hand.
       batches: one tuple for each step.
@@ -127,8 +127,8 @@ def print_table(found, ours):
 
 def compiled(loss_fn, example, has_aux):
     """The gradient as training runs it, compiled."""
-    # jax.jit(jax.value_and_grad(loss_fn)) is all it takes, but for one thing: on a CPU, JAX before
-    # 0.11 undoes rematerialisation unless an option forbids it.
+    # jax.jit(jax.value_and_grad(loss_fn)) is all it takes, except that on a CPU, JAX before 0.11
+    # undoes rematerialisation unless an option forbids it.
     gradient = jax.jit(
         jax.value_and_grad(loss_fn, has_aux=has_aux),
         compiler_options=compiler_options(attached_device()),
@@ -154,7 +154,7 @@ def train(gradient, example, batches, has_aux):
 
 
 def train_both(loss_fn, planned, example, batches, has_aux):
-    """Trains without the line and with it; the curves must agree."""
+    """Trains with and without the line; the curves must agree."""
     curves = [
         train(compiled(fn, example, has_aux), example, batches, has_aux)
         for fn in (loss_fn.__wrapped__, planned)
@@ -163,7 +163,7 @@ def train_both(loss_fn, planned, example, batches, has_aux):
     print("\nstep         " + "".join(f"{step + 1:10}" for step in steps))
     for label, curve in zip(("plain loss", "planned loss"), curves, strict=True):
         print(f"{label:13}" + "".join(f"{curve[step]:10.5f}" for step in steps))
-    # The same sums in another order may round differently, and training carries that along.
+    # The same sums in another order may round differently, and training amplifies that.
     apart = np.max(np.abs(curves[0] - curves[1])) / np.max(np.abs(curves[0]))
     if not apart <= 1e-2:
         sys.exit(f"\nFAILED: the two runs differ by {apart:.1e}.")

@@ -2,8 +2,8 @@
 
     python notebooks/run.py [NAME...]        # all if none is named
 
-Pages of more than a few kilobytes are left out where there is a text that says the same: what is
-stored is to be small, and a page shows itself to whoever runs the notebook.
+Pages of more than a few kilobytes are left out if there is a text that says the same: stored
+notebooks should be small, and whoever runs the notebook sees the page.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOST_PAGE_BYTES = 8_000
 
 
 def run(path: Path) -> nbformat.NotebookNode:
-    """The notebook as Jupyter executes it, with all that it shows.
+    """The notebook as Jupyter executes it, with all its output.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
     """
     notebook = nbformat.read(path, as_version=4)
-    # The checkout, whether it is installed or not; and figures as the kernel shows them.
+    # The checkout, whether installed or not; and figures as the kernel shows them.
     paths = [str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         **{key: value for key, value in os.environ.items() if key != "MPLBACKEND"},
@@ -44,7 +44,7 @@ def run(path: Path) -> nbformat.NotebookNode:
 
 
 def store(notebook: nbformat.NotebookNode, path: Path) -> None:
-    """Writes what was run, without what is large, and without when it ran."""
+    """Writes what was run, without large outputs and without execution times."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

@@ -1,4 +1,4 @@
-"""What JAX says of ``jax.checkpoint``, its names and its policies, behind names of our own.
+"""What JAX knows of ``jax.checkpoint``, its names and its policies, under names of our own.
 
 Each function has a contract test in ``tests/test_jax_contracts.py``.
 """
@@ -20,12 +20,12 @@ from remat_opt import _jax_internals as internals
 
 
 def name_of(equation: Any) -> str | None:
-    """The name that an equation of ``checkpoint_name`` gives; None for another equation."""
+    """The name that a ``checkpoint_name`` equation gives; None for any other equation."""
     return equation.params["name"] if equation.primitive.name == "name" else None
 
 
 def function_name(equation: Any) -> str:
-    """The name of the function in an equation with a rule of its own; "" where unknown."""
+    """The name of the function in an equation with a custom derivative rule; "" if unknown."""
     body = equation.params["call_jaxpr"]
     about = getattr(getattr(body, "jaxpr", body), "debug_info", None)
     return str(about.func_name) if about is not None else ""
@@ -37,7 +37,7 @@ def saves_name(policy: Any, name: str) -> bool:
 
 
 def saves(policy: Any, equation: Any) -> bool:
-    """Whether a policy of ``jax.checkpoint`` keeps, or offloads, what an equation gives."""
+    """Whether a policy of ``jax.checkpoint`` keeps, or offloads, an equation's result."""
     kinds = [one.aval for one in equation.invars]
     return _saves(policy, equation.primitive, kinds, equation.params)
 
@@ -67,18 +67,18 @@ def is_save_anything_except(policy: Any) -> bool:
 
 
 def saves_nothing(policy: Any) -> bool:
-    """Whether a policy is none, or JAX's for recomputing everything."""
+    """Whether a policy is None, or JAX's for recomputing everything."""
     return policy is None or policy is nothing_saveable
 
 
 def is_plain_policy(policy: Any) -> bool:
-    """Whether a policy is a function of a user's own, not one of JAX's."""
+    """Whether a policy is the user's own function, not one of JAX's."""
     return inspect.isfunction(policy) and policy.__module__ != nothing_saveable.__module__
 
 
 @functools.cache
 def ignores_plain_policies() -> bool:
-    """Whether ``jax_remat3``, where it is on, takes a user's own policy for none."""
+    """Whether ``jax_remat3`` is on and treats a user's own policy as None."""
 
     def save_all(*_: Any, **__: Any) -> bool:
         return True
@@ -94,7 +94,7 @@ def ignores_plain_policies() -> bool:
 
 
 def with_old_checkpoint(run: Callable[[], Any]) -> Any:
-    """What a function gives with ``jax_remat3`` off: then jaxprs show checkpoints and names."""
+    """A function's result with ``jax_remat3`` off, so that jaxprs show checkpoints and names."""
     before = uses_new_checkpoint()
     jax.config.update("jax_remat3", False)
     try:

@@ -1,4 +1,4 @@
-"""Every private or version-dependent use of JAX, behind names of our own.
+"""Every private or version-dependent use of JAX, under names of our own.
 
 JAX 0.10 and 0.12 differ in how jaxprs are represented (``ClosedJaxpr`` and ``Jaxpr``
 became one class) and in the parameters of some equations. The rest of the package
@@ -32,7 +32,7 @@ Primitive = jax_core.Primitive
 #: Where this package's own frames come from; they never made a user's equation.
 _OWN_FOLDER = __file__.replace("\\", "/").rsplit("/", 1)[0] + "/"
 
-#: Calls that only group equations: their bodies are inlined where they stand.
+#: Calls that only group equations: their bodies are inlined in place.
 _INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 
 
@@ -53,9 +53,8 @@ def parts(closed: Any) -> tuple[list[Any], list[Any], list[Any], list[Any], list
 def inlinable_body(equation: Any) -> Any | None:
     """The closed jaxpr to put in place of a call equation, or None to carry it whole.
 
-    A nested ``jit`` that prescribes shardings or layouts is not only a group of
-    equations, so it is carried as it is. (Side effects do not stand in the way: the
-    equations inside that have them say so themselves.)
+    A nested ``jit`` that prescribes shardings or layouts is not only a group of equations, so it is
+    carried as it is. (Side effects are no obstacle: each equation inside declares its own.)
     """
     if equation.primitive.name not in _INLINED_CALLS:
         return None
@@ -69,7 +68,7 @@ def inlinable_body(equation: Any) -> Any | None:
     return params.get("jaxpr", params.get("call_jaxpr"))
 
 
-#: Names of what calls a Python function.
+#: Primitives that call a Python function.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 #: Names of ``jax.checkpoint`` in a jaxpr.
 _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
@@ -77,12 +76,12 @@ _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What an equation says that is a ``jax.checkpoint``.
+    """What a ``jax.checkpoint`` equation says.
 
     Attributes:
-      body: the jaxpr of what is under it.
-      policy: says of an equation whether what it makes is kept; None keeps nothing.
-      differentiated: whether it is what is left of one after a derivative was taken.
+      body: the jaxpr under it.
+      policy: decides whether an equation's result is kept; None keeps nothing.
+      differentiated: whether a derivative has been taken and this is what remains.
     """
 
     body: Any
@@ -114,7 +113,7 @@ def is_choice_of_platform(equation: Any) -> bool:
 def branches_copy_inputs() -> bool:
     """Whether a ``cond`` hands out copies of its inputs where checkpoints in branches read them.
 
-    JAX before 0.11 does; later the inputs themselves wait for the backward pass.
+    JAX before 0.11 does. Later versions keep the inputs themselves for the backward pass.
     """
 
     def residuals(flag: Any, x: Any) -> Any:
@@ -129,9 +128,9 @@ def branches_copy_inputs() -> bool:
 
 
 def without_checkpoints(equation: Any) -> Any:
-    """The equation with what is under checkpoints in its inner programs in their places.
+    """The equation with each checkpoint in its inner programs replaced by its body.
 
-    Those of functions with derivative rules of their own stay: their rules say what is kept.
+    Those inside functions with custom derivative rules stay: the rules say what is kept.
     """
     if equation.primitive.name.startswith("custom_"):
         return equation
@@ -150,7 +149,7 @@ def without_checkpoints(equation: Any) -> Any:
 
 
 def _dissolved(closed: Any) -> Any:
-    """A jaxpr, open or closed, without checkpoints; the same one where there are none."""
+    """A jaxpr, open or closed, without its checkpoints; the same object if it has none."""
     jaxpr = getattr(closed, "jaxpr", closed)
     environment: dict[Any, Any] = {}
     equations: list[Any] = []
@@ -169,7 +168,7 @@ def _dissolved(closed: Any) -> Any:
                 put(inner, stack)
                 environment.update(zip(step.outvars, map(read, results), strict=True))
                 continue
-            # The same body may stand in several places, where it makes other values.
+            # The same body may occur in several places and make different values in each.
             made = step.outvars
             if prefix is not None:
                 made = [jax_core.Var(variable.aval) for variable in made]
@@ -217,7 +216,7 @@ def has_effects(equation: Any) -> bool:
 
 
 def is_mutable(variable: Any) -> bool:
-    """Whether a variable is a mutable array, as ``jax.new_ref`` makes one: not a value itself."""
+    """Whether a variable is a mutable array, as from ``jax.new_ref``: not a value itself."""
     return hasattr(variable.aval, "inner_aval")
 
 
@@ -231,10 +230,10 @@ def calls_back(equation: Any) -> bool:
 
 
 def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
-    """Axes of a ``vmap`` or ``shard_map`` around the equations that tie them to it.
+    """Axes of a surrounding ``vmap`` or ``shard_map`` that the equations depend on.
 
-    Those of a ``vmap`` that the equations name, as ``psum`` does, and all of a ``shard_map`` in
-    whose body this is called.
+    Those of a ``vmap`` that the equations name, as ``psum`` does, and all those of a ``shard_map``
+    whose body this is called in.
     """
     named = {
         str(effect.name)
@@ -246,14 +245,14 @@ def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
 
 
 def name_stack_of(equation: Any, prefix: Any = None) -> Any:
-    """The equation's name stack, as an opaque object, below ``prefix`` where it was inlined."""
+    """The equation's name stack, an opaque object, below ``prefix`` if it was inlined."""
     stack = equation.source_info.name_stack
     return stack if prefix is None else prefix + stack
 
 
 @contextlib.contextmanager
 def context_of(equation: Any, name_stack: Any) -> Iterator[None]:
-    """What an equation was traced in: its source line, its name stack and its own context."""
+    """Where an equation was traced: its source line, its name stack and its own context."""
     stack = source_info_util.current_name_stack() + name_stack
     with (
         source_info_util.user_context(equation.source_info.traceback, name_stack=stack),
@@ -281,10 +280,10 @@ def bind(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def bind_apart(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Runs one ``custom_jvp_call`` with scalar constants that equal no others to the compiler.
+    """Runs one ``custom_jvp_call`` with scalar constants that the compiler cannot merge.
 
-    XLA makes one array of equal constants of one shape, however far apart their readers are. It
-    does not look behind an optimization barrier. The derivative is the equation's own.
+    XLA turns equal constants of one shape into one array, however far apart their readers are. It
+    does not look behind an optimization barrier. The derivative is unchanged.
     """
 
     @jax.custom_jvp
@@ -304,12 +303,12 @@ def bind_apart(equation: Any, name_stack: Any, inputs: Sequence[Any]) -> list[An
 def jvp_of_varying(
     fn: Callable[..., Sequence[Any]], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The tangents of ``fn``'s outputs, taken along those inputs alone that have a tangent.
+    """The tangents of ``fn``'s outputs, along only those inputs that have a tangent.
 
     Args:
-      fn: takes the primals and gives several outputs.
+      fn: takes the primals and returns several outputs.
       primals: where to take the derivative.
-      tangents: as a rule with symbolic zeros is given them.
+      tangents: as a rule with symbolic zeros receives them.
     """
     varying = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
@@ -323,13 +322,13 @@ def jvp_of_varying(
     return tuple(jax.jvp(of_varying, [primals[number] for number in varying], directions)[1])
 
 
-#: Whether the results of a scan can be tied. JAX before 0.11 takes the cotangents of what a scan
-#: stacks for those of one iteration, under a checkpoint, where some are tied to others.
+#: Whether the results of a scan can be tied. Under a checkpoint, where some of them are tied to
+#: others, JAX before 0.11 takes the cotangents of stacked outputs for those of one iteration.
 TIES_SCANS = jax.__version_info__ >= (0, 11)
 
-#: The identity, in place of a barrier on tangents. What it is the transpose of is a barrier on
-#: the cotangents. JAX's own barrier cannot be transposed where one of several tangents is no
-#: linear function of what varies, as the zeros of a custom derivative rule are none.
+#: The identity, in place of a barrier on tangents. Its transpose is a barrier on the cotangents.
+#: JAX's own barrier cannot be transposed if one of several tangents is not a linear function of
+#: what varies, like the zeros of a custom derivative rule.
 _tie_p = Primitive("remat_opt_tie")
 _tie_p.multiple_results = True
 
@@ -364,7 +363,7 @@ def _tie_batched(values: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
 def _of_those(
     values: Sequence[Any], chosen: Sequence[bool], run: Callable[..., Sequence[Any]]
 ) -> list[Any]:
-    """The values, with what ``run`` makes of the chosen in their places."""
+    """The values, with the chosen ones replaced by what ``run`` makes of them."""
     given = [value for value, wanted in zip(values, chosen, strict=True) if wanted]
     made = iter(run(*given) if given else ())
     return [next(made) if wanted else value for value, wanted in zip(values, chosen, strict=True)]
@@ -379,10 +378,10 @@ mlir.register_lowering(_tie_p, mlir.lower_fun(_tie_run, multiple_results=True))
 
 
 def tie_cotangents(tangents: Sequence[Any]) -> tuple[Any, ...]:
-    """Tangents as they are; of their cotangents none goes on before all are computed.
+    """Tangents as they are; none of their cotangents goes on before all are computed.
 
     Args:
-      tangents: as a rule with symbolic zeros is given them: these stay what they are.
+      tangents: as a rule with symbolic zeros receives them; the zeros stay what they are.
     """
     there = [not isinstance(one, SymbolicZero) for one in tangents]
     return tuple(_of_those(tangents, there, _tie_p.bind))
@@ -415,16 +414,16 @@ def run_with_known(
     literals: Mapping[int, Any],
     outputs: Sequence[Any],
 ) -> list[Any]:
-    """Runs a closed jaxpr in which one equation has been run already.
+    """Runs a closed jaxpr, one equation of which has already been run.
 
     Args:
       closed: the jaxpr; its first inputs are those of ``equation`` that are not literals.
       inputs: values of its inputs.
       literals: values of the equation's other inputs, by position.
-      equation: wherever the jaxpr applies it to those inputs, it is not run. (A derivative
-        rule need not hand on what the primitive makes: that of ``cholesky`` clears the upper
-        triangle first. So it is the equation that is looked for, not the result.)
-      outputs: what it made.
+      equation: wherever the jaxpr applies it to those inputs, it is not run. (A derivative rule
+        need not pass on the primitive's result: that of ``cholesky`` clears the upper triangle
+        first. So we look for the equation, not the result.)
+      outputs: its results.
 
     Returns:
       All outputs of the jaxpr.
@@ -481,7 +480,7 @@ def zero_tangent(value: Any) -> SymbolicZero:
 
 
 def instantiated(tangent: Any, value: Any) -> Any:
-    """The tangent of a value as an array, where it is a symbolic zero."""
+    """The tangent of a value as an array, if it is a symbolic zero."""
     if not isinstance(tangent, SymbolicZero):
         return tangent
     kind = type_of(value).to_tangent_aval()
@@ -491,15 +490,15 @@ def instantiated(tangent: Any, value: Any) -> Any:
 def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = False) -> str:
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 
-    That is the innermost line outside JAX and outside installed packages (a Flax layer is
-    told by its module path); where all lines are in packages, the innermost outside JAX.
+    That is the innermost line outside JAX and outside installed packages (a Flax layer is known by
+    its module path). If all lines are in packages, it is the innermost outside JAX.
 
     Args:
       equation: of a jaxpr.
-      calls: those whose bodies it was inlined from, the innermost first. A function of JAX's such
-        as ``jnp.clip`` is traced once for all its callers: its equations have no line of a user's,
-        so that of the call is theirs.
-      only_users: "" where all lines are in packages.
+      calls: those whose bodies it was inlined from, innermost first. A JAX function such as
+        ``jnp.clip`` is traced once for all its callers. Its equations have no user line, so they
+        get that of the call.
+      only_users: give "" if all lines are in packages.
     """
     frames = [
         frame
@@ -514,15 +513,15 @@ def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = 
 
 
 def functions_around(equation: Any, calls: Sequence[Any] = ()) -> list[tuple[str, int]]:
-    """The user's functions that made an equation, the outermost first.
+    """The user's functions that made an equation, outermost first.
 
     Args:
       equation: of a jaxpr.
-      calls: those whose bodies it was inlined from, the innermost first. What is inside of one is
-        traced once for all its callers, so the functions are those that made the outermost call.
+      calls: those whose bodies it was inlined from, innermost first. A body is traced once for all
+        its callers, so the functions are those that made the outermost call.
 
     Returns:
-      Of each its name and the line of the function around it that called it.
+      The name of each, and the line that called it in the function around it.
     """
     outermost = calls[-1] if calls else equation
     frames = [
@@ -535,10 +534,10 @@ def functions_around(equation: Any, calls: Sequence[Any] = ()) -> list[tuple[str
 
 
 def names_of_calls(calls: Sequence[Any]) -> list[str]:
-    """The functions that inlined calls are of, such as ``gelu``, the outermost first.
+    """The functions that inlined calls belong to, such as ``gelu``, outermost first.
 
     Args:
-      calls: the innermost first.
+      calls: innermost first.
     """
     names = (str(call.params.get("name", "")).lstrip("_") for call in reversed(calls))
     return [name for name in names if name.isidentifier()]
@@ -550,7 +549,7 @@ def _is_installed(file_name: str) -> bool:
 
 
 def results_of_call(call: Any, variables: Sequence[Any]) -> list[Any]:
-    """Those results of an inlined call that these variables of its body are."""
+    """The results of an inlined call that correspond to these variables of its body."""
     results = parts(inlinable_body(call))[4]
     return [
         outer
@@ -560,9 +559,9 @@ def results_of_call(call: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def custom_name(equation: Any) -> str:
-    """The name of a function with a derivative of its own, such as ``relu``; "" where unknown.
+    """The name of a function with a custom derivative, such as ``relu``; "" if unknown.
 
-    The rule wraps one call of a named function; where it does not, nothing says what it is.
+    The rule wraps one call of a named function. If it does not, nothing says what it is.
     """
     body = equation.params.get("call_jaxpr")
     if body is None or not equation.primitive.name.startswith("custom_"):
@@ -578,7 +577,7 @@ def check(closed: Any) -> None:
 
 
 def without_dead_code(closed: Any) -> Any:
-    """The same program (an open jaxpr) less what no output needs, in inner programs too."""
+    """The program (an open jaxpr) without what no output needs, in inner programs too."""
     jaxpr = getattr(closed, "jaxpr", closed)
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return live
@@ -590,7 +589,7 @@ def type_of(value: Any) -> Any:
 
 
 def cotangent_type(aval: Any) -> Any:
-    """The type that the cotangent of a value of type ``aval`` has.
+    """The type of the cotangent of a value of type ``aval``.
 
     The two differ where types say how a value is sharded or over which mesh axes it varies.
     """
@@ -600,14 +599,14 @@ def cotangent_type(aval: Any) -> Any:
 def make_jaxpr(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Traces ``fn`` and returns (closed jaxpr, tree of output shapes).
 
-    In place of an argument may stand its abstract value, which says more than a
+    An argument may be replaced by its abstract value. This says more than a
     ``jax.ShapeDtypeStruct``: how it is sharded, and over which axes of ``shard_map`` it varies.
     """
     return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
 
 
 def is_differentiated(value: Any) -> bool:
-    """Whether a value is the tracer of a derivative, also with a ``vmap`` inside of that."""
+    """Whether a value is the tracer of a derivative, perhaps with a ``vmap`` inside it."""
     while hasattr(type(value), "batch_dim"):
         value = value.val
     return isinstance(value, jax.core.Tracer) and hasattr(type(value), "tangent")
@@ -616,7 +615,7 @@ def is_differentiated(value: Any) -> bool:
 def is_concrete(value: Any) -> bool:
     """Whether a value is an array, or the tracer of a derivative or a ``vmap`` around one.
 
-    Not so under ``jax.jit`` and the like, where there are no arrays yet.
+    False under ``jax.jit`` and the like, where there are no arrays yet.
     """
     while isinstance(value, jax.core.Tracer):
         kind = type(value)
@@ -628,7 +627,7 @@ def is_concrete(value: Any) -> bool:
 
 
 def settings() -> Hashable:
-    """All settings of JAX that traces depend on, and the axes and meshes that they are made in."""
+    """All JAX settings that traces depend on, and the axes and meshes they are made in."""
     return config.trace_context(), jax.config.values["jax_disable_jit"]
 
 
@@ -640,8 +639,8 @@ def scan_length(params: Mapping[str, Any]) -> int:
 def while_turns(equation: Any) -> int | None:
     """How often the body of a ``while`` equation runs, if constants alone decide that.
 
-    So where an integer that is carried, and grows or shrinks by a constant each turn, is compared
-    with another one or a constant: as ``fori_loop`` with bounds that are no tracers writes it.
+    They do if a carried integer that changes by a constant each turn is compared with another one
+    or a constant, as ``fori_loop`` writes it when its bounds are not tracers.
     """
     _, _, tested, tests, _ = parts(equation.params["cond_jaxpr"])
     if len(tests) != 1 or tests[0].primitive.name not in _COMPARED:
@@ -653,7 +652,7 @@ def while_turns(equation: Any) -> int | None:
     first = [*equation.invars[:constants], *equation.invars[constants + turned :]]
 
     def course(variable: Any) -> tuple[int, int] | None:
-        """Of one side of the comparison the value at first, and what is added each turn."""
+        """The initial value of one side of the comparison, and what each turn adds to it."""
         added: int | None = 0
         if not isinstance(variable, Literal):
             place = tested.index(variable)
@@ -699,13 +698,13 @@ class Scan:
     """What a ``scan`` equation says.
 
     Attributes:
-      body: the closed jaxpr of an iteration: from constants, carry and one entry of each stacked
-        input to the next carry and one entry of each stacked output.
+      body: the closed jaxpr of an iteration. It takes constants, carry and one entry of each
+        stacked input to the next carry and one entry of each stacked output.
       constants: how many of the inputs are constants; they come first.
       carries: how many are carried; they come next, and first among the outputs.
       length: how often the body runs.
       reverse: whether the last entries come first.
-      unroll: how many iterations are written out in a row.
+      unroll: how many iterations are unrolled.
     """
 
     body: Any
@@ -730,7 +729,7 @@ def scan_of(equation: Any) -> Scan:
         carries=int(carries),
         length=int(params["length"]),
         reverse=bool(params["reverse"]),
-        # True is all of them.
+        # True means all of them.
         unroll=int(params["length"]) if unroll is True else max(1, int(unroll)),
     )
 
@@ -754,7 +753,7 @@ def describe(thing: object) -> str:
         return "{" + ",".join(f"{describe(k)}:{describe(v)}" for k, v in thing.items()) + "}"
     if isinstance(thing, str | int | float | complex | bool | bytes | type(None)):
         return repr(thing)
-    # Of a mesh its names: how many devices there are does not change the program.
+    # Only a mesh's axis names: the number of devices does not change the program.
     if isinstance(thing, jax.sharding.NamedSharding):
         return str(thing.spec)
     if isinstance(thing, jax.sharding.Mesh | jax.sharding.AbstractMesh):
@@ -764,16 +763,16 @@ def describe(thing: object) -> str:
     return _ADDRESS.sub("", repr(thing))
 
 
-#: Parameters that say how a result lies on a mesh, as the arguments do, and not what it is; of a
-#: constraint that is all there is to say.
+#: Parameters that say how a result is laid out on a mesh, as the arguments are, not what it is. A
+#: constraint says nothing else.
 _LAYOUTS = frozenset({"sharding", "out_sharding", "context_mesh"})
 
 
 def describe_parameters(params: Mapping[str, Any]) -> str:
     """The text of all parameters of an equation, in the order of their names.
 
-    Where the arguments lie does not enter: a program is the same on any mesh. What the user wrote
-    does: constraints, and the axes of a ``shard_map``.
+    The layout of the arguments is left out: a program is the same on any mesh. What the user wrote
+    is included: constraints, and the axes of a ``shard_map``.
     """
     of_constraint = "unconstrained_dims" in params
     told = {
@@ -783,7 +782,7 @@ def describe_parameters(params: Mapping[str, Any]) -> str:
     return ";".join(f"{key}={describe(told[key])}" for key in sorted(told))
 
 
-#: How the type of an array tells the mesh axes along which a dimension is sharded.
+#: How an array's type writes the mesh axes that shard a dimension.
 _SHARDED_ALONG = re.compile(r"@(\([^)]*\)|[^,\]]+)")
 
 

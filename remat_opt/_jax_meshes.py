@@ -1,7 +1,7 @@
-"""What JAX and its compiler say of meshes, behind names of our own, as ``_jax_internals`` has them.
+"""What JAX and its compiler know of meshes, under names of our own, as in ``_jax_internals``.
 
-``propagated`` runs one pass of the compiler by itself, which JAX ships and has no words for. Each
-function here has a contract test in ``tests/test_jax_contracts.py``.
+``propagated`` runs one compiler pass by itself; JAX ships it but has no call for it. Each function
+here has a contract test in ``tests/test_jax_contracts.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from remat_opt._jax_internals import inner_jaxprs, parts
 
 
 def mesh_of(value: Any) -> Any | None:
-    """The mesh that an array, tracer or shape is laid out on, abstract for a tracer; else None.
+    """The mesh that an array, tracer or shape is laid out on (abstract for a tracer), or None.
 
-    None also inside a ``shard_map``, where arrays are what one device has of them.
+    Also None inside a ``shard_map``, where an array is one device's part.
     """
     sharding = _sharding_of(value)
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
@@ -29,10 +29,9 @@ def mesh_of(value: Any) -> Any | None:
 
 
 def split_of(value: Any) -> tuple[tuple[str, ...], ...] | None:
-    """For each axis of an array the mesh axes that split it; None where that cannot be known.
+    """For each axis of an array, the mesh axes that split it; None if that cannot be known.
 
-    Of a tracer only what its type says is known: that is along axes of the mesh with explicit
-    sharding.
+    For a tracer we know only what its type says: the mesh axes with explicit sharding.
     """
     sharding = _sharding_of(value)
     if not isinstance(sharding, jax.sharding.NamedSharding):
@@ -50,7 +49,7 @@ def split_of(value: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _primal(value: Any) -> Any:
-    """The array under the tracers of derivatives that are taken outside of ``jax.jit``."""
+    """The array under the tracers of derivatives taken outside ``jax.jit``."""
     while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
         value = value.primal
     return value
@@ -64,10 +63,10 @@ def _sharding_of(value: Any) -> Any:
 
 
 def explicit_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
-    """To be in the mesh of an array with explicit sharding; nothing for any other array.
+    """Enters the mesh of an array with explicit sharding; does nothing for any other array.
 
-    JAX 0.12 makes the zeros that the gradient of a slice is put into without a mesh unless the
-    slice was taken in one.
+    The gradient of a slice is put into zeros. JAX 0.12 makes these without a mesh unless the slice
+    was taken in one.
     """
     mesh = jax.typeof(value).sharding.mesh
     if mesh.empty or not mesh.are_all_axes_explicit:
@@ -90,16 +89,16 @@ def meshes_in(equations: Iterable[Any]) -> Iterator[Any]:
 def propagated(
     fn: Callable[..., Any], arguments: Sequence[Any]
 ) -> list[tuple[tuple[tuple[str, int], ...], ...]]:
-    """How the results of a function are split over a mesh, as the compiler decides.
+    """How the compiler splits the results of a function over a mesh.
 
-    The function is lowered, and of the compiler only the pass runs that propagates shardings.
+    The function is lowered, and only the compiler's sharding propagation runs.
 
     Args:
-      fn: gives a flat list of arrays.
-      arguments: shapes, with shardings where there are any.
+      fn: returns a flat list of arrays.
+      arguments: shapes, with shardings if there are any.
 
     Returns:
-      For each result, for each of its axes the mesh axes that split it and in how many ways.
+      For each axis of each result, the mesh axes that split it and into how many parts.
     """
     traced = jax.jit(fn).trace(*arguments)
     count = len(jax.tree.leaves(traced.out_info))
@@ -124,7 +123,7 @@ def propagated(
 
 
 def _lowered_anywhere(traced: Any) -> Any:
-    """Lowered for the first platform that can: kernels may be written for one."""
+    """Lowered for the first platform that works: kernels may be written for just one."""
     *others, last = "cpu", "tpu", "cuda"
     for platform in others:
         with contextlib.suppress(Exception):

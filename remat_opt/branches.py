@@ -1,19 +1,18 @@
-"""What to do inside the branches of a program: how each ``cond`` is opened.
+"""How to open each ``cond`` of a program: what to keep inside its branches.
 
-Problem. A ``cond`` hands out for its backward pass what any of its branches would keep: arrays of
-one type in different branches share a place, others are zeros wherever their branch does not run.
-All of it is there from the forward pass on, and nothing from outside names any of it.
+Problem. For its backward pass, a ``cond`` hands out whatever any of its branches would keep. Arrays
+of one type in different branches share a place; the others are zeros whenever their branch does not
+run. All of it exists from the forward pass on, and no name from outside reaches it.
 
-Method. A branch is a program of its own, with a model and schedules of its own; it runs as their
-chains. Every region of them is under a checkpoint: what is not computed again there is kept by
-name, for nothing behind a ``cond`` is fused with what is in it, and JAX would keep much that a
-backward step makes at no cost. So a branch has three figures: what it keeps, by type;
-recomputation; and the workspace of its backward pass. Of all branches together, the most of each
-type is kept, and of the other two figures the largest count, as they do for the cost of a ``cond``.
-For each limit to recomputation every branch goes the way that takes the least memory.
+Method. A branch is a program with its own model and schedules, and runs as a chain. All its regions
+are under checkpoints, and what is not recomputed is kept by name: nothing behind a ``cond`` fuses
+with what is inside it, and JAX would keep much that a backward step can make at no cost. So a
+branch has three figures: what it keeps, by type; its recomputation; and the workspace of its
+backward pass. Over all branches, the most of each type is kept, and the largest of the other two
+figures counts, as for the cost of a ``cond``. For each limit on recomputation, every branch runs in
+the way that takes the least memory.
 
-Complexity: for a branch, as for a program of its size; the rest is arithmetic on some dozens of
-ways.
+Complexity: for a branch, that of a program of its size; the rest is arithmetic on a few dozen ways.
 
 Guarantee: none of optimality. Deterministic.
 """
@@ -35,10 +34,10 @@ from remat_opt.schedule import Branch, Choice, Region, Schedule
 from remat_opt.simulator import demand
 from remat_opt.solvers.base import Candidate, Overhead, thinned
 
-#: Gives the model of a branch, and candidates for all budgets.
+#: Gives the model of a branch, with candidates for all budgets.
 Search = Callable[[Program], tuple[Model, list[Candidate]]]
 
-#: How many schedules of a branch, and limits to recomputation, are looked at.
+#: How many schedules of a branch, and limits on recomputation, are looked at.
 _MOST_SCHEDULES, _MOST_LIMITS = 48, 96
 
 
@@ -48,10 +47,10 @@ class Way:
 
     Attributes:
       branch: what is decided.
-      kept: of each type of array that waits for the backward pass how many there are, and bytes of
-        one.
-      workspace_bytes: what its backward pass takes beside that.
-      seconds: what is computed again.
+      kept: for each type of array that waits for the backward pass, how many there are and the
+        bytes of one.
+      workspace_bytes: what its backward pass takes besides.
+      seconds: of recomputation.
       flops: likewise.
     """
 
@@ -62,7 +61,7 @@ class Way:
     flops: int
 
     def cost(self, measure: Overhead) -> float:
-        """What recomputation comes to."""
+        """The total recomputation."""
         return self.seconds if measure is Overhead.SECONDS else float(self.flops)
 
 
@@ -88,11 +87,11 @@ def openings(
     """Ways to open one choice, in any order; none if it cannot be.
 
     Args:
-      program: that it is in.
-      vertex: of the choice.
+      program: the program it is in.
+      vertex: that of the choice.
       root: position of its equation.
       derivative: of the choice as it is.
-      expected: model of the program.
+      expected: the program's model.
       measure: what recomputation is counted in.
       of_branch: gives the ways to run a branch, and its time forward (``ways``).
     """
@@ -101,7 +100,7 @@ def openings(
     if not all(of_one for of_one, _ in found):
         return
     graph = expected.graph
-    # The rates are those that the rest is counted in.
+    # Use the rates that the rest is counted in.
     forward = max(seconds for _, seconds in found)
     scale = graph.seconds[vertex] / forward if forward else 0.0
     read_bytes = _read_bytes(program, root, derivative, expected)
@@ -111,7 +110,7 @@ def openings(
             vertex=vertex,
             loop=Choice(root=root, branches=tuple(one.branch for one in chosen)),
             stacked_bytes=_merged_bytes(chosen) + read_bytes,
-            # The cotangent that it starts from is there in both.
+            # The cotangent it starts from is there in both.
             workspace_bytes=max(0, workspace - graph.cotangent_bytes[vertex]),
             closed_bytes=expected.inside.get(vertex, 0),
             seconds=scale * max(one.seconds for one in chosen),
@@ -120,7 +119,7 @@ def openings(
 
 
 def _together(branches: Sequence[Sequence[Way]], measure: Overhead) -> Iterator[tuple[Way, ...]]:
-    """One way for each branch, for every limit to recomputation."""
+    """One way for each branch, for every limit on recomputation."""
     costs = sorted({way.cost(measure) for ways in branches for way in ways})
     least = max(min(way.cost(measure) for way in ways) for ways in branches)
     memory: tuple[Callable[[Way], int], ...] = (
@@ -139,7 +138,7 @@ def _together(branches: Sequence[Sequence[Way]], measure: Overhead) -> Iterator[
 
 
 def _merged_bytes(chosen: Sequence[Way]) -> int:
-    """What a choice hands out for its backward pass: of each type as many as any branch keeps."""
+    """What a choice hands out for its backward pass: as many of each type as any branch keeps."""
     most: dict[Hashable, int] = {}
     for way in chosen:
         for kind, (count, size) in way.kept.items():
@@ -150,7 +149,7 @@ def _merged_bytes(chosen: Sequence[Way]) -> int:
 def _read_bytes(program: Program, root: int, derivative: Derivative, expected: Model) -> int:
     """Inputs that wait for the backward pass where checkpoints in the branches read them.
 
-    What the choice as it is reads as well is counted as its predecessor.
+    What the choice also reads when unopened is counted as its predecessor.
     """
     equation = program.equations[root]
     read = {place: atom for place, atom in enumerate(equation.inputs) if isinstance(atom, int)}
@@ -168,7 +167,7 @@ def _read_bytes(program: Program, root: int, derivative: Derivative, expected: M
 
 
 def ways(body: Program, search: Search) -> tuple[list[Way], float]:
-    """The ways to run a branch that no other beats in all figures, and its time forward."""
+    """The ways to run a branch that no other beats in every figure, and its forward time."""
     if computes_nothing(body):
         as_it_is = Branch(stages=())
         return [Way(branch=as_it_is, kept={}, workspace_bytes=0, seconds=0.0, flops=0)], 0.0
@@ -198,9 +197,9 @@ def ways(body: Program, search: Search) -> tuple[list[Way], float]:
 
 
 def _checkpointed(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
-    """The schedule with all under checkpoints: what was under none is kept by name, or is not.
+    """The schedule with all regions under checkpoints; what was under none is kept by name.
 
-    But for what has residuals that no name reaches, as loops have: these stay under none.
+    Vertices with residuals that no name reaches, such as loops, stay under none.
     """
     stored = demand(graph, schedule).stored
     for named in (stored, frozenset[int]()):
@@ -231,7 +230,7 @@ def _way(body: Program, expected: Model, schedule: Schedule) -> Way:
         for v in wanted.stored
         if (size := graph.bytes[v])
     )
-    # What loops keep has no type here; in branches that are alike it is the same.
+    # What loops keep has no type here; it is the same in branches that are alike.
     counts.update(("inside", size) for v in bare if (size := graph.internal_bytes[v]))
     kept: dict[Hashable, tuple[int, int]] = {
         kind: (count, kind[1]) for kind, count in counts.items()

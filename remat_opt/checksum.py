@@ -1,4 +1,4 @@
-"""The checksum that files of plans, and of what was learnt, carry."""
+"""The checksum in plan files and files of what was learnt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def checksum_of(body: Any) -> str:
-    """The SHA-256 of plain data, whatever its spacing and the order of its keys."""
+    """The SHA-256 of plain data, independent of spacing and key order."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,9 +1,9 @@
 """``python -m remat_opt``: plans, what memory is spent on, and checks, from a shell.
 
 A loss function and its arguments are named as ``MODULE:FUNCTION``. The current directory is
-importable, as for ``python -m``. What goes wrong on purpose (``RematError``) is one line on
-stderr and the exit status 2, as for a wrong option; a fault in the named modules themselves
-keeps its traceback. ``check`` and ``lint`` exit with 1 where they have found something.
+importable, as for ``python -m``. An expected failure (``RematError``) is one line on stderr and
+exit status 2, as for a wrong option; a fault in the named modules keeps its traceback. ``check``
+and ``lint`` exit with 1 if they find something.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ _OPTIONS = frozenset(inspect.signature(api.make_plan).parameters) | frozenset(
 
 
 class CommandError(RematError):
-    """A command that cannot be carried out as it is written."""
+    """A command that cannot be carried out as written."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-      arguments: those of the command line without the program's name; ``sys.argv`` if None.
+      arguments: the command line without the program's name; ``sys.argv`` if None.
 
     Returns:
-      The exit status: 0; 1 where a check has found something; 2 where the command could not be
-      carried out.
+      The exit status: 0; 1 if a check found something; 2 if the command could not be carried out.
     """
     options = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:

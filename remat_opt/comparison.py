@@ -48,7 +48,7 @@ class Contender:
     Attributes:
       label: what to call it.
       kind: ``plain``, ``policy`` or ``ours``.
-      make: gives what to make of the loss, and the plan that follows where there is one.
+      make: gives the loss to run, and the plan that it follows, if there is one.
     """
 
     label: str
@@ -254,7 +254,7 @@ def contest(
                 rows[0]["predicted_temporary_bytes"] = plan.predicted.plain_temporary_bytes
                 for note in plan.notes:
                     notes.setdefault(note, []).append(contender.label)
-            # Budgets that lead to the same decision need compiling once.
+            # Budgets that lead to the same decision are compiled once.
             key: Hashable = contender.label if plan is None else plan.stages
             if key in known:
                 measured, counted = known[key]
@@ -263,14 +263,14 @@ def contest(
                 if plain_flops is None:
                     plain_flops = counted
                 row["recomputed_flops_share"] = _share(counted - plain_flops, forward_flops)
-                # A plan that was chosen by compiling has been compiled in this step.
+                # A plan chosen by compiling has already been compiled in this step.
                 measured = (plan and plan.measured) or measure(how)
                 known[key] = measured, counted
         except MissingPackageError:
-            # Without its compiler, no row can be had.
+            # Without the compiler there can be no rows.
             raise
         except Exception as error:
-            # Other people's functions fail in their own ways; not the plain one, nor ours.
+            # A user's function may fail in any way; the plain one and ours may not.
             if not isinstance(error, RematError) and contender.kind != "policy":
                 raise
             row["error"] = _first_line(error)
@@ -365,12 +365,12 @@ def policy_contenders(
     """What a user's ``policies=`` means.
 
     Args:
-      chosen: names in ``jax.checkpoint_policies``, or labels with, for each, such a name or
-        a function with the results of the loss; None for all that JAX has.
+      chosen: names in ``jax.checkpoint_policies``, or a mapping from labels to such names or to
+        functions with the results of the loss; None for all that JAX has.
       signature: how the arguments of the loss are read.
-      has_blocks: whether the loss is made of blocks. Then each policy is taken around the whole
-        function and around every block; but not the one that keeps everything, which is the
-        function as it is.
+      has_blocks: whether the loss is made of blocks. Then each policy is tried around the whole
+        function and around every block, except the one that keeps everything: that is the unchanged
+        function.
 
     Raises:
       RematError: a name is unknown, or a value is neither a name nor a function.
@@ -393,7 +393,8 @@ def policy_contenders(
         if not callable(given):
             raise RematError(
                 f"policies= has {given!r} ({type(given).__name__}) for {label!r}: give the name of "
-                "a policy of jax.checkpoint_policies, or a function that does as the loss does."
+                "a policy of jax.checkpoint_policies, or a function with the same results as "
+                "the loss."
             )
         if _is_policy_of_jax(given):
             raise RematError(

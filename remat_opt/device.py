@@ -1,13 +1,13 @@
 """Machines to plan and compile for: memory, rates, bandwidths, and how to compile for them.
 
-A table of plain numbers with their public source; no JAX here. Rates and bandwidths are
-peaks from data sheets. A plan only compares recomputations with one another and with one
-forward pass, so that a factor common to all of them does not matter.
+A table of plain numbers with their public source; no JAX here. Rates and bandwidths are peaks from
+data sheets. A plan only compares recomputations with one another and with one forward pass, so a
+factor common to all does not matter.
 
 What float32 means. JAX multiplies float32 matrices at its *default precision*, and the "float32"
-rate here is that of what then really runs: one bfloat16 pass on a TPU, TF32 on an NVIDIA GPU from
-Ampere on (jax issues 1856 and 12008), float32 on a CPU. If you set
-``jax_default_matmul_precision`` to something slower, register a device of your own.
+rate here is that of what really runs: one bfloat16 pass on a TPU, TF32 on an NVIDIA GPU from Ampere
+on (jax issues 1856 and 12008), float32 on a CPU. If you set ``jax_default_matmul_precision`` to
+something slower, register a device of your own.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class TpuTarget:
     """Compile with libtpu for a TPU that need not be attached.
 
     Attributes:
-      topology: name of a slice: of a pod that is meant, or the smallest that every supported
-        libtpu accepts (the one of JAX 0.10 refuses a single chip). What is not sharded runs on
-        one device of it.
+      topology: name of a slice: the pod that is meant, or the smallest that every supported libtpu
+        accepts (that of JAX 0.10 refuses a single chip). What is not sharded runs on one device.
     """
 
     topology: str
@@ -50,11 +49,10 @@ class TpuTarget:
 class GpuTarget:
     """What XLA needs to know to compile for an NVIDIA GPU that need not be attached.
 
-    These are the fields of XLA's ``GpuTargetConfigProto`` that change what is compiled:
-    found by leaving out one at a time and compiling. Leaving out one of those that are the
-    same on every supported GPU (see ``to_proto_text``) crashes the compiler; everything
-    the proto has beyond these (rates of single units, versions, names) changes no
-    temporary bytes.
+    These are the fields of XLA's ``GpuTargetConfigProto`` that change what is compiled, found by
+    leaving out one at a time and compiling. Leaving out a field that is the same on every supported
+    GPU (see ``to_proto_text``) crashes the compiler. Everything else in the proto (rates of single
+    units, versions, names) changes no temporary bytes.
 
     Attributes:
       core_count: streaming multiprocessors.
@@ -83,8 +81,8 @@ class GpuTarget:
         """Writes a ``GpuTargetConfigProto`` in text format.
 
         Args:
-          title: what XLA shall call the GPU; may hold letters, digits, spaces and dots.
-          memory_bytes: its memory; XLA's own passes save memory when it is short.
+          title: what XLA should call the GPU: letters, digits, spaces and dots.
+          memory_bytes: its memory; XLA's own passes save memory when this is short.
           memory_bandwidth: bytes per second.
         """
         major, minor = self.compute_capability
@@ -137,8 +135,8 @@ class Device:
       host_bandwidth: bytes per second between device and host memory, one way.
       source: the public documents that the figures come from.
       target: how to compile for it.
-      network_bandwidth: bytes per second that it sends to others of a mesh, over all its links; by
-        default the same as to the host.
+      network_bandwidth: bytes per second that it sends to the other devices of a mesh, over all its
+        links; by default the same as to the host.
     """
 
     name: str
@@ -197,11 +195,11 @@ class Device:
     def flops_rate(self, dtype: object) -> float:
         """Floating-point operations per second for matrix products of ``dtype``.
 
-        A dtype that the table lacks gets the slowest rate the device has, since taking a
-        computation for cheaper than it is would keep the wrong values.
+        A dtype that the table lacks gets the device's slowest rate: underestimating a computation
+        would keep the wrong values.
 
         Args:
-          dtype: the dtype's name, or anything with that as its ``str``, as NumPy dtypes.
+          dtype: the dtype's name, or anything whose ``str`` is that, such as a NumPy dtype.
         """
         rate = self.flops_per_second.get(str(dtype))
         return min(self.flops_per_second.values()) if rate is None else rate
@@ -218,12 +216,12 @@ def get_device(name: str) -> Device:
     """Looks a device up by name.
 
     Args:
-      name: as listed by :func:`available`, in any case; with a slice of TPUs or a number of GPUs
-        behind it, as in ``"v5e:4x4"`` and ``"h200:8"``, one of so many. What is attached to this
-        process is not an entry of the table: ``measurement.resolve_device("attached")`` finds it.
+      name: as listed by :func:`available`, in any case. A TPU slice or a number of GPUs may follow,
+        as in ``"v5e:4x4"`` and ``"h200:8"``: then it is one of these. Attached devices are not in
+        the table: ``measurement.resolve_device("attached")`` finds them.
 
     Raises:
-      DeviceError: if there is no device of that name.
+      DeviceError: no device has that name.
     """
     word, colon, pod = name.lower().partition(":") if isinstance(name, str) else ("", "", "")
     device = _devices.get(word)
@@ -263,7 +261,7 @@ def register(device: Device) -> None:
         on it.
 
     Raises:
-      DeviceError: if the name is taken by a different device.
+      DeviceError: a different device has that name.
     """
     if device.name == "attached":
         raise DeviceError("The name 'attached' means what jax.devices() shows: choose another.")

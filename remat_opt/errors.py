@@ -1,16 +1,15 @@
 """What can go wrong, one class for each thing a caller may want to handle differently.
 
-Every class derives from :class:`RematError`, so that one ``except`` catches all of them.
-Those that say "this value is not acceptable" are also :class:`ValueError`, which is what
-Python programmers expect to catch there.
+Every class derives from :class:`RematError`, so that one ``except`` catches all of them. Those that
+mean "this value is not acceptable" are also :class:`ValueError`, as Python programmers expect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Which command installs the packages an extra stands for. ``GPU`` and ``TPU`` compilers
-#: are gigabytes, so that neither is a plain dependency.
+#: The command that installs an extra's packages. GPU and TPU compilers are gigabytes, so neither is
+#: a plain dependency.
 _INSTALL_COMMAND = "pip install 'remat_opt[{extra}]'"
 
 
@@ -94,12 +93,12 @@ class CompileError(RematError):
 
     Attributes:
       device: name of the device compiled for.
-      needed_bytes: device memory the compiler says the program needs (of the kind it
-        names: the whole program or its temporaries), or None if it gave no figure.
+      needed_bytes: device memory that the compiler says is needed (by the whole program or its
+        temporaries, as it says), or None if it gave no figure.
       available_bytes: device memory the compiler says there is, or None likewise.
       compiler_message: what the compiler said, in full.
       memory: what would have been alive when (``measurement.buffers.CompiledMemory``), if that was
-        requested and the compiler had decided it before it refused; else None.
+        requested and the compiler decided it before refusing; else None.
     """
 
     def __init__(

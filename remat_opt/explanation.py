@@ -162,7 +162,7 @@ def explain(
             and target.platform in compilation.OWN_REMATERIALISATION
             and _computed_again(measured.memory)
         ):
-            # Of no avail, and in the way of telling what the step is made of.
+            # They would not help, and would hide what the step is made of.
             helped_bytes = measured.device_bytes
             measured = in_step.compiled(target, with_buffers=True, as_written=True)
         memory = measured.memory
@@ -209,7 +209,7 @@ def _step(
     signature: Signature,
     donate_argnums: int | Sequence[int] | None,
 ) -> Step:
-    """What to compile: the step, or value and gradient of a decorated loss."""
+    """What to compile: the step, or the value and gradient of a decorated loss."""
     if frameworks.have_modules(args, kwargs):
         raise RematError(
             "explain compiles functions of arrays, but some of the arguments are flax.nnx "
@@ -226,12 +226,12 @@ def _step(
 
 
 def _computed_again(memory: CompiledMemory | None) -> int:
-    """How many values the compiler computes again of its own accord."""
+    """How many values the compiler recomputes of its own accord."""
     return 0 if memory is None else sum(".remat" in one.name for one in memory.instructions)
 
 
 def _names_and_roles(in_step: Step, program: Program) -> dict[str, Share]:
-    """For each argument, by the name that JAX gives it, what it counts to."""
+    """The share that each argument counts towards, by the name that JAX gives it."""
     signature = Signature(
         argnums=(), static_argnums=in_step.static_argnums, static_argnames=in_step.static_argnames
     )
@@ -253,7 +253,7 @@ def _without_memory(
     measured: Measurement | None,
     refusal: CompileError | None,
 ) -> dict[Share, int]:
-    """The shares where nothing is known of what lies where: temporaries are one."""
+    """The shares if the memory layout is unknown: all temporaries are one share."""
     resident = in_step.resident(program, device)
     found: dict[Share, int] = dict.fromkeys(SHARES, 0)
     found |= {
@@ -279,8 +279,8 @@ def _notes(
     notes = []
     if helped_bytes:
         notes.append(
-            "told without the compiler's own rematerialisation, which brings it down to "
-            f"{format_bytes(helped_bytes)}, and that is still too much"
+            "shown without the compiler's own rematerialisation, which brings it down to "
+            f"{format_bytes(helped_bytes)}, which is still too much"
         )
     if memory is None:
         notes.append(

@@ -1,7 +1,7 @@
-"""What is told where planning failed: a warning, and a report to file.
+"""What a user is told if planning fails: a warning, and a report to file.
 
-A decorated function must run wherever the function itself does. Where a plan cannot be made or
-followed, because of a bug in this package, the function runs as it is; nothing is lost but memory.
+A decorated function must run wherever the function itself does. If a bug in this package prevents
+making or following a plan, the function runs unchanged; only memory is lost.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from remat_opt import __version__
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import GraphError, PlanningWarning, RematError, RewriteError
 
-#: Characters of a program's text in a report: the equations of a few thousand layers.
+#: Most characters of a program's text in a report: the equations of a few thousand layers.
 _MOST_TEXT = 4_000_000
 
 
 def is_own_fault(error: Exception) -> bool:
-    """Whether an error speaks of this package's insides, not of what its user asked for."""
+    """Whether an error is about this package's internals, not about the user's request."""
     if isinstance(error, GraphError | RewriteError):
         return True
-    # The compiler's and the machine's own failures: the function would have had them, too. Warnings
-    # are raised where users make errors of them.
+    # The compiler's and the machine's own failures would occur without us too. Warnings are raised
+    # where users turn them into errors.
     not_ours = RematError | Warning | jax.errors.JaxRuntimeError | FloatingPointError
     return not isinstance(error, not_ours)
 
@@ -45,16 +45,16 @@ def warn(
     *,
     stack_level: int,
 ) -> None:
-    """Says that a function runs without a plan, and where the report lies.
+    """Warns that a function runs without a plan, and says where the report is.
 
     Args:
       error: what went wrong.
-      name: of the function.
+      name: the function's name.
       facts: what was asked for, for the report.
       fn: the function.
       args: its arguments.
       kwargs: likewise.
-      stack_level: how far up the stack the line is that the warning points at.
+      stack_level: how far up the stack the warning points.
     """
     where = _written(report(error, name, facts, fn, args, kwargs))
     warnings.warn(
@@ -80,7 +80,7 @@ def report(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """All that it takes to look into a failure; the arguments are those of ``warn``."""
+    """All that is needed to look into a failure; the arguments are those of ``warn``."""
     told = {
         "function": name,
         "remat_opt": __version__,
@@ -106,7 +106,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _written(text: str) -> str:
-    """The file that the report is in; "" where none can be written."""
+    """The file that holds the report; "" if none can be written."""
     with (
         contextlib.suppress(OSError),
         tempfile.NamedTemporaryFile(

@@ -1,11 +1,11 @@
 """Modules of ``flax.nnx`` among a function's arguments.
 
-A module is an object that the function may change: statistics, the counts of random streams, what
-is sown. What JAX traces is made of arrays, and the changes would be lost without a word. So a call
-that is given modules becomes one of a pure function: the modules' arrays go in, what has changed
-comes out beside the result and is written to the caller's modules, as ``nnx.remat`` does it.
+A module is an object that the function may change: statistics, counts of random streams, sown
+values. JAX traces only arrays, so these changes would be lost silently. So a call with modules
+becomes a call of a pure function: the modules' arrays go in, and what has changed comes out with
+the result and is written to the caller's modules, as ``nnx.remat`` does.
 
-Flax is not needed: where nobody has imported it, there are no modules.
+Flax is not needed: if nobody has imported it, there are no modules.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import jax
 from remat_opt.errors import RematError
 from remat_opt.program.tracing import Fixed
 
-#: Tells our contexts of ``nnx`` from those of its own transformations.
+#: Distinguishes our ``nnx`` contexts from those of its own transformations.
 _TAG = "remat_opt"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Split:
-    """A module as arrays: those that ``nnx.grad`` differentiates unless told otherwise, and others.
+    """A module as arrays: those that ``nnx.grad`` differentiates by default, and the others.
 
     Attributes:
       graphdef: what is not an array.
@@ -45,12 +45,12 @@ class _Split:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Updates:
-    """What has changed in modules; what has not goes by its place, not through the program.
+    """What has changed in modules. What has not is named by its place, not computed.
 
     Attributes:
       computed: arrays.
-      places: for each array in the tree its place among the modules' own, None if it is computed.
-      tree: of one ``_Split`` for each module, None in place of those without change.
+      places: for each array in the tree, its place among the modules' own; None if computed.
+      tree: one ``_Split`` for each module, None for those that did not change.
     """
 
     computed: list[Any]
@@ -63,12 +63,12 @@ class Pure:
     """A call without modules among its arguments.
 
     Attributes:
-      fn: the function: the one that was given if no modules were, else one that returns what has
-        changed, too, as auxiliary output.
+      fn: the given function if there are no modules, else one that also returns what has changed,
+        as auxiliary output.
       args: positional arguments.
       kwargs: keyword arguments.
-      finish: writes the changes to the caller's modules, and gives the result as the caller
-        knows it.
+      finish: writes the changes to the caller's modules, and gives the result that the caller
+        expects.
     """
 
     fn: Callable[..., Any]
@@ -78,9 +78,9 @@ class Pure:
 
 
 def is_module(thing: object) -> bool:
-    """Whether something is a module of ``flax.nnx``, or another object whose state it tracks."""
+    """Whether something is a ``flax.nnx`` module, or another object whose state nnx tracks."""
     nnx = sys.modules.get("flax.nnx")
-    # An array that can be written to is one for nnx too; JAX itself takes care of those.
+    # A mutable array is one of these for nnx too, but JAX itself takes care of it.
     return nnx is not None and nnx.graph.is_graph_node(thing) and not isinstance(thing, jax.Ref)
 
 
@@ -99,16 +99,16 @@ def is_change_from_within(error: Exception) -> bool:
 def pure(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, has_aux: bool
 ) -> Iterator[Pure]:
-    """A call as one without modules, to be made while this is open.
+    """Turns a call into one without modules, to be made inside this context.
 
     Args:
-      fn: the function that is called.
+      fn: the function called.
       args: its positional arguments.
       kwargs: its keyword arguments.
       has_aux: whether it returns a pair (differentiated, auxiliary).
 
     Raises:
-      RematError: there are Variables of an experimental kind.
+      RematError: there are Variables of an unsupported experimental kind.
     """
     if not have_modules(args, kwargs):
         yield Pure(fn=fn, args=tuple(args), kwargs=dict(kwargs), finish=lambda found: found)
@@ -234,5 +234,5 @@ def _contents(module: Any) -> tuple[Any, list[Any]]:
 
 
 def _same(one: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> bool:
-    """Whether nothing has changed in between: arrays are the very same."""
+    """Whether nothing has changed in between: the arrays are the same objects."""
     return one[0] == other[0] and all(map(lambda a, b: a is b, one[1], other[1]))

@@ -1,13 +1,13 @@
-"""The gradients of parameters: what happens to them in a step, and what they take meanwhile.
+"""Gradients of parameters: what a step does with them, and the memory they take meanwhile.
 
-``jit(grad(loss))`` puts its gradients out: they lie in the buffers of results, which are no
-temporaries, and until they are written some compilers put temporaries there. In a training step
+``jit(grad(loss))`` returns its gradients. They lie in result buffers, which are not temporaries,
+and some compilers use these for temporaries until the gradients are written. In a training step
 with donated state there are no such buffers. Each gradient is a temporary, from the backward step
-that writes it to the update that consumes it; where they are clipped by their global norm, or used
-together in another way, all of them wait for the last.
+that writes it to the update that consumes it. If they are clipped by their global norm, or
+otherwise used together, all of them wait for the last.
 
 Backward steps run in the order of the vertices, last first, whatever is recomputed. So what the
-gradients take while a vertex's backward step runs is the same in every schedule, and is counted as
+gradients take during a vertex's backward step is the same in every schedule, and counts as
 workspace of that step.
 """
 
@@ -21,9 +21,9 @@ import numpy as np
 
 
 class Gradients(enum.Enum):
-    """What happens to gradients when they are there.
+    """What happens to gradients once they are computed.
 
-    RESULTS: they are the results of the program, as of ``jit(grad(loss))``.
+    RESULTS: they are results of the program, as with ``jit(grad(loss))``.
     CONSUMED: each is consumed as soon as it exists, as by Adam with donated state.
     TOGETHER: they are needed all at once, as for clipping by their global norm.
     """
@@ -52,12 +52,12 @@ class ParameterGradient:
 def workspace_bytes(
     gradients: Iterable[ParameterGradient], fate: Gradients, count: int
 ) -> np.ndarray:
-    """What gradients take in the backward step of each of so many vertices, in bytes.
+    """The bytes that gradients take in each vertex's backward step.
 
     Args:
-      gradients: of all parameters.
+      gradients: those of all parameters.
       fate: what happens to them.
-      count: of vertices.
+      count: number of vertices.
     """
     change = np.zeros(count + 1, dtype=np.int64)
     if fate is not Gradients.RESULTS:

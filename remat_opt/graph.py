@@ -26,24 +26,24 @@ class Graph:
 
     Attributes:
       names: what to call each vertex in messages; unique.
-      bytes: bytes of the value where it is held in temporary memory (0 for a program
-        output, which lives in an output buffer whatever is decided).
+      bytes: bytes of the value if it is held in temporary memory (0 for a program output, which
+        always lives in an output buffer).
       seconds: time to compute the value again from its predecessors.
       flops: floating-point operations to compute it again.
       predecessors: the vertices read to compute it, ascending.
-      needs: the vertices whose values its backward step reads, ascending; may hold the
-        vertex itself. Empty where there is no backward step.
-      cotangent_bytes: bytes of the gradient with respect to it; 0 where it has none.
-      internal_bytes: bytes of residuals that only running the vertex provides and that
-        no policy can keep by name.
-      workspace_bytes: bytes that its backward step takes while it runs, and only then. Negative
-        where its arrays are not all there at once, as was learnt by compiling (``learnt``).
-      forward_workspace_bytes: bytes that it takes while it runs in the forward pass, and only
-        then; 0 unless it is pinned.
+      needs: the vertices whose values its backward step reads, ascending; may include the vertex
+        itself. Empty if there is no backward step.
+      cotangent_bytes: bytes of the gradient with respect to it; 0 if it has none.
+      internal_bytes: bytes of residuals that only running the vertex provides and that no policy
+        can keep by name.
+      workspace_bytes: bytes that its backward step takes only while it runs. Negative if compiling
+        showed that its arrays are not all alive at once (``learnt``).
+      forward_workspace_bytes: bytes that it takes only while it runs in the forward pass; 0 unless
+        it is pinned.
       in_place: whether its cotangent can be turned into that of a predecessor in the same
         buffer (elementwise vertices).
       pinned: whether the vertex must run exactly once: it has side effects, or the compiler would
-        hold more to run it again than that saves.
+        hold more for running it again than that saves.
     """
 
     names: tuple[str, ...]
@@ -83,7 +83,7 @@ class Graph:
         )
 
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """For each vertex those that read it, ascending."""
+        """For each vertex, those that read it, ascending."""
         found: list[list[int]] = [[] for _ in self.names]
         for vertex, predecessors in enumerate(self.predecessors):
             for predecessor in predecessors:
@@ -173,10 +173,9 @@ class Graph:
     def from_networkx(cls, given: networkx.DiGraph) -> Graph:
         """A graph from a networkx one.
 
-        Vertices are put in the first topological order in which ties follow the order of
-        insertion. The attribute ``bytes`` is required; ``seconds`` is 1.0, ``flops`` 0,
-        ``needs`` the vertex and its predecessors, and ``cotangent_bytes`` the bytes where
-        they are not given.
+        Vertices are put in the first topological order in which ties follow the order of insertion.
+        The attribute ``bytes`` is required; ``seconds`` is 1.0, ``flops`` 0, ``needs`` the vertex
+        and its predecessors, and ``cotangent_bytes`` the bytes if they are not given.
 
         Raises:
           GraphError: a cycle, or an attribute that is missing or wrong.

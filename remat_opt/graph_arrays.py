@@ -1,4 +1,4 @@
-"""A graph once more as numpy arrays, for figures that are taken of many schedules."""
+"""A graph as numpy arrays, for computing figures of many schedules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphArrays:
-    """The figures of a graph, one entry for each vertex, and its edges; none may be written to.
+    """The figures of a graph, one entry for each vertex, and its edges; all read-only.
 
     Attributes:
       bytes: see ``Graph``.
@@ -33,7 +33,7 @@ class GraphArrays:
       cotangent_bytes: see ``Graph``.
       internal_bytes: see ``Graph``.
       forward_workspace_bytes: see ``Graph``.
-      workspace_bytes: see ``Graph``; 0 where no backward step runs.
+      workspace_bytes: see ``Graph``; 0 if no backward step runs.
       forward: reads of a vertex's own computation.
       backward: reads of its backward step.
       turns_in_place: see ``Graph``.
@@ -50,14 +50,14 @@ class GraphArrays:
     turns_in_place: np.ndarray
 
 
-#: The last few graphs with their arrays, by identity: to hash a large graph takes longer than most
-#: of what its arrays are asked for. What is held here is the only object with its identity.
+#: The last few graphs with their arrays, by identity: hashing a large graph takes longer than most
+#: uses of its arrays. Graphs held here stay alive, so an identity cannot be reused.
 _known: dict[int, tuple[Graph, GraphArrays]] = {}
 _MOST_KNOWN = 8
 
 
 def arrays_of(graph: Graph) -> GraphArrays:
-    """The arrays of a graph; those of the last few graphs are kept."""
+    """The arrays of a graph, cached for the last few graphs."""
     found = _known.get(id(graph))
     if found is None:
         if len(_known) >= _MOST_KNOWN:

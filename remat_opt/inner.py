@@ -1,10 +1,10 @@
-"""The model of a program, with what equations take that hold programs of their own.
+"""The model of a program, including what its inner programs take.
 
-To the graph an inner ``jax.checkpoint``, a branch or a loop is one vertex. What it keeps for its
-backward pass JAX tells; what it holds only while that runs does not show outside. A checkpoint runs
-its body again when its turn comes, with the peak of that body; a ``scan`` goes back through one
-iteration at a time; of a ``cond`` the largest branch counts. So each body gets a model of its own,
-and the peak of its backward pass, less what is held for it anyway, is the vertex's workspace.
+In the graph, an inner ``jax.checkpoint``, a branch or a loop is one vertex. JAX says what it keeps
+for its backward pass, but what it holds only while that runs does not show outside. A checkpoint
+runs its body again when its turn comes, with that body's peak; a ``scan`` goes back through one
+iteration at a time; of a ``cond``, the largest branch counts. So each body gets its own model, and
+the peak of its backward pass, less what is held for it anyway, is the vertex's workspace.
 
 Complexity: that of a model for every distinct body.
 """
@@ -30,7 +30,7 @@ from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import demand
 from remat_opt.units import format_share
 
-#: How deep bodies in bodies are looked into.
+#: How many levels of nested bodies are looked into.
 _DEPTH = 3
 
 
@@ -39,9 +39,9 @@ class _Inside:
     """What the backward pass of one body takes.
 
     Attributes:
-      workspace_bytes: while it runs, beside what is kept for it.
-      again_share: what checkpoints of the function's own compute again in it, as a share of the
-        time that it takes forward.
+      workspace_bytes: what it takes while it runs, beside what is kept for it.
+      again_share: what the function's own checkpoints compute again in it, as a share of its
+        forward time.
     """
 
     workspace_bytes: int = 0
@@ -50,18 +50,18 @@ class _Inside:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Existing(Effect):
-    """What checkpoints of the function's own compute again, whatever the plan.
+    """What the function's own checkpoints compute again, whatever the plan.
 
     Attributes:
       places: source lines.
-      share: of the time of a forward pass.
+      share: as a share of a forward pass's time.
     """
 
     places: tuple[str, ...]
     share: float
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
-        """How much that is, and what to do."""
+        """Says how much that is, and what to do."""
         yield (
             f"The function's own checkpoints stay as they are ({self._told()}). They compute "
             f"{format_share(self.share)} of a forward pass again, with or without this plan; "
@@ -69,7 +69,7 @@ class _Existing(Effect):
         )
 
     def remedy(self) -> str:
-        """To have them decided on as well."""
+        """Says how to let the plan decide about them too."""
         return (
             f"The function's own checkpoints ({self._told()}) stay as they are, with all that "
             'they take: existing="replace" lets the plan decide about the values under them.'
@@ -91,9 +91,9 @@ def model(
     Args:
       program: a traced function.
       linearization: what its backward steps read.
-      compiler: which one it is.
-      gradients: what happens to them.
-      depth: how many bodies in bodies are looked into.
+      compiler: the compiler.
+      gradients: what happens to the gradients.
+      depth: how many levels of nested bodies are looked into.
     """
     expected = models.model(program, linearization, compiler, gradients)
     found = _insides(program, linearization, compiler, depth)
@@ -115,12 +115,12 @@ def model(
 
 
 def _with(expected: Model, found: Mapping[int, _Inside]) -> Model:
-    """A model whose vertices take what their inner programs do."""
+    """A model whose vertices include what their inner programs take."""
     figures = Figures.of(expected.graph)
     inside: dict[int, int] = {}
     for vertex, root in enumerate(expected.roots):
         if root in found:
-            # The cotangent that it starts from is there in both.
+            # The cotangent it starts from is there in both.
             own = expected.graph.cotangent_bytes[vertex]
             inside[vertex] = max(0, found[root].workspace_bytes - own)
             figures.workspace_bytes[vertex] += inside[vertex]
@@ -130,7 +130,7 @@ def _with(expected: Model, found: Mapping[int, _Inside]) -> Model:
 def _insides(
     program: Program, linearization: Linearization, compiler: Compiler, depth: int
 ) -> dict[int, _Inside]:
-    """For each equation with programs inside what its backward pass takes."""
+    """What the backward pass of each equation with inner programs takes."""
     found: dict[int, _Inside] = {}
     if not depth:
         return found
@@ -144,7 +144,7 @@ def _insides(
         varying = frozenset(
             p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given
         )
-        # Policies are functions, of which the parameters' text has the names alone.
+        # Policies are functions: the parameters' text has only their names.
         policy = id(checkpoint.policy) if checkpoint is not None else 0
         operation = equation.operation
         key = (operation.primitive, equation.parameters, operation.inputs, varying, policy)
@@ -185,7 +185,7 @@ def _backward(
     depth: int,
     checkpoint: internals.Checkpoint | None = None,
 ) -> _Inside:
-    """What the backward pass of a body takes, which is under a checkpoint or not."""
+    """What the backward pass of a body takes, under a checkpoint or not."""
     if computes_nothing(body) or not body.differentiated:
         return _Inside()
     linearization = linearize(body)
@@ -207,7 +207,7 @@ def _backward(
 
 
 def _again_share(expected: Model, found: Mapping[int, _Inside]) -> float:
-    """What checkpoints inside compute again, as a share of the time that all takes forward."""
+    """What checkpoints inside compute again, as a share of the whole forward time."""
     graph = expected.graph
     seconds = sum(
         found[root].again_share * graph.seconds[vertex]

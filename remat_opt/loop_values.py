@@ -1,8 +1,8 @@
-"""What happens to the values inside opened loops and choices: for those who read a plan.
+"""What happens to the values inside opened loops and choices, for readers of a plan.
 
-Of a loop, a schedule says what its iterations keep by name and how they run again. Here the body is
-modelled once more, the same as when the loop was opened, and each of its values gets its fate, in
-each part of the loop that runs in a way of its own. The branches of a choice are told likewise.
+For a loop, a schedule says what its iterations keep by name and how they run again. Here the body
+is modelled again, just as when the loop was opened, and each of its values gets its fate in each
+part of the loop. The branches of a choice are treated likewise.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def loop_values(program: Program, expected: Model, schedule: Schedule) -> tuple[
     """The fate of every value inside the loops and choices that a schedule opens.
 
     Args:
-      program: a traced function; on a mesh, as one device has it.
+      program: a traced function; on a mesh, one device's part.
       expected: its model.
-      schedule: what is done with it.
+      schedule: what is decided about it.
     """
     if not schedule.loops:
         return ()
@@ -78,9 +78,9 @@ def _of_loop(
     """Those of one loop.
 
     Args:
-      program: that it is in.
-      expected: of that.
-      names: of its values.
+      program: the program it is in.
+      expected: that program's model.
+      names: those of its values.
       loop: how it is opened.
       root: position of the outermost loop or choice around it.
     """
@@ -102,7 +102,7 @@ def _of_loop(
             for number, own in enumerate(inside.roots)
             if carried.intersection(body.equations[own].outputs)
         ),
-        # The rates are the whole loop's, which the rest of the program is counted in.
+        # Use the whole loop's rates, which the rest of the program is counted in.
         scale=iteration_seconds / forward if forward else 0.0,
     )
     start = 0
@@ -124,11 +124,11 @@ class _Body:
 
     Attributes:
       program: what an iteration, or the branch, does.
-      model: of that.
+      model: its model.
       names: of its values.
       root: position of the outermost loop or choice around it.
       handed_on: vertices that make what one iteration hands to the next.
-      scale: seconds of the loop's or choice's rates for each of the body's.
+      scale: seconds at the rates of the loop or choice for each second at the body's.
     """
 
     program: Program
@@ -145,7 +145,7 @@ class _Body:
           part: the iterations.
           where: what to call them.
           runs: how many iterations of this kind there are in all.
-          depth: how many checkpoints are around them, beside their own.
+          depth: how many checkpoints are around them, besides their own.
         """
         if part.inside:
             chunks = part.length // part.chunk

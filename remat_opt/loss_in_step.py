@@ -1,7 +1,7 @@
 """A decorated loss inside a training step: found, planned and compiled there.
 
-The step is what memory is spent on: its gradients are temporaries, its state is donated. So a plan
-that is made for a step counts what the step keeps, and is compiled as a part of it.
+Memory is spent on the whole step: its gradients are temporaries, its state is donated. So a plan
+made for a step counts what the step keeps, and is compiled as a part of it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from remat_opt.units import format_bytes
 
 
 def undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in a decorated one."""
+    """The function inside a decorated one."""
     return fn.__wrapped__ if isinstance(fn, Rematerialized) else fn
 
 
 def check_is_loss(fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None) -> None:
-    """Raises RematError where what was meant as a step differentiates no decorated loss."""
+    """Raises RematError if what was meant as a step differentiates no decorated loss."""
     if donate_argnums is not None:
         name = getattr(fn, "__name__", type(fn).__name__)
         raise RematError(
@@ -59,10 +59,10 @@ def step_of(
     signature: Signature,
     donate_argnums: int | Sequence[int] | None,
 ) -> Step:
-    """The step that a user means.
+    """The step that the user means.
 
     Raises:
-      RematError: options were given that are for a loss.
+      RematError: options for a loss were given.
     """
     if signature.argnums not in (None, (0,)) or signature.has_aux:
         raise RematError(
@@ -82,12 +82,12 @@ def step_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossInStep:
-    """A loss in what is compiled: a step of the user's, or the gradient alone.
+    """A loss inside what is compiled: the user's step, or the gradient alone.
 
     Attributes:
       step: what is compiled.
-      program: of the step.
-      call: of the loss in it.
+      program: the step's program.
+      call: the call of the loss in it.
       forward_flops: FLOPs of all forward passes of the loss in it.
       is_alone: whether the step is no more than the gradient.
     """
@@ -108,7 +108,7 @@ class LossInStep:
         """The loss that a traced step calls.
 
         Raises:
-          RematError: there are several.
+          RematError: it calls several.
         """
         return cls(
             step=step,
@@ -119,7 +119,7 @@ class LossInStep:
         )
 
     def measure(self, how: How, device: Device) -> Measurement:
-        """Compiles the step with something run in place of the loss; as it is, once.
+        """Compiles the step with something run in place of the loss; unchanged, only once.
 
         Raises:
           CompileError: the compiler refuses it, as for lack of memory.
@@ -173,7 +173,7 @@ class LossInStep:
         )
 
     def notes(self, device: Device) -> tuple[str, ...]:
-        """What a reader should know of gradients in predictions."""
+        """What a reader should know about gradients in predictions."""
         if self.is_alone:
             return ()
         gradients = format_bytes(self._gradient_bytes(device))
@@ -189,11 +189,11 @@ class LossInStep:
         return sum(compiler.buffer_bytes(program.types[value]) for value in program.differentiated)
 
     def _in_bytes(self, wanted: Request, resident_bytes: int, device: Device) -> Objective:
-        """The objective with what depends on the step as bytes.
+        """The objective, with what depends on the step turned into bytes.
 
         Raises:
           BudgetError: nothing is left for temporaries.
-          CompileError: a share is asked for, and the step as it is does not compile.
+          CompileError: a share is asked for, and the unchanged step does not compile.
         """
         objective = wanted.objective
         by_compiling = wanted.verify == "compile"
@@ -202,8 +202,8 @@ class LossInStep:
             budget_bytes = round(objective.budget_share * plain_bytes)
             return dataclasses.replace(objective, budget_share=None, budget_bytes=budget_bytes)
         if objective.fit:
-            # Where nothing is compiled, all gradients may be there beside what is predicted.
-            # Those that are results are among what is resident.
+            # If nothing is compiled, all gradients may be there besides what is predicted.
+            # Gradients that are results already count as resident.
             seen = by_compiling or self.is_alone
             gradient_bytes = 0 if seen else self._gradient_bytes(device)
             taken_bytes = resident_bytes + objective.reserve_bytes + gradient_bytes
@@ -239,7 +239,7 @@ def compiled_in(
     """What to compile for a step, or for a loss: its gradient.
 
     Raises:
-      RematError: it has modules among its arguments, or differentiates no decorated loss.
+      RematError: some arguments are modules, or it differentiates no decorated loss.
     """
     if frameworks.have_modules(args, kwargs):
         raise RematError(

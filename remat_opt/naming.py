@@ -1,4 +1,4 @@
-"""What to call a value: in words that whoever wrote the program knows."""
+"""What to call a value, in words that the program's author knows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Mapping
 
-#: Of what a notebook's kernel compiles each cell under.
+#: The file names under which a notebook's kernel compiles each cell.
 _CELL_FOLDER = re.compile(r"ipykernel_\d+/")
 
 #: Transformations in a name stack, ``vmap(Net)``, and where they end.
 _TRANSFORMED = re.compile(r"\w+\(|\)")
 
-#: What primitives do, where their names do not say it.
+#: What primitives do, if their names do not say it.
 _WORDS: Mapping[str, str] = {
     "add": "sum",
     "add_any": "sum",
@@ -69,11 +69,11 @@ class ValueName:
 
     Attributes:
       what: what it is, such as ``relu of Block_3/BatchNorm_0``.
-      module: path of the module it is computed in, such as ``Net/Block_3``; "" where there is none.
+      module: path of the module it is computed in, such as ``Net/Block_3``; "" if there is none.
       source: the user's own line, as ``file.py:line (function)``; "" if unknown.
       shape: its extents.
       dtype: type of its elements.
-      primitive: of the equation that makes it.
+      primitive: that of the equation that makes it.
     """
 
     what: str
@@ -104,7 +104,7 @@ class ValueName:
 
     @property
     def label(self) -> str:
-        """Primitive, dtype and shape, as a jaxpr has them."""
+        """Primitive, dtype and shape, as a jaxpr writes them."""
         return f"{self.primitive} {short_type(self.dtype, self.shape)}"
 
 
@@ -127,7 +127,7 @@ def extents(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def modules_of(name_stack: str) -> tuple[str, ...]:
-    """The modules in a name stack, the outermost first, without transformations.
+    """The modules in a name stack, outermost first, without transformations.
 
     >>> modules_of("vmap(Net)/vmap()/Block_0")
     ('Net', 'Block_0')
@@ -136,7 +136,7 @@ def modules_of(name_stack: str) -> tuple[str, ...]:
 
 
 def file_title(path: str) -> str:
-    """A file of a traceback by its name; a cell of a notebook by its number, where that is known.
+    """The name of a file in a traceback; for a notebook's cell, its number if known.
 
     >>> file_title("/home/me/net.py"), file_title("/tmp/ipykernel_12/3456789.py")
     ('net.py', 'cell')
@@ -145,7 +145,7 @@ def file_title(path: str) -> str:
     if not _CELL_FOLDER.search(path):
         return path.rsplit("/", 1)[-1]
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    # How IPython finds the number for its own tracebacks.
+    # IPython finds the number in this way for its own tracebacks.
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
     number = numbers.get(path)
     return "cell" if number is None else f"cell {number}"

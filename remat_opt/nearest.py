@@ -1,10 +1,10 @@
 """The hand-written policy, one for all blocks, that is closest to a plan.
 
-``jax.checkpoint`` or ``nn.remat`` takes a policy, and goes around a class of modules, the body of
-a scan, or the whole loss. So the candidates are JAX's own policies in each of these places, and
-policies that keep by name what the plan keeps in at least so many blocks, for every number that
-makes a difference, with and without the values that are small compared with the rest. The model
-that made the plan judges them. Each name has a small cost, because someone has to write it.
+``jax.checkpoint`` or ``nn.remat`` takes a policy, and goes around a class of modules, the body of a
+scan, or the whole loss. So the candidates are JAX's own policies in each of these places, and
+policies that keep by name what the plan keeps in at least n blocks, for every n that makes a
+difference, with and without the comparatively small values. The model that made the plan judges
+them. Each name has a small cost, because someone has to write it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from remat_opt.schedule import Loop, Schedule, plain
 from remat_opt.solvers.base import Candidate
 from remat_opt.units import format_bytes, format_share
 
-#: As many sets of names as are tried.
+#: How many sets of names are tried.
 _MOST_SETS = 8
-#: What is large makes at least this share of what a policy keeps.
+#: A large value is at least this share of what a policy keeps.
 _LEAST_SHARE = 0.01
-#: A name is worth so much recomputation, as a share of the time of a forward pass.
+#: The recomputation that saving a name is worth, as a share of a forward pass's time.
 _NAME_SHARE = 0.005
 _NUMBERED = re.compile(r"(\w*?)_?\d+$")
 
@@ -44,7 +44,7 @@ class Named:
     Attributes:
       name: the name.
       label: what it is in the first block, with its extents.
-      module: where it is made there.
+      module: the module that makes it there.
       source: line of the user's code.
     """
 
@@ -63,7 +63,7 @@ class NearestPolicy:
       policy: the policy, as code.
       names: the values to name for it.
       temporary_bytes: the temporaries it needs.
-      overhead_share: its recomputation, as a share of the time of a forward pass.
+      overhead_share: its recomputation, as a share of a forward pass's time.
       plan_temporary_bytes: the temporaries of the plan.
       plan_overhead_share: the recomputation of the plan.
     """
@@ -105,14 +105,14 @@ class _ByHand:
 
 
 def of(problem: Problem, plan: Plan) -> NearestPolicy:
-    """The nearest policy to a plan.
+    """The policy nearest to a plan.
 
     Args:
-      problem: of the program that the plan was made for.
+      problem: that of the program that the plan was made for.
       plan: the plan.
 
     Raises:
-      RematError: nothing of the program can be put under a checkpoint.
+      RematError: nothing in the program can be put under a checkpoint.
     """
     drafts = [*_whole(problem), *_per_block(problem, plan)]
     judged = list(planning.expected(problem, [one.schedule for one in drafts]))
@@ -126,7 +126,7 @@ def of(problem: Problem, plan: Plan) -> NearestPolicy:
 
     def rank(pair: tuple[_ByHand, Candidate]) -> tuple[bool, float, float]:
         draft, found = pair
-        # Each name has to be written, too.
+        # Each name also has to be written.
         cost = found.overhead_seconds + _NAME_SHARE * forward * len(draft.names)
         if found.peak_bytes <= most:
             return (False, cost, found.peak_bytes)
@@ -166,7 +166,7 @@ def _per_block(problem: Problem, plan: Plan) -> Iterator[_ByHand]:
 
 
 def _block_name(program: Program, runs: Sequence[range]) -> str:
-    """What to call the blocks: by the class of their modules, where names tell it."""
+    """What to call the blocks: by the class of their modules, if names show it."""
     stems: Counter[str] = Counter()
     for run in runs:
         shared = _shared_path(program, run)
@@ -190,7 +190,7 @@ def _shared_path(program: Program, run: range) -> list[str]:
 
 
 def _by_name(problem: Problem, plan: Plan, runs: Sequence[range], where: str) -> Iterator[_ByHand]:
-    """Policies that keep what the plan keeps in at least so many blocks."""
+    """Policies that keep what the plan keeps in at least n blocks, for each n."""
     expected, program = problem.model, problem.program
     kept = {one.root for one in plan.decisions if one.fate == "kept"}
     block_of = {index: number for number, run in enumerate(runs) for index in run}
@@ -238,11 +238,11 @@ def _by_name(problem: Problem, plan: Plan, runs: Sequence[range], where: str) ->
 
 
 def _named(names: Names, values: Sequence[tuple[str, int]]) -> tuple[Named, ...]:
-    """What to put into ``checkpoint_name``, each by a name of its own.
+    """What to put into ``checkpoint_name``, each under its own name.
 
     Args:
-      names: of the program's values.
-      values: of each the module in its block, and its equation.
+      names: those of the program's values.
+      values: the module in its block, and the equation, of each.
     """
     found: list[Named] = []
     taken: Counter[str] = Counter()
@@ -264,7 +264,7 @@ def _named(names: Names, values: Sequence[tuple[str, int]]) -> tuple[Named, ...]
 
 
 def _loops(problem: Problem, plan: Plan) -> tuple[Problem, list[_ByHand]]:
-    """One policy for all iterations of each scan, and a problem whose model knows these."""
+    """One policy for all iterations of each scan, with a problem whose model knows them."""
     model, program = problem.model, problem.program
     measure = plan.objective.overhead
     ways = loops.ways(program, linearize(program), model, measure, alike=True)

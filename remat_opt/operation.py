@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Bits an element takes in memory, where the name does not end in its own bit count.
-# float0, the type of an integer's tangent, is carried as bool.
+# Bits that an element takes in memory, if the name does not end in the bit count. float0, the type
+# of an integer's tangent, is carried as bool.
 _BITS = {"bool": 8, "bfloat16": 16, "float0": 8, "[('float0', 'V')]": 8}
 
 # "uint32", "float8_e4m3fn", "int4", "complex64": the first number is the bit count.
@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"(?:u?int|float|complex)(\d+)(?:_\w+)?")
 # generator: threefry, the two hardware generators and the one that does not split.
 _KEY_WORDS = {"fry": 2, "rbg": 4, "urbg": 4}
 
-# A generator of the user's own: the size of the default one's key.
+# For a user's own generator: the size of the default one's key.
 _USUAL_KEY_WORDS = 2
 
 
@@ -31,7 +31,7 @@ def _element_bits(dtype: str) -> int:
     """Bits one element of ``dtype`` takes.
 
     Raises:
-      ValueError: the name is no dtype of JAX's.
+      ValueError: JAX has no dtype of that name.
     """
     if dtype in _BITS:
         return _BITS[dtype]
@@ -46,12 +46,12 @@ def _element_bits(dtype: str) -> int:
     )
 
 
-#: Products of matrices and convolutions: their derivatives are products of their own.
+#: Matrix products and convolutions: their derivatives are products too.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
-#: How often a ``while`` counts as running that does not say. Once would be too little: what runs
-#: once needs no loop, and a plan would compute it again for the price of one turn.
+#: How many turns a ``while`` of unknown length counts as. One would be too few: what runs once
+#: needs no loop, and a plan would recompute it for the price of one turn.
 GUESSED_TURNS = 10
 
 
@@ -93,7 +93,7 @@ class Body:
       operations: its equations, in order; inner programs nest.
       repeats: how often one run of the operation runs it: the length of a scan, the turns of a
         ``while`` that counts up to a constant, else 1.
-      guessed: whether ``repeats`` is ``GUESSED_TURNS``, as of a ``while`` of unknown length.
+      guessed: whether ``repeats`` is ``GUESSED_TURNS``, as for a ``while`` of unknown length.
     """
 
     operations: tuple[Operation, ...]
@@ -106,11 +106,11 @@ class Operation:
     """One jaxpr equation.
 
     Attributes:
-      primitive: JAX's name of what it computes, e.g. ``"dot_general"``.
+      primitive: JAX's name for what it computes, e.g. ``"dot_general"``.
       inputs: types of the arrays it reads, literals included, in order.
       outputs: types of the arrays it makes, in order.
-      params: the equation's parameters as JAX has them. A cost rule may read
-        attributes of them (``dimension_numbers.lhs_spec``) and needs no jax for that.
+      params: the equation's parameters as JAX has them. A cost rule may read their attributes
+        (``dimension_numbers.lhs_spec``) without importing jax.
       bodies: the programs among its parameters, in order: scan's body; while's
         condition and body; each branch of a cond; what a call calls; the combiner of a
         ``reduce`` or a ``scatter-add``.
@@ -124,7 +124,7 @@ class Operation:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of everything it reads, a value read twice counted twice."""
+        """Bytes of everything it reads; a value read twice counts twice."""
         return sum(array_type.bytes for array_type in self.inputs)
 
     @property

@@ -21,15 +21,15 @@ from remat_opt.units import parse_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is wanted of plans, and by whom they are made.
+    """What is wanted of plans, and which solver makes them.
 
     Attributes:
       device: the machine to plan for, by name or as a record.
-      objective: what is to be least, within which limits.
-      solver: who decides.
+      objective: what to minimise, within which limits.
+      solver: the solver that decides.
       verify: False, True or ``"compile"``: see ``optimal_remat``.
       learnt: a file of what was learnt by compiling.
-      errors: ``"warn"`` or ``"raise"``: what happens where planning fails through our fault.
+      errors: ``"warn"`` or ``"raise"``: what happens if planning fails through our fault.
     """
 
     device: str | Device
@@ -113,7 +113,7 @@ def objective_of(
 
 
 def solver_of(given: str | Solver) -> Solver:
-    """Reads the option that says who decides.
+    """Reads the option that names the solver.
 
     Raises:
       RematError: there is no such solver, or it does not plan programs.
@@ -151,7 +151,7 @@ def signature_of(
     static_argnames: str | Sequence[str] | None = None,
     existing: str = "keep",
 ) -> Signature:
-    """Reads the options that say how a function and its arguments are to be taken.
+    """Reads the options that say how to treat a function and its arguments.
 
     Raises:
       RematError: ``existing`` is not one of the two.

@@ -41,10 +41,11 @@ from remat_opt.view import (
 
 #: Changes when files of an older version can no longer be read.
 FORMAT = "remat_opt plan 8"
-#: How deep the JSON of a plan may nest: two levels for each region around another, and a few. On a
+#: How deep the JSON of a plan may nest: two levels for each nested region, and a few more. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210
-#: No amount in a plan is larger: above all counts of FLOPs, below what arithmetic has trouble with.
+#: No amount in a plan is larger: more than any count of FLOPs, less than arithmetic can go wrong
+#: on.
 _MOST_NUMBER = 10**30
 
 
@@ -74,7 +75,7 @@ class Objective:
 
 
 class _Named(abc.ABC):
-    """What speaks of one value, by its name."""
+    """A record about one named value."""
 
     __slots__ = ()
 
@@ -105,8 +106,8 @@ class Decision(_Named):
       name: what to call the value.
       region: number of its region.
       fate: ``kept``, ``recomputed`` or ``not needed`` (by the backward pass).
-      times: how often it is computed again; more than once only where regions nest.
-      bytes: of the value, if it takes temporary memory.
+      times: how often it is computed again; more than once only if regions nest.
+      bytes: the value's size, if it takes temporary memory.
       seconds: time to compute it again.
       flops: operations to compute it again.
     """
@@ -126,16 +127,16 @@ class LoopValue(_Named):
     """The fate of one value inside an opened loop, in iterations that run alike, or in a branch.
 
     Attributes:
-      loop: position, in the program, of the equation of the loop or choice; of nested ones the
-        outermost.
+      loop: position, in the program, of the equation of the loop or choice; the outermost of nested
+        ones.
       part: which iterations or branch, in words.
       name: what to call the value.
       fate: as for ``Decision``.
       handed_on: whether it is what one iteration hands to the next.
       times: how often each iteration computes it again.
-      runs: how many iterations of this kind there are; 1 in a branch. Where it is kept, so many
-        are in memory.
-      bytes: of the value, in one iteration.
+      runs: how many iterations of this kind there are; 1 in a branch. If the value is kept, this
+        many copies are in memory.
+      bytes: the value's size, in one iteration.
       seconds: time to compute it once.
       flops: operations to compute it once.
     """
@@ -214,23 +215,23 @@ class Plan:
 
     Attributes:
       function: name of the planned function.
-      fingerprint: of the program it belongs to.
+      fingerprint: that of the program it belongs to.
       device: name of the device it was planned for.
-      platform: of that device: whose compiler the plan is executed for.
+      platform: that of the device: whose compiler the plan is executed for.
       objective: what was asked for.
       budget_bytes: the budget in bytes, or None if none was given.
       solver: name of the solver.
-      stages: the regions in terms of equations; what ``apply_plan`` executes.
+      stages: the regions in terms of equations, which ``apply_plan`` executes.
       loops: those that are opened, choices among them, and what iterations or branches keep.
       decisions: the fate of every vertex.
-      loop_values: likewise of the values inside loops that are opened.
+      loop_values: likewise for the values inside opened loops.
       predicted: what the simulator says.
-      measured: what the compiler says, or None before it was asked.
-      resident: what the training step that it was made for holds beside its temporaries; None if
+      measured: what the compiler says; None until it is asked.
+      resident: what the training step that it was made for holds besides its temporaries; None if
         it was made for the loss alone.
-      as_compiled: live bytes of temporaries at each step of the forward and backward pass, as
-        compiled: at evenly spaced ones, and the most of those in between. Empty if the compiler
-        was not asked, or did not say.
+      as_compiled: live bytes of temporaries over the steps of the forward and backward pass, as
+        compiled: the most in each of evenly spaced stretches. Empty if the compiler was not asked,
+        or did not say.
       notes: what a reader of the plan should know.
       remat_opt_version: version that made the plan.
       jax_version: version of JAX that traced the program.
@@ -336,7 +337,7 @@ class Plan:
                 f"{os.fspath(path)!r} is not a plan: it is not a text file."
             ) from None
         except (OSError, ValueError) as error:
-            # A folder, a file that may not be read, a path that no file can have.
+            # A folder, a file without read permission, an impossible path.
             reason = error.strerror if isinstance(error, OSError) else error
             raise PlanFileError(
                 f"The plan file {os.fspath(path)!r} cannot be read: {reason}."
@@ -349,8 +350,8 @@ class Plan:
 
         ``value``: what it is, in one line; ``what``, ``module``, ``source``, ``shape``, ``dtype``
         and ``primitive``; ``region``; ``fate``; ``times`` that it is computed again; ``bytes``;
-        ``seconds`` and ``flops`` of computing it once; ``seconds_per_mib``: what one MiB more
-        would save here, or one less would cost, None where it is no choice; ``why``, in words.
+        ``seconds`` and ``flops`` of computing it once; ``seconds_per_mib``: what one MiB more would
+        save here, or one less would cost, None if there is no choice; ``why``, in words.
         """
         return plan_rows.rows(self.to_dict())
 
@@ -423,7 +424,7 @@ def _tells_alike(timeline: Mapping[str, Any]) -> bool:
 
 
 def _check_regions(plan: Plan) -> None:
-    """Raises ValueError where a decision names a region that is not there."""
+    """Raises ValueError if a decision names a region that does not exist."""
     for one in plan.decisions:
         if not 0 <= one.region < len(plan.stages):
             raise ValueError(
@@ -445,7 +446,7 @@ def _plain(thing: Any) -> Any:
 
 
 def _check_data(data: Any) -> None:
-    """Raises ValueError for what no plan holds, whatever its fields; not by recursion."""
+    """Raises ValueError for what no plan can hold, whatever its fields; without recursion."""
     pending = [(data, 0)]
     while pending:
         thing, depth = pending.pop()
@@ -455,7 +456,7 @@ def _check_data(data: Any) -> None:
             items = thing.values() if isinstance(thing, dict) else thing
             pending += [(item, depth + 1) for item in items]
         elif isinstance(thing, int | float) and not abs(thing) <= _MOST_NUMBER:
-            raise ValueError("it holds a number that is none, or is out of range")
+            raise ValueError("it holds a number that is not finite, or is out of range")
 
 
 @functools.cache
@@ -472,7 +473,7 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
         if data is None and NoneType in typing.get_args(kind):
             return None
         kinds_left = [option for option in typing.get_args(kind) if option is not NoneType]
-        # Records are told apart by their fields.
+        # Their fields distinguish the records.
         fitting = (one for one in kinds_left[1:] if set(data) == set(_fields(one)))
         return _rebuild(next(fitting, kinds_left[0]), data, where)
     if origin is tuple:
@@ -487,7 +488,7 @@ def _rebuild(kind: Any, data: Any, where: str) -> Any:
         if kind is Stage and not data["roots"]:
             raise ValueError(f"{where} is a region that computes nothing")
         if kind is Timeline and not _tells_alike(data):
-            raise ValueError(f"{where} does not tell of all moments alike")
+            raise ValueError(f"{where} does not have one entry for each moment")
         return kind(
             **{
                 name: _rebuild(kinds[name], entry, f"{where}.{name}")

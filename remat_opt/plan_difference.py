@@ -17,10 +17,10 @@ from remat_opt.units import format_bytes, format_share
 from remat_opt.view import report
 from remat_opt.view.plan_words import loop_words, value_title
 
-#: As many rows of values as a text shows.
+#: How many rows of values a text shows.
 _MOST_ROWS = 20
 
-#: The number that tells a module from others of its kind.
+#: The number that distinguishes a module from others of its kind.
 _NUMBER = re.compile(r"(?<=_)\d+(?=[/,\])]|$| )|(?<=\[)\d+(?=\])")
 
 Data = Mapping[str, Any]
@@ -32,9 +32,9 @@ class Change:
 
     Attributes:
       label: what the value is, with its extents.
-      module: where they are made; ``*`` stands for numbers in which they differ.
+      module: where they are made; ``*`` stands for the numbers that differ.
       source: line of the user's code.
-      before: their fate in the first plan; "" where it does not have them.
+      before: their fate in the first plan; "" if it does not have them.
       after: their fate in the second plan, likewise.
       count: how many there are.
       bytes: of all of them.
@@ -59,8 +59,8 @@ class PlanDifference:
       regions: how many regions each has.
       checkpoints: how many of them are under a checkpoint.
       loops: by the equation of each loop that they treat differently, the text of its parts in
-        each; "" where it is not opened.
-      loop_names: by the equation of each of these what it is and where.
+        each; "" if it is not opened.
+      loop_names: by the same equations, what each loop is and where.
       figures: by name, the predicted and, where both were compiled, the measured amounts of each.
     """
 
@@ -137,7 +137,7 @@ class PlanDifference:
 
 
 def difference(first: Data, second: Data) -> PlanDifference:
-    """Returns how the second plan differs from the first; both are from ``Plan.to_dict``."""
+    """How the second plan differs from the first; both come from ``Plan.to_dict``."""
     same = first["fingerprint"] == second["fingerprint"]
     changes = _by_value(first, second) if same else _by_words(first, second)
     return PlanDifference(
@@ -152,7 +152,7 @@ def difference(first: Data, second: Data) -> PlanDifference:
 
 
 def _alike(changes: Sequence[Change]) -> list[Change]:
-    """The changes, those together that differ in the numbers of their modules alone."""
+    """The changes, merging those that differ only in the numbers of their modules."""
     groups: defaultdict[tuple[str, ...], list[Change]] = defaultdict(list)
     for one in changes:
         words = (*map(_unnumbered, _told(one)), one.source, one.before, one.after)
@@ -178,7 +178,7 @@ def _unnumbered(text: str) -> str:
 
 
 def _starred(texts: Sequence[str]) -> str:
-    """Texts that are alike but for numbers of modules as one, with ``*`` where these differ."""
+    """Merges texts that differ only in module numbers, with ``*`` for the numbers."""
     numbers = [_NUMBER.findall(text) for text in texts]
     columns = [column[0] if len(set(column)) == 1 else "*" for column in zip(*numbers, strict=True)]
     left = iter(columns)
@@ -210,7 +210,7 @@ def _fate(decision: Data | None) -> str:
 
 
 def _by_value(first: Data, second: Data) -> list[Change]:
-    """Changes between plans for one program, of equal words and fates together."""
+    """Changes between plans for one program, grouped by equal words and fates."""
     others = {one["root"]: one for one in second["decisions"]}
     mine = {one["root"]: one for one in first["decisions"]}
     counts: Counter[tuple[str, ...]] = Counter()

@@ -1,8 +1,8 @@
-"""From a program to a plan: the stages between tracing and the user's door, in order.
+"""From a program to a plan: the stages between tracing and the public API, in order.
 
-``problem`` puts the graph together, ``solve`` picks the candidate that the objective asks
-for, ``describe`` writes the plan down. The candidates for all budgets come from one sweep,
-which is kept for as long as the program's fingerprint and the device stay the same.
+``problem`` builds the graph, ``solve`` picks the candidate that the objective asks for,
+``describe`` writes the plan down. The candidates for all budgets come from one sweep, which is kept
+as long as the program's fingerprint and the device stay the same.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from remat_opt.solvers.catalogue import Portfolio, Solver
 from remat_opt.timeline import NOTHING, Timeline, timeline
 from remat_opt.units import format_bytes
 
-#: What plans where nothing else is asked for.
+#: The solver used by default.
 DEFAULT_SOLVER: Solver = Portfolio()
 
-#: Where the least memory is asked for, at most so many forward passes are recomputed.
+#: If the least memory is asked for, at most this many forward passes are recomputed.
 MOST_PASSES = 1.0
-#: Ratios of the peaks, or with opened loops of the overheads, of neighbours on the frontier where a
-#: heap is laid out for each.
+#: Frontier neighbours whose peaks (with opened loops, overheads) differ by these ratios each get a
+#: heap layout.
 _APART, _CHEAPER = 1.015, 0.95
-#: Sweeps that are kept at a time.
+#: How many sweeps are kept.
 _MOST_SWEEPS = 16
-#: Where something was learnt, candidates are replayed: at most so many vertices of those of each
-#: origin, or so many candidates. Their regions are put together anew, and of what comes of that
-#: this share is judged, of each table.
+#: Once something was learnt, candidates are replayed: for each origin, at most this many vertices
+#: in all, or this many candidates if that is more. Their regions are recombined, and this share of
+#: that number is judged from each resulting table.
 _REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
@@ -78,16 +78,16 @@ _MOST_EFFECTS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What depends on the fingerprint, the mesh and the device alone: it outlives the trace.
+    """What depends only on the fingerprint, the mesh and the device: it outlives the trace.
 
-    It holds nothing of JAX's: what a function closes over may be large, or a tracer.
+    It holds no JAX objects: what a function closes over may be large, or a tracer.
 
     Attributes:
       model: what the compiler is expected to make of the program.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
-        need; of what is alive, no other solution of the solver's needs less for less overhead.
-      unchanged: likewise, of the unchanged function.
-      replays: the moments of schedules that were replayed, of each once.
+        need. By live bytes, none of the solver's other solutions needs less for less overhead.
+      unchanged: likewise, for the unchanged function.
+      replays: the moments of the schedules replayed so far.
     """
 
     model: Model
@@ -100,16 +100,16 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """All that is to be decided about one program on one device.
+    """Everything to decide about one program on one device.
 
     Attributes:
-      program: the traced function; on a mesh, as one device has it.
-      fingerprint: of the program as it was traced.
-      device: whose rates the seconds are in.
-      solver: where the schedules to choose from come from.
+      program: the traced function; on a mesh, one device's part.
+      fingerprint: that of the program as traced.
+      device: the seconds are at its rates.
+      solver: finds the schedules to choose from.
       sweep: the graph and the schedules to choose from.
-      corrections: what was learnt of the compiler, by which the candidates are judged; None where
-        the model alone says what they need.
+      corrections: what was learnt about the compiler, used to judge the candidates; None if the
+        model alone says what they need.
     """
 
     program: Program
@@ -153,18 +153,18 @@ def problem(
 
     Args:
       program: a traced function.
-      device: whose rates and compiler to plan with.
+      device: the device to plan for, with its compiler.
       measure: what recomputation is counted in.
-      solver: where the schedules to choose from come from.
+      solver: finds the schedules to choose from.
       gradients: what happens to them.
-      off: names of rules about compilers that are switched off (``compilers.rules``).
+      off: names of compiler rules to switch off (``compilers.rules``).
 
     Raises:
       RematError: the solver does not take this program.
     """
     compiler = Compiler(device=device, off=off)
     fingerprint = program.fingerprint()
-    # On a mesh, all that is counted is what one device has.
+    # On a mesh, everything is counted for one device.
     program = per_device(program)
     key = (fingerprint, program.types, compiler, measure, solver, gradients)
     found = _sweeps.get(key)
@@ -182,7 +182,7 @@ def _sweep(
     linearization = linearize(program)
     expected = inner.model(program, linearization, compiler, gradients)
     graph = expected.graph
-    # What jax.checkpoint does alone is no start of the search: there it crowds out better ones.
+    # Do not start the search from jax.checkpoint's own policies: they crowd out better starts.
     default = isinstance(solver, Portfolio)
     alone = policies.alone(program, expected.roots, graph) if default else ()
     front = pareto(_candidates(program, graph, measure, solver) + judged(graph, alone), measure)
@@ -208,7 +208,7 @@ def expected(of: Problem, schedules: Sequence[Schedule]) -> tuple[Candidate, ...
 
 
 def defaults(of: Problem) -> tuple[Candidate, ...]:
-    """What the policies of ``jax.checkpoint`` do alone, as candidates, whether good or bad."""
+    """What each policy of ``jax.checkpoint`` does by itself, as candidates, good or bad."""
     alone = policies.alone(of.program, of.model.roots, of.model.graph)
     found = judged(of.model.graph, alone)
     if of.corrections is not None:
@@ -217,10 +217,10 @@ def defaults(of: Problem) -> tuple[Candidate, ...]:
 
 
 def named_defaults(of: Problem) -> dict[str, Candidate]:
-    """The unchanged function and what each of the policies does alone, by what to call them.
+    """The unchanged function and what each policy does by itself, by label.
 
-    Of those that come to the same figures the first. What keeps everything is the function as it
-    is, and is left out.
+    Of those with the same figures, only the first. A policy that keeps everything is the unchanged
+    function, and is left out.
     """
     model, program = of.model, of.program
     found = {"plain": of.unchanged}
@@ -245,20 +245,20 @@ def named_defaults(of: Problem) -> dict[str, Candidate]:
 
 
 def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
-    """The problem with what was learnt of the compiler: searched again, and judged by that.
+    """The problem with what was learnt about the compiler: searched and judged again by it.
 
     Args:
-      of: the problem; what was learnt of it before is forgotten.
-      learnt: of its program.
+      of: the problem; what was learnt about it before is forgotten.
+      learnt: what was learnt about its program.
       measure: what recomputation is counted in.
     """
     expected = of.model
     corrections = Corrections(learnt, expected.graph)
-    # Other solvers are as their papers have them: there no step takes less than nothing.
+    # Other solvers follow their papers, in which no step takes negative memory.
     signed = isinstance(of.solver, Portfolio)
     found: list[Candidate] = []
     with _no_collection():
-        # By sizes alone a graph stays as it is.
+        # Sizes alone leave the graph unchanged.
         graphs = corrections.graphs(expected.graph, signed=signed) if corrections.told else ()
         for graph in graphs:
             front = pareto(_candidates(of.program, graph, measure, of.solver), measure)
@@ -274,7 +274,7 @@ def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
     sweep = dataclasses.replace(of.sweep, replays=replays)
     problem = dataclasses.replace(of, corrections=corrections, sweep=sweep)
     if corrections.told and signed:
-        # What a region takes with a loop opened in it is nothing that others take.
+        # Figures of a region with an opened loop do not carry over to others.
         whole = [one for one in by_schedule if not one.loops]
         again = _recombined(problem, whole, measure, round(_RECOMBINED_SHARE * most))
         by_schedule |= {one.schedule: one for one in judged(expected.graph, again)}
@@ -285,11 +285,11 @@ def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
 def _recombined(
     of: Problem, known: Sequence[Schedule], measure: Overhead, most: int
 ) -> list[Schedule]:
-    """Schedules of regions that are in known ones, wherever the program is the same."""
+    """Schedules made of regions of known ones, wherever the program repeats."""
     assert of.corrections is not None, "something was learnt"
     graph = of.model.graph
     parts = Parts(graph, of.corrections, priced(graph, measure).seconds)
-    # Those that were compiled first: there nothing is a guess.
+    # Compiled ones first: nothing in them is a guess.
     for schedule in thinned(known[::-1], _FEWEST_REPLAYED):
         parts.add(schedule, replay(of, schedule))
     found = recombination.schedules(graph, parts.found, of.unchanged.peak_bytes, most=most)
@@ -297,7 +297,7 @@ def _recombined(
 
 
 def _expected(of: Problem, one: Candidate) -> Candidate:
-    """The candidate with the temporaries that are expected of it by what was learnt."""
+    """The candidate with the temporaries expected by what was learnt."""
     assert of.corrections is not None, "something was learnt"
     known_bytes = of.corrections.compiled_bytes(one.schedule)
     if known_bytes is None:
@@ -310,7 +310,7 @@ def _expected(of: Problem, one: Candidate) -> Candidate:
 
 
 def replay(of: Problem, schedule: Schedule) -> tuple[Moment, ...]:
-    """The moments of a schedule, as the model has them; they are kept beside the sweep."""
+    """The moments of a schedule by the model; they are cached with the sweep."""
     found = of.sweep.replays.get(schedule)
     if found is None:
         found = of.sweep.replays[schedule] = _simulate(of.model, schedule).moments
@@ -321,8 +321,8 @@ def replay(of: Problem, schedule: Schedule) -> tuple[Moment, ...]:
 def _no_collection() -> Iterator[None]:
     """Puts off the collection of reference cycles.
 
-    It goes through all that JAX has traced, which is a tenth of the time for a deep network, and
-    next to nothing of what a search makes is a cycle.
+    The collector would go through everything that JAX has traced, a tenth of the time for a deep
+    network, and a search makes almost no cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -346,11 +346,11 @@ def _candidates(
 
 
 def _as_compiled(expected: Model, front: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates with the temporaries that the compiler is expected to need for them.
+    """The candidates with the temporaries that the compiler is expected to need.
 
-    Heaps take time to lay out, and are predicted less well: of candidates that are hardly apart,
-    only the first is taken. Of those with opened loops, which come in larger steps, all that are
-    apart in overhead are.
+    Heaps take time to lay out and are harder to predict, so of candidates that hardly differ only
+    the first is taken. Opened loops come in larger steps: with them, all that differ in overhead
+    are taken.
 
     Args:
       expected: the model that the candidates are for.
@@ -381,7 +381,7 @@ def _admitted(expected: Model, one: Candidate) -> Candidate:
 
 
 def _judged(expected: Model, schedule: Schedule) -> Candidate:
-    """A schedule with its figures, what runs again inside loops among them."""
+    """A schedule with its figures, including what runs again inside loops."""
     one = judge(expected.graph, schedule)
     seconds, flops = expected.recomputation(schedule)
     return dataclasses.replace(
@@ -392,15 +392,15 @@ def _judged(expected: Model, schedule: Schedule) -> Candidate:
 
 
 def _modelled(expected: Model, one: Candidate) -> Candidate:
-    """The candidate as the model admits it, with the temporaries that it is expected to need."""
+    """The candidate as the model admits it, with the temporaries it is expected to need."""
     one = _admitted(expected, one)
     return dataclasses.replace(one, peak_bytes=expected.peak_bytes(one.schedule))
 
 
 def _simulate(expected: Model, schedule: Schedule | None) -> Simulation:
-    """The referee's replay, with what the compiler holds all along beside it.
+    """The referee's replay, plus what the compiler holds all along.
 
-    With None that of the unchanged function.
+    For None, that of the unchanged function.
     """
     whole = plain(expected.graph) if schedule is None else schedule
     found = simulate(expected.graph_of(schedule), whole)
@@ -459,7 +459,7 @@ def solve(of: Problem, objective: Objective) -> Candidate:
 def overhead_limit(of: Problem, objective: Objective) -> float:
     """The most recomputation where memory is minimised, in seconds or FLOPs.
 
-    Nested regions go deeper still, at a price that one has to ask for with a budget.
+    Nested regions go lower still, but at a price that the user must accept with a budget.
     """
     graph = of.model.graph
     seconds = objective.overhead is Overhead.SECONDS
@@ -468,7 +468,7 @@ def overhead_limit(of: Problem, objective: Objective) -> float:
 
 
 def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
-    """The budget in bytes; a share is one of what the unchanged function needs.
+    """The budget in bytes; a share refers to what the unchanged function needs.
 
     Raises:
       BudgetError: arguments, outputs and reserve alone fill the device's memory.
@@ -496,8 +496,8 @@ def budget_bytes_of(of: Problem, objective: Objective) -> int | None:
 def step_bytes(program: Program, device: Device, gradients: Gradients) -> tuple[int, int]:
     """Bytes of arguments (closed-over arrays among them) and of outputs of a step, on one device.
 
-    Outputs are those of the function, and where they are put out one gradient for each
-    differentiated argument. Else these are temporaries, which the prediction counts.
+    Outputs are those of the function and, if gradients are returned, one gradient for each
+    differentiated argument. Otherwise gradients are temporaries, which the prediction counts.
     """
     compiler, program = Compiler(device=device), per_device(program)
 
@@ -522,10 +522,10 @@ def make(
 
     Args:
       program: a traced function.
-      device: whose rates to weigh recomputation with.
+      device: the device whose rates weigh recomputation.
       objective: what is wanted.
-      solver: who decides.
-      learnt: what was learnt of it by compiling, to be taken into account.
+      solver: the solver that decides.
+      learnt: what was learnt about it by compiling, if anything.
 
     Raises:
       BudgetError: the budget cannot be reached.
@@ -659,7 +659,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
 def _timeline(
     expected: Model, schedule: Schedule | None, found: Simulation, moments: Sequence[Moment]
 ) -> Timeline:
-    """What is alive when under a schedule, or with None in the unchanged function.
+    """What is alive when under a schedule, or, for None, in the unchanged function.
 
     Args:
       expected: the model that was replayed.
@@ -703,7 +703,7 @@ def _mesh_notes(program: Program) -> Iterator[str]:
 
 
 def unsplit_note(program: Program) -> str:
-    """What to do where nothing is known of how a program on a mesh is split."""
+    """What to do if it is unknown how a program on a mesh is split."""
     assert program.placement is not None, "it is on a mesh"
     return (
         f"{program.name!r} runs on a mesh of {program.placement.devices} devices, and nothing "
@@ -715,7 +715,7 @@ def unsplit_note(program: Program) -> str:
 
 
 def _side_effects(of: Problem) -> Iterator[str]:
-    """What must run once, and so is under no checkpoint."""
+    """What must run only once, and so is under no checkpoint."""
     found = Counter(
         f"{equation.operation.primitive} at {internals.source_line(equation.jax_equation) or '?'}"
         for equation in of.program.equations
@@ -752,8 +752,8 @@ def _guessed_loops(of: Problem) -> Iterator[str]:
     if found:
         places = [*list(found)[:_MOST_EFFECTS], *(["..."] if len(found) > _MOST_EFFECTS else [])]
         yield (
-            f"How often a while_loop runs, the program does not say: {'; '.join(places)}. It "
-            f"counts as {GUESSED_TURNS} turns. fori_loop and scan say it."
+            f"The program does not say how often a while_loop runs: {'; '.join(places)}. It "
+            f"counts as {GUESSED_TURNS} turns. fori_loop and scan do say."
         )
 
 
@@ -771,6 +771,6 @@ def _notes(of: Problem, schedule: Schedule) -> tuple[str, ...]:
         notes.append(
             "JAX gave no derivative for "
             + ", ".join(expected.assumed)
-            + "; all inputs and outputs of these equations are taken as needed."
+            + "; all inputs and outputs of these equations are assumed to be needed."
         )
     return tuple(notes)

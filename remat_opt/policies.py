@@ -1,4 +1,4 @@
-"""``jax.checkpoint``'s own policies: which there are, and what each comes to as a schedule.
+"""``jax.checkpoint``'s own policies: which ones exist, and the schedule that each amounts to.
 
 Around the whole function or around every block (``blocks``), as a careful user would write it.
 """
@@ -18,7 +18,7 @@ from remat_opt.program import blocks, dataflow
 from remat_opt.program.record import Atom, Program
 from remat_opt.schedule import Region, Schedule, merged
 
-#: Two names of one policy: the first is shown.
+#: Pairs of names for one policy: the first is shown.
 ALIASES = {
     "checkpoint_dots": "dots_saveable",
     "checkpoint_dots_with_no_batch_dims": "dots_with_no_batch_dims_saveable",
@@ -28,9 +28,9 @@ ALIASES = {
 def default_policies() -> dict[str, Callable[..., Any]]:
     """The policies in ``jax.checkpoint_policies`` that are policies as they stand, by name.
 
-    The others there, such as ``save_only_these_names``, are functions that make one. Those
-    take what they need by name or position, where a policy takes an equation's parameters,
-    whatever these are. Of two names for one policy, one is given.
+    The others there, such as ``save_only_these_names``, are functions that make one: they name
+    their parameters, while a policy takes any equation's. Of two names for one policy, one is
+    given.
     """
     found = {}
     for name in sorted(dir(jax.checkpoint_policies)):
@@ -42,7 +42,7 @@ def default_policies() -> dict[str, Callable[..., Any]]:
 
 
 def policy_of(name: str) -> Callable[..., Any] | None:
-    """The policy of that name in ``jax.checkpoint_policies``; None if what it names is none."""
+    """The policy of that name in ``jax.checkpoint_policies``; None if it is not a policy."""
     thing = getattr(jax.checkpoint_policies, name, None)
     if not callable(thing):
         return None
@@ -55,7 +55,7 @@ def policy_of(name: str) -> Callable[..., Any] | None:
 
 
 def alone(program: Program, roots: Sequence[int], graph: Graph) -> tuple[Schedule, ...]:
-    """What the default policies do alone: around the whole function, and around every block.
+    """What the default policies do by themselves, around the whole function and every block.
 
     Args:
       program: a traced function.
@@ -71,8 +71,8 @@ def alone(program: Program, roots: Sequence[int], graph: Graph) -> tuple[Schedul
 def schedules(program: Program, roots: Sequence[int], graph: Graph) -> Iterator[Schedule]:
     """One checkpoint around the whole function with each of the default policies.
 
-    A vertex counts as what its own equation is: what is fused into it is computed again with
-    it. A vertex that must run once parts the checkpoint in two.
+    A vertex is judged by its own equation: what is fused into it is recomputed with it. A vertex
+    that must run only once splits the checkpoint in two.
 
     Args:
       program: a traced function.
@@ -87,7 +87,7 @@ def schedules_per_block(
 ) -> Iterator[Schedule]:
     """One checkpoint around every block with each of the default policies; the rest is plain.
 
-    A vertex belongs to the block that its own equation is in. One that must run once parts the
+    A vertex belongs to the block of its own equation. One that must run only once splits the
     checkpoint of its block in two.
 
     Args:
@@ -112,7 +112,7 @@ def schedule_per_block(
     Args:
       graph: of the vertices.
       roots: for each vertex its equation, ascending.
-      block_of: for equations in blocks the number of theirs.
+      block_of: for each equation in a block, the block's number.
       kept: vertices.
     """
     places = [
@@ -138,7 +138,7 @@ def kept(policy: Callable[..., Any], program: Program, roots: Sequence[int]) -> 
     """The vertices that a policy keeps, by what computes them or by a name they are given.
 
     Args:
-      policy: of a ``jax.checkpoint``.
+      policy: that of a ``jax.checkpoint``.
       program: what is under it.
       roots: for each vertex its equation.
     """
@@ -166,7 +166,7 @@ def per_block(
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
     """The program with every block under one ``jax.checkpoint``, the rest as it is.
 
-    A block with side effects, which a checkpoint would repeat, runs as it is too.
+    A block with side effects, which a checkpoint would repeat, also runs as it is.
 
     Args:
       program: a traced function.
@@ -246,7 +246,7 @@ def _read(atom: Atom, environment: dict[int, Any]) -> Any:
 
 
 def _keeps(policy: Callable[..., Any], program: Program, root: int) -> bool:
-    """Whether the policy says so; what it says may also be a marker, such as one for offloading."""
+    """Whether the policy keeps it; its answer may also be a marker, as for offloading."""
     equation = program.equations[root].jax_equation
     kinds = (atom.aval for atom in equation.invars)
     return policy(equation.primitive, *kinds, **equation.params) is True

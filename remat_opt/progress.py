@@ -1,8 +1,8 @@
 """What is being worked on, in one line of a terminal that is rewritten in place.
 
-Nothing is written where stderr is no terminal, as in a log or a notebook, nor where the environment
-variable ``REMAT_OPT_PROGRESS`` is ``0``. Whoever does long work says so with ``doing``; what is
-decided does not depend on it.
+Nothing is written if stderr is not a terminal, as in a log or a notebook, or if the environment
+variable ``REMAT_OPT_PROGRESS`` is ``0``. Code that does long work announces it with ``doing``; no
+decision depends on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from remat_opt.units import format_seconds
 
-#: Set to 0, nothing is written.
+#: If set to 0, nothing is written.
 VARIABLE = "REMAT_OPT_PROGRESS"
 
 #: Seconds after which work counts as long, and between two looks at the clock.
@@ -24,7 +24,7 @@ _AT_FIRST, _EVERY = 0.5, 0.5
 _CLEAR = "\r\x1b[K"
 _MOST_WIDTH = 78
 
-#: What is being done, and since when, the outermost first.
+#: What is being done, and since when, outermost first.
 _work: list[tuple[str, float]] = []
 _lock = threading.Lock()
 
@@ -36,9 +36,9 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """While this is open, what is being done shows, with the seconds since it began.
+    """Shows what is being done, with the seconds since it began, while this is open.
 
-    Work inside other work stands behind it.
+    Work inside other work is shown after it.
 
     Args:
       what: a few words, such as ``compiling step for h200``.
@@ -64,7 +64,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def _tell(mine: tuple[str, float], over: threading.Event) -> None:
-    """Writes the line again and again, while no other work has begun inside."""
+    """Keeps rewriting the line, as long as no other work has begun inside."""
     wait = _AT_FIRST
     while not over.wait(wait):
         wait = _EVERY
@@ -76,7 +76,7 @@ def _tell(mine: tuple[str, float], over: threading.Event) -> None:
 
 
 def _write(text: str) -> None:
-    # A terminal that has gone away must not end what is being worked on.
+    # A terminal that has gone away must not end the work.
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The last few of what was worked out, by what it was worked out for."""
+"""A cache of the last few results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ValueT = TypeVar("ValueT")
 
 
 class Recent(Generic[KeyT, ValueT]):
-    """At most so many values; the one that was asked for the longest ago goes first.
+    """Holds a limited number of values and drops the least recently used first.
 
-    Several threads may use it. Of two that ``put`` a value, both are given the one that was first.
+    Several threads may use it. If two ``put`` a value, both get the first one.
 
     Example:
       >>> squares = Recent(2)
@@ -28,14 +28,14 @@ class Recent(Generic[KeyT, ValueT]):
         self._most = most
         self._known: OrderedDict[KeyT, ValueT] = OrderedDict()
         self._lock = threading.Lock()
-        # Of what is being worked out.
+        # For values being worked out.
         self._making: dict[KeyT, threading.RLock] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, key: KeyT) -> ValueT | None:
-        """The value for ``key``, or None where it is not there."""
+        """The value for ``key``, or None if it is not there."""
         with self._lock:
             if key not in self._known:
                 return None
@@ -43,7 +43,7 @@ class Recent(Generic[KeyT, ValueT]):
             return self._known[key]
 
     def put(self, key: KeyT, value: ValueT) -> ValueT:
-        """Holds the value, unless there is one already; gives the one that is there."""
+        """Stores the value unless there is one already; returns the stored one."""
         with self._lock:
             found = self._known.setdefault(key, value)
             self._known.move_to_end(key)
@@ -52,16 +52,16 @@ class Recent(Generic[KeyT, ValueT]):
             return found
 
     def renew(self, key: KeyT, value: ValueT) -> ValueT:
-        """Holds the value in place of the one that is there."""
+        """Stores the value in place of any that is there."""
         with self._lock:
             self._known.pop(key, None)
         return self.put(key, value)
 
     def made(self, key: KeyT, make: Callable[[], ValueT]) -> ValueT:
-        """The value for ``key``, worked out where it is not there.
+        """The value for ``key``, worked out if it is not there.
 
-        Of several threads one does so, and the others wait. What ``make`` raises is raised, and
-        then the next tries.
+        Of several threads, one works it out and the others wait. If ``make`` raises, so does this,
+        and the next thread tries.
 
         Example:
           >>> squares = Recent(2)

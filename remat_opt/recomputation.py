@@ -1,4 +1,4 @@
-"""What happened to a program's recomputation in the compiler: the record, which plans keep."""
+"""What the compiler did with a program's recomputation: the record that plans keep."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: The fields of a record that name places, and how many places each names at most.
+#: The fields of a record that name places, and the most places each may name.
 _PLACES, MOST_PLACES = ("merged", "not_kept"), 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What happened to a program's recomputation in the compiler.
+    """What the compiler did with a program's recomputation.
 
     Attributes:
       asked_products: matrix products and convolutions that the program computes again. The body
         of a loop counts once, here and below.
       compiled_products: those of them that the compiled program computes again.
-      early_values: recomputed values that wait while products of the forward pass run.
+      early_values: recomputed values that are already there while products of the forward pass run.
       compiler_values: values that the compiler's own rematerialisation computes again.
-      merged: where in the program the merged products stand, where that can be told; the first few.
-      not_kept: where the values stand that the compiler computes again rather than keeping; the
-        first few.
+      merged: where the merged products are in the program, if known; the first few.
+      not_kept: where the values are that the compiler recomputes rather than keeps; the first few.
     """
 
     asked_products: int
@@ -34,7 +33,7 @@ class Recomputation:
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Recomputation:
-        """The record with such fields, as ``is_recomputation`` takes them."""
+        """The record with these fields, which ``is_recomputation`` accepts."""
         fields: dict[str, Any] = {
             key: tuple(found) if key in _PLACES else found for key, found in data.items()
         }
@@ -42,39 +41,39 @@ class Recomputation:
 
     @property
     def merged_products(self) -> int:
-        """Products that the compiler took for those that they repeat."""
+        """Recomputed products that the compiler merged with the originals."""
         return self.asked_products - self.compiled_products
 
     @property
     def undone(self) -> bool:
-        """Whether some of the recomputation does not save the memory that it was to save."""
+        """Whether some of the recomputation does not save the memory it was meant to save."""
         return self.merged_products > 0 or self.early_values > 0
 
     def text(self) -> str:
-        """What happened to it, as a part of a sentence."""
-        said = "no matrix product or convolution was to be computed again"
+        """What happened to it, as part of a sentence."""
+        said = "no matrix product or convolution was meant to be computed again"
         if self.asked_products:
             said = (
                 f"{self.compiled_products} of {self.asked_products} matrix products and "
                 "convolutions that were to be computed again are"
             )
         if self.merged_products:
-            said += ", the others are merged with those that they repeat" + in_brackets(self.merged)
+            said += ", the others are merged with the originals" + in_brackets(self.merged)
         if self.early_values:
             said += (
-                f"; {self.early_values} recomputed values are computed during the forward pass "
-                "already, and wait"
+                f"; {self.early_values} recomputed values are already computed during the "
+                "forward pass, and wait"
             )
         return said
 
 
 def in_brackets(places: Sequence[str]) -> str:
-    """Places to put behind what they are the places of; nothing if there are none."""
+    """Places in brackets, to follow what is there; nothing if there are none."""
     return f" ({', '.join(places)})" if places else ""
 
 
 def is_recomputation(data: object) -> bool:
-    """Whether plain data are the fields of a ``Recomputation``."""
+    """Whether plain data is the fields of a ``Recomputation``."""
     return (
         isinstance(data, Mapping)
         and set(data) == {field.name for field in dataclasses.fields(Recomputation)}

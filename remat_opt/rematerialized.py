@@ -1,4 +1,4 @@
-"""A function that follows a plan: traced and planned at its first call, then as often as needed."""
+"""A function that follows a plan: traced and planned at its first call, and again when needed."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from remat_opt.traces import Place, Trace
 from remat_opt.transform import rewriting
 from remat_opt.view.plan_text import printable
 
-#: Plans that a decorated function holds, one for each program that it was traced to: a few hundred
-#: kilobytes each for a deep network.
+#: How many plans a decorated function holds, one for each program that it was traced to: a few
+#: hundred kilobytes each for a deep network.
 _MOST_PLANS = 64
 
 
 class Rematerialized:
     """A function that follows a plan; what ``optimal_remat`` and ``apply_plan`` return.
 
-    Calling it gives the values, the tree and the dtypes of the function it wraps, and its
-    derivatives are the same too; taken backward, it keeps and recomputes as planned. It is planned
-    once for each program that it is traced to. Under ``jax.jit`` it is traced as often as what is
-    around it; by itself, once for calls that are alike, and compiled.
+    Calling it gives the values, the tree and the dtypes of the function it wraps, and the same
+    derivatives; the backward pass keeps and recomputes as planned. It is planned once for each
+    program that it is traced to. Under ``jax.jit`` it is traced whenever the surrounding function
+    is; by itself, it is traced and compiled once for calls that are alike.
     """
 
     __wrapped__: Callable[..., Any]
@@ -61,12 +61,12 @@ class Rematerialized:
         self.request = request
         self._given = plan
         self._plans: Recent[str, Plan] = Recent(_MOST_PLANS)
-        # Programs that have no plan, and were warned of.
+        # Programs that have no plan, about which the user was warned.
         self._unplanned: Recent[str, bool] = Recent(_MOST_PLANS)
         self._traces: Recent[Hashable, Trace] = Recent(_MOST_PLANS)
-        # A module of ``flax.nnx`` that it is a method of.
+        # The ``flax.nnx`` module that it is a method of, if any.
         self._instance: tuple[Any, ...] = ()
-        # Which loss it is, for ``step``: bound methods are one with what they are bound from.
+        # Which loss it is, for ``step``: a bound method counts as the function it is bound from.
         self._identity = _identity(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +107,8 @@ class Rematerialized:
     def _run(self, program: Program, call: tracing.Call, place: Place | None) -> Any:
         leaves = jax.tree.leaves((call.args, call.kwargs))
         arguments = [*leaves, *program.closed_over]
-        # Where nothing is being traced, nobody takes a derivative, and there is nothing to plan;
-        # where nothing has one, jax.grad refuses.
+        # If nothing is being traced, no derivative is taken and there is nothing to plan. If
+        # nothing has a derivative, jax.grad refuses.
         is_traced = any(isinstance(value, jax.core.Tracer) for value in arguments)
         if self._given is not None or (is_traced and program.differentiated):
             plan = self.plan_of(program, call)
@@ -124,7 +124,7 @@ class Rematerialized:
         return release(jax.tree.unflatten(program.output_tree, outputs))
 
     def _run_as_it_is(self, call: tracing.Call, error: Exception) -> Any:
-        """Calls the function itself, and warns where it does not fail by itself."""
+        """Calls the function itself, and warns unless that fails too."""
         result = call.fn(*call.args, **call.kwargs)
         facts = {
             "device": self.request.device,
@@ -136,12 +136,13 @@ class Rematerialized:
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        # So that a decorated method is bound like any other. Numbers count as for
+        # So that a decorated method is bound like any other. Argument numbers count as for
         # jax.grad(model.loss): without the instance, which is closed over.
         if instance is None:
             return self
         if frameworks.is_module(instance):
-            # An argument, so that its state comes through. Plans made ahead are for its parameters.
+            # Pass the instance as an argument, to carry its state. Plans made ahead are for its
+            # parameters.
             bound = self.around(self.fn, self.signature.with_instance())
             bound._instance = (instance,)
             bound.__wrapped__ = self.fn.__get__(instance, owner)
@@ -152,7 +153,7 @@ class Rematerialized:
     def pure_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[Rematerialized, frameworks.Pure]]:
-        """A call as one without modules of ``flax.nnx``: what to call, with which arguments."""
+        """A call turned into one without ``flax.nnx`` modules: the function and its arguments."""
         has_aux = self.signature.has_aux
         args = (*self._instance, *args)
         with frameworks.pure(self.fn, args, kwargs, has_aux=has_aux) as pure:
@@ -163,7 +164,7 @@ class Rematerialized:
                 yield self.around(pure.fn, signature), pure
 
     def around(self, fn: Callable[..., Any], signature: Signature | None = None) -> Rematerialized:
-        """The same, plans included, around a function that traces to the same programs."""
+        """The same, including plans, around a function that traces to the same programs."""
         found = Rematerialized(fn, signature or self.signature, self.request, self._given)
         found._plans, found._unplanned = self._plans, self._unplanned
         found._traces = self._traces
@@ -171,7 +172,7 @@ class Rematerialized:
         return found
 
     def following(self, plan: Plan) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """The way to run a loss by a plan; calls that are other programs are planned alike."""
+        """The way to run a loss by a plan; calls that trace to other programs are planned too."""
         found = self.around(self.fn)
         found._plans, found._traces = Recent(_MOST_PLANS), Recent(_MOST_PLANS)
         found._plans.put(plan.fingerprint, plan)
@@ -193,18 +194,18 @@ class Rematerialized:
             return run.plan_of(run.trace(call), call)
 
     def to_source(self, *args: Any, **kwargs: Any) -> Source:
-        """The function as a call with such arguments runs it, as ordinary JAX code.
+        """The function as run for such arguments, as ordinary JAX code.
 
-        The module that ``str`` of it gives, and ``save`` writes, imports nothing but JAX. Its
-        function takes and gives what this one does, at the shapes of these arguments. The code is
-        read back and traced before it is handed out.
+        ``str`` of it gives, and ``save`` writes, a module that imports only JAX. Its function takes
+        and returns what this one does, at the shapes of these arguments. The code is read back and
+        traced before it is returned.
 
         Args:
           *args: arrays or ``jax.ShapeDtypeStruct`` in their place.
           **kwargs: likewise.
 
         Raises:
-          RematError: something in the program cannot be written as code; it is named.
+          RematError: something in the program cannot be written as code; the message names it.
 
         Example:
           >>> import jax, jax.numpy as jnp
@@ -234,7 +235,7 @@ class Rematerialized:
             return run.trace(run.bind(pure.args, pure.kwargs))
 
     def problem(self, program: Program) -> planning.Problem:
-        """All that is to be decided about a program, which must compute something.
+        """Everything to decide about a program, which must compute something.
 
         Raises:
           RematError: nothing is differentiated, or the solver does not take the program.
@@ -255,13 +256,13 @@ class Rematerialized:
         in_step: str,
         compiled: Callable[[Plan], Measurement],
     ) -> Plan:
-        """A plan of a program: by compiling, if that is asked for, and by what was learnt.
+        """A plan of a program: by compiling, if asked for, and by what was learnt.
 
         Args:
           program: the program.
           device: the machine to plan for.
-          in_step: what is compiled around the program; what is learnt is about that.
-          compiled: compiles a plan in it.
+          in_step: what is compiled around the program; anything learnt is about that.
+          compiled: compiles a plan inside it.
         """
         wanted = self.request.objective
         planning.check_differentiated(program)
@@ -278,7 +279,7 @@ class Rematerialized:
         if known is not None:
             return plan
         note = (
-            f"{os.fspath(self.request.learnt or '')!r} tells nothing of this program on "
+            f"{os.fspath(self.request.learnt or '')!r} says nothing about this program on "
             f"{device.name} with this compiler in this step: the model alone predicts."
         )
         return dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -295,7 +296,7 @@ class Rematerialized:
             if self._given is None or program.fingerprint() == self._given.fingerprint:
                 return program
             if not call.dissolved:
-                # The plan may be one for the function without checkpoints of its own.
+                # The plan may be for the function without its own checkpoints.
                 dissolved = self.trace(dataclasses.replace(call, dissolved=True))
                 if dissolved.fingerprint() == self._given.fingerprint:
                     return dissolved
@@ -310,7 +311,7 @@ class Rematerialized:
             ) from error
 
     def plan_of(self, program: Program, call: tracing.Call) -> Plan:
-        """The plan that a call, traced to this program, follows."""
+        """The plan that a call traced to this program follows."""
         fingerprint = program.fingerprint()
         if self._given is not None:
             check_belongs(self._given, fingerprint, program.name)
@@ -318,7 +319,7 @@ class Rematerialized:
         made_for = program.placed_fingerprint()
         found = self._plans.made(made_for, lambda: self._make(program, call))
         if program.placement is not None:
-            # Under jax.jit nobody can say how arguments are split: there, as last time.
+            # Under jax.jit it is unknown how arguments are split: assume as last time.
             self._plans.renew(f"{fingerprint} {UNKNOWN_PLACEMENT}", found)
         return found
 
@@ -339,14 +340,14 @@ class Rematerialized:
 
 
 def _identity(fn: Callable[..., Any]) -> object:
-    """What is the same of a function that a step defines anew whenever it is traced: its code."""
+    """A function's code: it stays the same if a step redefines the function at each trace."""
     fn = inspect.unwrap(fn)
     is_local = "<locals>" in getattr(fn, "__qualname__", "")
     return getattr(fn, "__code__", object()) if is_local else object()
 
 
 def _can_be_traced(call: tracing.Call) -> bool:
-    """Whether JAX traces a function that ``tracing`` failed on: else the error is its own."""
+    """Whether JAX traces a function that ``tracing`` failed on; if not, the error is the user's."""
     try:
         jax.make_jaxpr(call.fn)(*call.args, **call.kwargs)
     except Exception:

@@ -17,11 +17,11 @@ class Region:
     Attributes:
       vertices: ascending; a vertex reads only vertices of this or of earlier regions.
       kept: those of ``vertices`` that are saved by name for the backward pass.
-      checkpointed: whether the region runs under ``jax.checkpoint``. Where it does not,
-        all that its backward steps read is kept and nothing is recomputed.
-      inside: a chain of regions that together hold ``vertices``. When the region's turn comes
-        in the backward pass, its vertices do not run again all at once, but as this chain:
-        each region of it keeps what is its own, and is recomputed once more in its turn.
+      checkpointed: whether the region runs under ``jax.checkpoint``. If not, everything its
+        backward steps read is kept and nothing is recomputed.
+      inside: a chain of regions that together hold ``vertices``. When the region's turn comes in
+        the backward pass, its vertices run again as this chain rather than all at once: each inner
+        region keeps its own values, and is recomputed again in its turn.
     """
 
     vertices: tuple[int, ...]
@@ -48,7 +48,7 @@ class Schedule:
         return bool(self.loops) or any(region.checkpointed for region in self.regions)
 
     def region_of(self) -> dict[int, int]:
-        """For each vertex the number of its region."""
+        """For each vertex, the number of its region."""
         return {
             vertex: number
             for number, region in enumerate(self.regions)
@@ -128,10 +128,10 @@ def _reads_later(graph: Graph, vertex: int, predecessor: int) -> GraphError:
 
 
 def merged(chain: Iterable[Region | Sequence[int]]) -> list[Region]:
-    """The chain with what stands in a row without a checkpoint made one region.
+    """The chain with consecutive regions without a checkpoint merged into one.
 
     Args:
-      chain: regions; in place of those without a checkpoint their vertices will do.
+      chain: regions; one without a checkpoint may be given by its vertices alone.
     """
     found: list[Region] = []
     unchecked: list[Sequence[int]] = []
@@ -176,20 +176,20 @@ class Stage:
 class Part:
     """Iterations of a loop, one after the other, that run alike.
 
-    Either each of them runs under a checkpoint of its own. Or they run in chunks, each of which is
-    under a checkpoint that keeps what the first of its iterations is handed, and runs them all
-    again, as a loop in parts of its own.
+    Either each iteration runs under its own checkpoint, or they run in chunks. A chunk's checkpoint
+    keeps what its first iteration receives and runs all its iterations again, as a loop with parts
+    of its own.
 
-    Equations are those of the loop's body, numbered as a program of its own.
+    Equations are those of the loop's body, numbered as a separate program.
 
     Attributes:
       length: how many iterations.
-      inside: the parts of a chunk, in order of execution; ``length`` is a multiple of what they are
-        together. Empty where there are no chunks. Where there are, what follows is empty.
+      inside: the parts of a chunk, in order of execution; ``length`` is a multiple of their total
+        length. Empty without chunks; with them, the fields below are empty.
       kept: positions of the equations whose results are saved by name in every iteration.
-      kept_bytes: of these, in one iteration.
+      kept_bytes: their size, in one iteration.
       stages: the chain in which the body runs, and runs again.
-      loops: those of the body that are opened, choices among them.
+      loops: the body's opened loops and choices.
     """
 
     length: int
@@ -207,7 +207,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """A loop, ``lax.scan``, that is opened: what its iterations keep.
+    """An opened loop (``lax.scan``): what its iterations keep.
 
     Attributes:
       root: position of its equation.
@@ -220,14 +220,14 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch of a choice, as a chain of its own.
+    """One branch of a choice, as a separate chain.
 
-    Equations are those of the branch, numbered as a program of its own.
+    Equations are those of the branch, numbered as a separate program.
 
     Attributes:
-      stages: the chain; empty where the branch runs as it is.
-      kept_bytes: of what waits for the backward pass if this is the branch that runs.
-      loops: those of the branch that are opened, choices among them.
+      stages: the chain; empty if the branch runs as it is.
+      kept_bytes: the size of what waits for the backward pass if this branch runs.
+      loops: the branch's opened loops and choices.
     """
 
     stages: tuple[Stage, ...]
@@ -237,11 +237,11 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A choice, ``lax.cond`` or ``lax.switch``, that is opened: what its branches keep.
+    """An opened choice (``lax.cond`` or ``lax.switch``): what its branches keep.
 
     Attributes:
       root: position of its equation.
-      branches: in the order of the equation's.
+      branches: in the equation's order.
     """
 
     root: int

@@ -1,10 +1,10 @@
-"""What names in a compiled program say of where an instruction comes from.
+"""What names in a compiled program say about where an instruction comes from.
 
 A rewritten program runs every equation under a scope with the equation's number, and every region
 under one with the region's. JAX puts scopes into the ``op_name`` of what it lowers, wrapped in the
-transformations that it went through, and every compiler carries these names along: of
-``jit(f)/transpose(jvp(jvp(remat_region1)))/checkpoint/rematted_computation/remat_eq7/layer/sin``
-it can be told that it is equation 7, in region 1, computed again.
+transformations applied, and every compiler carries these names along. From
+``jit(f)/transpose(jvp(jvp(remat_region1)))/checkpoint/rematted_computation/remat_eq7/layer/sin`` we
+know that it is equation 7, in region 1, computed again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Literal
 
 #: In the name of everything that ``jax.checkpoint`` computes again.
 AGAIN = "rematted_computation"
-#: In the name of everything of a backward pass.
+#: In the name of everything in a backward pass.
 BACKWARD = "transpose("
-#: In the name of everything of a function that a derivative is taken of.
+#: In the name of everything in a differentiated function.
 _DIFFERENTIATED = "jvp("
 
-#: "other": not of a function that a derivative is taken of, such as an optimizer's step.
+#: "other": not in a differentiated function, such as an optimizer's step.
 Phase = Literal["forward", "recomputed", "backward", "other"]
 
-# Long enough that no scope of a user's has such a name by chance.
+# Long enough that no user's scope has such a name by chance.
 _EQUATION = re.compile(r"\bremat_eq(\d+)\b")
 _REGION = re.compile(r"\bremat_region(\d+(?:_\d+)*)\b")
 
@@ -34,8 +34,8 @@ class Origin:
     """Where an instruction comes from.
 
     Attributes:
-      equation: number of the equation in the planned program, or None where it is none's.
-      region: number of its region, and behind it those of the regions inside; empty if unknown.
+      equation: number of the equation in the planned program, or None if it belongs to none.
+      region: number of its region, then those of the regions inside; empty if unknown.
       phase: which pass it is part of.
     """
 
@@ -54,7 +54,7 @@ def equation_scope(index: int) -> str:
 
 
 def region_scope(region: Sequence[int]) -> str:
-    """The scope of a region: its number, and behind it those of the regions inside.
+    """The scope of a region: its number, then those of the regions inside.
 
     >>> region_scope((3, 0))
     'remat_region3_0'
@@ -74,7 +74,7 @@ def origin(op_name: str) -> Origin:
     Origin(equation=7, region=(1,), phase='backward')
     """
     found = _EQUATION.search(op_name)
-    # What is behind the equation's scope is of a plan inside that of another.
+    # Anything after the equation's scope belongs to a plan inside another.
     regions = _REGION.findall(op_name[: found.start()] if found else op_name)
     phase: Phase = "other"
     if AGAIN in op_name:

@@ -7,17 +7,16 @@ backward pass reads the stored copy: because it is kept by name in its region, b
 later region's backward pass reads it (a boundary value), or because its region is not
 checkpointed and a backward step needs it.
 
-Backward, regions run in reverse. A region first recomputes, in order, all that its backward
-steps need and that is not stored, each value held until its last reader in the region; then
-its vertices' backward steps run in reverse. A region with regions inside recomputes only what
-these find in memory, as a forward pass of its own, and then runs them backward in the same
-way. A step turns the cotangent of its vertex into those of the predecessors; the step of an
-elementwise vertex works in place where the buffer is large enough for one of them. (XLA is
-free to recompute a value later than that, and often does. Where regions are short the two
-agree; where they are long, this is the safe side.)
+Backward, regions run in reverse. A region first recomputes, in order, everything that its backward
+steps need and that is not stored; each value is held until its last reader in the region; then its
+vertices' backward steps run in reverse. A region with regions inside recomputes only what these
+find in memory, as a separate forward pass, and then runs them backward in the same way. A step
+turns the cotangent of its vertex into those of the predecessors; the step of an elementwise vertex
+works in place if the buffer is large enough for one of them. (XLA may recompute a value later than
+that, and often does. For short regions the two agree; for long ones, this errs on the safe side.)
 
-Program outputs and gradients with respect to arguments live in output buffers and count
-nothing here. All figures are bytes of temporaries.
+Program outputs and gradients with respect to arguments live in output buffers and do not count
+here. All figures are bytes of temporaries.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Life:
 
     Attributes:
       vertex: the vertex it belongs to.
-      role: as of ``Live``.
+      role: as in ``Live``.
       bytes: its size.
-      first: number, in ``moments``, of the first moment at which it is there.
+      first: number, in ``moments``, of the first moment at which it is alive.
       last: likewise of the last.
     """
 
@@ -97,10 +96,10 @@ class Simulation:
       peak: number, in ``moments``, of the first moment that reaches it.
       moments: one per step, in order of execution.
       alive: the arrays alive at the peak, largest first.
-      lives: all arrays that take any bytes, in the order in which they go.
+      lives: all arrays that take any bytes, in the order in which they are freed.
       stored: the vertices whose value the backward pass reads from memory, ascending.
       stored_bytes: their bytes.
-      recomputed: the vertices that run again, ascending, each as often as it does.
+      recomputed: the vertices that run again, ascending, each repeated as often as it runs.
       overhead_seconds: time of the recomputation.
       recomputed_flops: operations of the recomputation.
     """
@@ -118,7 +117,7 @@ class Simulation:
 
     @property
     def stored_inside_bytes(self) -> int:
-        """Bytes of residuals without a name, as of loops, that wait for the backward pass too."""
+        """Bytes of unnamed residuals, such as loops', that also wait for the backward pass."""
         return sum(life.bytes for life in self.lives if self.waits_inside(life))
 
     def waits_inside(self, life: Life) -> bool:
@@ -141,7 +140,7 @@ class Demand:
     inside: tuple[Demand | None, ...]
 
     def all_recomputed(self) -> Iterator[int]:
-        """Every vertex, as often as it runs again."""
+        """Every vertex, repeated as often as it runs again."""
         for again, inside in zip(self.recomputed, self.inside, strict=True):
             yield from again
             if inside is not None:
@@ -149,7 +148,7 @@ class Demand:
 
 
 def demand(graph: Graph, schedule: Schedule) -> Demand:
-    """Follows what each region's backward pass reads back to what is stored."""
+    """Traces what each region's backward pass reads back to what is stored."""
     return _demand(graph, schedule.regions)
 
 
@@ -191,7 +190,7 @@ def _demand(graph: Graph, regions: Sequence[Region]) -> Demand:
 
 
 def _with_internals(graph: Graph, region: Region) -> list[int]:
-    """The vertices that a checkpointed region must run again for residuals without a name."""
+    """The vertices that a checkpointed region must run again for unnamed residuals."""
     parts = region.inside or (region,)
     return [
         vertex
@@ -229,7 +228,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     lives: list[Life] = []
 
     def gone(role: str, vertex: int, size: int, first: int) -> None:
-        # What goes before the next step was there at the last one.
+        # What is freed before the next step was alive during the last one.
         if size and first < len(moments):
             lives.append(
                 Life(
@@ -265,7 +264,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The figures of ``Simulation`` without the story, for searches that ask for many.
+    """The figures of ``Simulation`` without the details, for searches that need many.
 
     Attributes:
       peak_bytes: the most temporaries alive at once.
@@ -285,12 +284,12 @@ def evaluate(graph: Graph, schedule: Schedule) -> Figures:
 
 
 def figures_of(graph: Graph, peak_bytes: int, again: Sequence[int]) -> Figures:
-    """The figures of a schedule with this peak.
+    """The figures of a schedule with a known peak.
 
     Args:
       graph: what it is a schedule of.
-      peak_bytes: of what is alive.
-      again: the vertices that run again, each as often as it does, in any order.
+      peak_bytes: its peak.
+      again: the vertices that run again, repeated as often as they do, in any order.
     """
     return Figures(
         peak_bytes=peak_bytes,
@@ -311,7 +310,7 @@ _Live = dict[tuple[str, int, int], int]
 
 @dataclasses.dataclass(slots=True)
 class _Readers:
-    """Backward reads that are still to come, of one region.
+    """Backward reads that are still to come in one region.
 
     Attributes:
       local: of the values that the region recomputes itself.
@@ -338,8 +337,7 @@ def _readers(
         nested = _readers_of_chain(graph, region.inside, inside)
         for one in nested:
             reads.update(one.outer)
-    # A value can be both kept and run again, for residuals that have no name: then the stored
-    # copy is read.
+    # A value can be both kept and run again, for unnamed residuals: then the stored copy is read.
     copies = again - frozenset(region.kept)
     local: Counter[int] = Counter()
     outer: Counter[int] = Counter()
@@ -373,10 +371,10 @@ class _Replay:
 
         Args:
           graph: what to run.
-          on_step: called while each step runs, with its phase, region and vertex, and how deep
-            it is where it runs again.
-          on_free: called when an array goes, with its role, vertex and size, and the number of
-            steps that had run when it came.
+          on_step: called while each step runs, with its phase, region and vertex, and its depth if
+            it runs again.
+          on_free: called when an array is freed, with its role, vertex and size, and the number of
+            steps that had run when it was created.
         """
         self.graph = graph
         self.live: _Live = {}

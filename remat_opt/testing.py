@@ -222,7 +222,7 @@ def _judged(
 
 
 def _predicted(made: Plan, program: Program, request: Request, device: Device) -> str:
-    """What the same request comes to for the program as it is now."""
+    """What the same request gives for the program as it is now."""
     before = format_bytes(made.predicted.temporary_bytes)
     try:
         now = planning.make(program, device, made.objective, request.solver)

@@ -1,8 +1,8 @@
-"""Memory over time as data: what is alive, moment by moment, and whose it is.
+"""Memory over time as data: what is alive at each moment, and what it belongs to.
 
-The referee's replay knows the life of every array. Here it is cut to what a picture and its reader
-need: the bytes of each kind at a few hundred moments, of each stretch the fullest, and the arrays
-that are among the largest at any of them.
+The referee's replay knows the life of every array. Here it is reduced to what a picture and its
+reader need: the bytes of each kind at a few hundred moments, the fullest of each stretch, and the
+arrays that are among the largest at any of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Kind = Literal["kept", "boundaries", "passing", "recomputed", "gradients", "work
 #: Kinds of what is alive, in the order in which they are stacked.
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: How many moments are told of.
+#: How many moments are recorded.
 _MOST_MOMENTS = 240
-#: How many of the arrays alive at each moment.
+#: How many arrays are recorded at each moment.
 _MOST_ARRAYS = 6
 
 
@@ -38,7 +38,7 @@ class Alive:
       root: position of the equation of the value that it belongs to.
       kind: one of ``KINDS``.
       bytes: its size.
-      first: number, among the moments told of, of the first at which it is there.
+      first: number, among the recorded moments, of the first at which it is alive.
       last: likewise of the last.
     """
 
@@ -57,17 +57,17 @@ class Timeline:
 
     Attributes:
       steps: how many steps the two passes have.
-      at: numbers of the steps that are told of, ascending: of each stretch the fullest.
+      at: numbers of the recorded steps, ascending: the fullest of each stretch.
       phases: what is done: ``forward``, ``recompute`` or ``backward``.
       roots: position of the equation of the value that is computed or differentiated.
-      kept: values that wait for the backward pass of their own region, and residuals without a
-        name that do, such as those of loops.
+      kept: values, and unnamed residuals such as those of loops, that wait for the backward pass of
+        their own region.
       boundaries: values that wait for the backward pass of a later region.
       passing: values that wait for the forward pass alone.
       recomputed: values that were computed again.
-      gradients: gradients of values, and of parameters where these are temporaries.
-      workspace: what a step takes while it runs, residuals without a name that were computed
-        again, and by how much the figures were corrected by what was learnt of the compiler.
+      gradients: gradients of values, and of parameters if those are temporaries.
+      workspace: what a step takes while it runs, unnamed residuals that were computed again, and
+        the correction by what was learnt about the compiler.
       arrays: those that are among the largest at some moment.
     """
 
@@ -86,7 +86,7 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """What a training step has in memory from first to last, beside its temporaries; in bytes.
+    """What a training step has in memory throughout, besides its temporaries; in bytes.
 
     Attributes:
       parameters: what is differentiated.
@@ -106,7 +106,7 @@ class Resident:
         return self.parameters + self.optimizer_state + self.inputs + self.results
 
 
-#: Of a function that computes nothing.
+#: For a function that computes nothing.
 NOTHING = Timeline(
     steps=0,
     at=(),
@@ -137,17 +137,17 @@ def timeline(
       graph: what was replayed.
       schedule: likewise.
       found: the replay.
-      live_bytes: what is expected to be alive at each of its moments in all, where that was
-        corrected; the difference counts as workspace.
-      gradient_bytes: for each vertex how much of its workspace is gradients of parameters.
-      roots: for each vertex the position of its equation.
+      live_bytes: all that is expected to be alive at each of its moments, if corrected; the
+        difference counts as workspace.
+      gradient_bytes: for each vertex, how much of its workspace is gradients of parameters.
+      roots: for each vertex, the position of its equation.
     """
     chosen = _fullest(live_bytes)
     boundaries = _boundaries(graph, schedule, found)
     shares = {kind: np.zeros(len(chosen), dtype=np.int64) for kind in KINDS}
     arrays: list[Alive] = []
     for life in found.lives:
-        # The moments told of at which it is there.
+        # The recorded moments at which it is alive.
         first, last = np.searchsorted(chosen, (life.first, life.last + 1))
         if first == last:
             continue
@@ -176,7 +176,7 @@ def timeline(
 
 
 def _fullest(live_bytes: Sequence[int]) -> NDArray[np.int64]:
-    """Of each of so many stretches the step at which most is alive."""
+    """For each stretch, the step at which most is alive."""
     count = len(live_bytes)
     edges = np.unique(np.linspace(0, count, min(count, _MOST_MOMENTS) + 1).astype(np.int64))
     amounts = np.array(live_bytes, dtype=np.int64)
@@ -187,9 +187,9 @@ def _fullest(live_bytes: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _boundaries(graph: Graph, schedule: Schedule, found: Simulation) -> frozenset[int]:
-    """The vertices that are in memory for the backward pass of later regions alone.
+    """The vertices that are in memory only for the backward pass of later regions.
 
-    What a region keeps by name, or without a checkpoint for itself, is not among them.
+    What a region keeps for itself, by name or without a checkpoint, is not among them.
     """
     own: set[int] = set()
     for region in schedule.regions:
@@ -240,7 +240,7 @@ def _add_difference(shares: dict[Kind, NDArray[np.int64]], totals: NDArray[np.in
 
 
 def _largest(arrays: Sequence[Alive], count: int) -> tuple[Alive, ...]:
-    """Those that are among the largest at some moment, in order of their coming."""
+    """Those that are among the largest at some moment, in order of creation."""
     room = np.full(count, _MOST_ARRAYS, dtype=np.int64)
     found = []
     for one in sorted(arrays, key=lambda one: (-one.bytes, one.root, one.kind, one.first)):

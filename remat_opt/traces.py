@@ -1,10 +1,10 @@
-"""Traces of a decorated function that is called outside of ``jax.jit``, kept and compiled.
+"""Traces of a decorated function that is called outside ``jax.jit``, kept and compiled.
 
-Under ``jax.jit`` a function is traced as often as what is around it. Called by itself, as by
-``jax.grad`` alone, it would be traced at every call and run operation by operation. So such a
-trace is kept, compiled as ``jax.jit`` would, for calls that are alike: the same structure, shapes,
-types, shardings and static values, the same arguments that are differentiated, the same settings of
-JAX, and a function that still refers to the same (``program.references``).
+Under ``jax.jit`` a function is traced whenever the surrounding function is. Called by itself, as by
+``jax.grad`` alone, it would be traced at every call and run operation by operation. So such a trace
+is kept, compiled as by ``jax.jit``, for calls that are alike: the same structure, shapes, types,
+shardings and static values, the same differentiated arguments, the same JAX settings, and a
+function that still refers to the same things (``program.references``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Place:
     """Where the trace of a call is kept.
 
     Attributes:
-      key: what calls that are alike agree in.
+      key: what calls that are alike have in common.
       references: what the function refers to now.
     """
 
@@ -42,7 +42,7 @@ class Trace:
 
     Attributes:
       references: what the function referred to when it was traced.
-      run: from the flat arguments to the result.
+      run: takes the flat arguments to the result.
     """
 
     references: References
@@ -50,10 +50,10 @@ class Trace:
 
 
 def place_of(call: Call, fn: Callable[..., Any]) -> Place | None:
-    """Where the trace of a call is kept, or None where it must not be.
+    """Where the trace of a call is kept, or None if it must not be.
 
     Args:
-      call: of the function, with its static arguments bound.
+      call: the call, with its static arguments bound.
       fn: the function.
     """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
@@ -64,7 +64,7 @@ def place_of(call: Call, fn: Callable[..., Any]) -> Place | None:
         for leaf in leaves
     )
     varying = tuple(map(internals.is_differentiated, leaves))
-    # Methods of several instances that take turns are not to drive one another out.
+    # Methods of several instances, called in turn, must not evict one another.
     instance = id(getattr(fn, "__self__", None))
     key = tree, kinds, varying, call.static, internals.settings(), instance
     try:
@@ -76,14 +76,14 @@ def place_of(call: Call, fn: Callable[..., Any]) -> Place | None:
 
 
 def trace_at(place: Place | None, program: Program, run: Callable[..., list[Any]]) -> Trace | None:
-    """What is to be kept of a trace, or None where it must not be.
+    """What to keep of a trace, or None if it must not be kept.
 
     Args:
       place: where.
       program: what the call was traced to.
-      run: from its constants and arguments to its outputs.
+      run: takes its constants and arguments to its outputs.
     """
-    # A constant that the function was not seen to refer to may be another one the next time.
+    # A constant to which we saw no reference may be another one next time.
     if place is None or program.closed_over or not place.references.cover(program.constant_values):
         return None
     computed = [place for place, atom in enumerate(program.outputs) if isinstance(atom, int)]

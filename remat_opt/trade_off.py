@@ -78,7 +78,7 @@ class Frontier:
 
     def _table(self) -> report.Table:
         stride = -(-len(self.rows) // _MOST_ROWS)
-        # The last row is the unchanged function, or what is as good.
+        # The last row is the unchanged function, or one as good.
         shown = self.rows[::-1][::stride][::-1]
         left = len(self.rows) - len(shown)
         return report.Table(

@@ -1,4 +1,4 @@
-"""Training steps as they are mostly written, to measure in: for those who have none at hand.
+"""Training steps as people usually write them, for measuring when you have none at hand.
 
 The optimizer is anything with ``init`` and ``update`` as Optax has them.
 """
@@ -16,7 +16,7 @@ from remat_opt.errors import RematError
 
 
 class Optimizer(Protocol):
-    """What is needed of an optimizer: ``optax.GradientTransformation`` has it."""
+    """What an optimizer must have, as ``optax.GradientTransformation`` does."""
 
     @property
     def init(self) -> Callable[[Any], Any]:
@@ -46,16 +46,16 @@ def training_step(
         those of the batch.
       optimizer: as Optax has them.
       has_aux: whether the loss returns (loss, auxiliary); the auxiliary is left out.
-      clip_norm: scales the gradients down to this norm of them all; as they are if None. Then all
-        gradients are there at once; else each can be used up as soon as it exists.
-      microbatches: adds up the gradients of so many parts of the batch.
+      clip_norm: scales the gradients down to this norm of them all; as they are if None. With it,
+        all gradients exist at once; without, each can be used up as soon as it exists.
+      microbatches: adds up the gradients of this many parts of the batch.
       loop: how: a ``python`` loop, or ``jax.lax.scan``.
 
     Returns:
       ``step(params, state, batch) -> (params, state, loss)``.
 
     Raises:
-      RematError: from the step, if a batch does not divide into so many parts.
+      RematError: from the step, if a batch does not divide into this many parts.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -1,10 +1,10 @@
-"""Plans that were compiled, and what that tells of the others: the memory of the loop.
+"""Plans that were compiled, and what they teach about the others: the loop's memory.
 
-Each plan that is compiled says what was alive when; what that differs from the replay by is learnt
-(``compilers.learnt``), and the solver searches again with it. What was learnt is kept for the next
-call that compiles the same program for the same device and step, with the same compiler, and in a
-file if one is named. Calls that compile nothing know only of files: what they answer must not
-depend on what this process did before.
+Each compiled plan shows what was alive when. Its differences from the replay are learnt
+(``compilers.learnt``), and the solver searches again with them. What was learnt is kept for the
+next call that compiles the same program for the same device and step, with the same compiler, and
+in a file if one is named. Calls that compile nothing use only files: their answer must not depend
+on what this process did before.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from remat_opt.schedule import Schedule
 from remat_opt.solvers.base import Candidate, least_memory, pareto
 from remat_opt.units import format_bytes
 
-#: Plans that are compiled for one request.
+#: The most plans compiled for one request.
 MOST_COMPILES = 4
 #: What a refused plan counts as, as a multiple of its prediction.
 _RATIO_IF_REFUSED = 1.25
-#: How far above a budget what is expected may lie for a plan to be compiled.
+#: How far above a budget a plan's expected need may be for it to be compiled.
 HOPELESS = 1.25
-#: How far off an expectation may be, by what was learnt: plans within this of one another, or of a
-#: budget, are worth a compile. Where the compiler tells nothing but sizes, it is the second.
+#: How far off an expectation may be after learning: plans this close to one another, or to a
+#: budget, are worth a compile. If the compiler gives only sizes, the second applies.
 _TOLERANCE, _TOLERANCE_UNTOLD = 1.02, 1.15
 #: How many points of a timeline a plan writes down.
 _MOST_POINTS = 200
-#: Programs of which what was learnt is kept at a time.
+#: For how many programs this process keeps what was learnt.
 _MOST_LEARNT = 64
 _learnt: Recent[Key, Learnt] = Recent(_MOST_LEARNT)
 
 
 class Memory:
-    """Where what is learnt of a program is kept: in this process, and in a file if one is named.
+    """Keeps what is learnt about a program: in this process, and in a file if one is named.
 
     Args:
       program: the program.
       device: the machine compiled for.
       step: what is compiled around the program.
-      path: of a file; it is written to when something was learnt, and need not be there yet.
+      path: a file, written when something is learnt; it need not exist yet.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Memory:
         self._path = path
 
     def recall(self) -> Learnt | None:
-        """What was learnt before: what is in the file goes before what this process knows.
+        """What was learnt before; the file takes precedence over this process.
 
         Raises:
-          PlanFileError: the file is there, and cannot be used.
+          PlanFileError: the file exists but cannot be used.
         """
         found = self._in_file() if self._path is not None and Path(self._path).exists() else None
         return found or _learnt.get(self._key)
 
     def read(self) -> Learnt | None:
-        """What the file says of the program; None if it is of others.
+        """What the file says about the program; None if it is about others.
 
         Raises:
           PlanFileError: there is no file, or it cannot be used.
@@ -97,7 +97,7 @@ class Memory:
         return next(found, None)
 
     def begin(self, labels: Sequence[str]) -> Learnt:
-        """Nothing, about this program."""
+        """An empty record for this program."""
         return Learnt(key=self._key, labels=tuple(labels))
 
     def keep(self, learnt: Learnt) -> None:
@@ -108,10 +108,10 @@ class Memory:
 
 
 class Trials:
-    """Plans that were compiled, and what that tells of the others.
+    """Plans that were compiled, and what they teach about the others.
 
     Attributes:
-      problem: what is to be decided, with what was learnt so far.
+      problem: what to decide, with what was learnt so far.
       objective: what is wanted.
       measure: what recomputation is counted in.
       learnt: what was learnt so far.
@@ -150,12 +150,12 @@ class Trials:
 
     @property
     def left(self) -> int:
-        """How many more may be."""
+        """How many more may be tried."""
         return MOST_COMPILES - self.count
 
     @property
     def told(self) -> bool:
-        """Whether the compiler has told what is alive when."""
+        """Whether the compiler has shown what is alive when."""
         return self.learnt.told
 
     @property
@@ -168,7 +168,7 @@ class Trials:
         return one.schedule in self._tried
 
     def is_default(self, one: Candidate) -> bool:
-        """Whether it is what a policy of ``jax.checkpoint`` comes to."""
+        """Whether it is the schedule of a ``jax.checkpoint`` policy."""
         return any(one.schedule == other.schedule for other in self._defaults)
 
     def compile(self, one: Candidate) -> None:
@@ -180,7 +180,7 @@ class Trials:
         except CompileError as error:
             self._refusals.append(error)
             self._tried[one.schedule] = one, None
-            # What is no smaller will be refused as well.
+            # Anything as large or larger will be refused too.
             self._limit_bytes = min(self._limit_bytes, one.peak_bytes / _RATIO_IF_REFUSED)
             return
         moments = planning.replay(self.problem, one.schedule)
@@ -188,7 +188,7 @@ class Trials:
         if measured.memory is not None:
             roots = self.problem.model.roots
             alive = align(measured.memory, moments, roots).compiled_bytes
-        # The whole of what was alive would be large to keep; the points are in the plan.
+        # Everything that was alive would take much memory to keep; the plan has the points.
         plan = dataclasses.replace(
             plan,
             measured=dataclasses.replace(measured, memory=None),
@@ -209,7 +209,7 @@ class Trials:
             self._defaults = planning.defaults(self.problem)
 
     def _as_known(self, one: Candidate) -> Candidate:
-        """The candidate with what it was compiled to, if it was."""
+        """The candidate with its compiled size, if it was compiled."""
         if not self.tried(one):
             return one
         plan = self._tried[one.schedule][1]
@@ -217,7 +217,7 @@ class Trials:
         return dataclasses.replace(one, peak_bytes=actual)
 
     def expected(self, most_overhead: float = float("inf")) -> list[Candidate]:
-        """Those that may compile, within a limit, with what they are known or expected to need."""
+        """Those that may compile within a limit, with their known or expected need."""
         front = list(self.problem.candidates)
         if self.told:
             front = pareto(front, self.measure)
@@ -239,11 +239,11 @@ class Trials:
         return self._fastest(self.expected(), budget_bytes)
 
     def first(self, budget_bytes: int) -> Candidate | None:
-        """The one to begin with: the fastest that is expected to fit, unless it is a last resort.
+        """The one to start with: the fastest expected to fit, unless it is a last resort.
 
-        What recomputes more than a forward pass is one, and tells little of others. Where the model
-        is off, as it may be before anything is compiled, less will do, so the smallest of those
-        that recompute less goes first, if it is near the budget.
+        A plan that recomputes more than a forward pass is one, and says little about others. The
+        model may be off before anything is compiled, and then less recomputation will do. So the
+        smallest of those that recompute less goes first, if it is near the budget.
         """
         found = self.fastest(budget_bytes)
         limit = planning.overhead_limit(
@@ -263,14 +263,14 @@ class Trials:
     def challenger(self, best: Candidate, budget_bytes: int) -> Candidate | None:
         """A policy of ``jax.checkpoint`` that may fit, and recomputes less than the best that does.
 
-        The one that recomputes least, if it was not tried.
+        It is the one that recomputes least, if it was not tried.
         """
         return self._fastest(self._faster_defaults(best), budget_bytes * self.tolerance)
 
     def nearest_default(self, best: Candidate, limit_bytes: int) -> Candidate | None:
-        """The policy of ``jax.checkpoint`` that comes nearest to what is wanted, if none was tried.
+        """The policy of ``jax.checkpoint`` nearest to what is wanted, if none was tried.
 
-        Of those that recompute less than the best so far the one that is expected to need least,
+        Of those that recompute less than the best so far, it is the one expected to need least,
         unless that is hopeless.
         """
         if any(self.is_default(one) for one in self.as_compiled()):
@@ -289,7 +289,7 @@ class Trials:
         ]
 
     def smallest(self) -> Candidate | None:
-        """What is expected to need least of all that was not tried."""
+        """The untried candidate that is expected to need least."""
         return self._smallest([one for one in self.expected() if not self.tried(one)])
 
     def _smallest(self, among: Sequence[Candidate]) -> Candidate | None:
@@ -298,27 +298,27 @@ class Trials:
         )
 
     def as_compiled(self) -> list[Candidate]:
-        """What compiled, with the bytes that it took."""
+        """The plans that compiled, with the bytes they took."""
         return [self._as_known(one) for one, plan in self._tried.values() if plan is not None]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
-        """Of what has compiled to at most so many bytes the one with the least recomputation."""
+        """Of those that compiled to at most this many bytes, the one that recomputes least."""
         return self._fastest(self.as_compiled(), budget_bytes)
 
     def plan_of(self, one: Candidate, what: str) -> Plan:
-        """The plan of a candidate that compiled, with a note on all that were."""
+        """The plan of a compiled candidate, with a note on all that were compiled."""
         _, plan = self._tried[one.schedule]
         assert plan is not None, "it compiled"
         return _noted(plan, self.plans, what)
 
     def raise_if_all_refused(self) -> None:
-        """Raises the compiler's last error where nothing has compiled."""
+        """Raises the compiler's last error if nothing has compiled."""
         if not self.plans:
             raise self._refusals[-1]
 
 
 def _points(alive: Sequence[int | None]) -> tuple[int, ...]:
-    """At most ``_MOST_POINTS`` figures: the largest of each stretch; the last known for unknown."""
+    """At most ``_MOST_POINTS`` figures: each stretch's largest, or the last known figure."""
     figures: list[int] = []
     for one in alive:
         figures.append(one if one is not None else (figures[-1] if figures else 0))
@@ -328,7 +328,7 @@ def _points(alive: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def temporary_bytes(plan: Plan) -> int:
-    """What a plan that was compiled needs."""
+    """What a compiled plan needs."""
     assert plan.measured is not None, "it was compiled"
     return plan.measured.temporary_bytes
 

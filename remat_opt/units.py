@@ -42,7 +42,7 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
       The amount in bytes, at least 0.
 
     Raises:
-      UnitError: if it is negative or cannot be read.
+      UnitError: it is negative or cannot be read.
     """
     if isinstance(amount, str):
         return _parse_text(amount)

@@ -1,17 +1,16 @@
-"""The compiler in the loop: the promise as a fact, or an error.
+"""The compiler in the loop: it confirms the promise, or there is an error.
 
-A prediction is a model's. Here the compiler is asked. The plan that is predicted to be best is
-compiled, and what the compiler says was alive when is set beside the replay, moment by moment
-(``measurement.alignment``). The differences are what is learnt (``compilers.learnt``): with them
-the solver searches again, all plans are judged again, and the one that is best now is next, at most
-four times in all. Where the compiler tells nothing but a size, the predictions are corrected by
-the ratio. What the policies of ``jax.checkpoint`` come to are plans among the others; where one of
-them may do better than what was compiled, it is compiled as well. A plan that the compiler refuses
-is taken for too large.
+A prediction comes from a model. Here the compiler is asked. The plan predicted to be best is
+compiled, and what was alive when is compared with the replay, moment by moment
+(``measurement.alignment``). The differences are learnt (``compilers.learnt``): with them the solver
+searches again, all plans are judged again, and the one that is now best is next, at most four times
+in all. If the compiler gives only a size, the predictions are corrected by the ratio. The policies
+of ``jax.checkpoint`` are plans like the others; one that may do better than what was compiled is
+compiled as well. A plan that the compiler refuses is taken to be too large.
 
-What is compiled is a step with the traced program, not the function that it was traced from: so
-this can be done in the middle of somebody else's trace, where arguments, and what the function
-closes over, have shapes and no numbers. Of those, closed-over arrays become arguments.
+What is compiled is a step with the traced program, not the function that it was traced from. So
+this works in the middle of someone else's trace, where arguments, and what the function closes
+over, have shapes but no numbers. Closed-over arrays of that kind become arguments.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from remat_opt.units import format_bytes
 
 __all__ = ["MOST_COMPILES", "MOST_FOR_LEAST", "Memory", "choose", "measure_plan"]
 
-#: Where a plan fits, another is compiled only if it saves this share of the recomputation.
+#: Once a plan fits, another is compiled only if it saves this share of the recomputation.
 _LEAST_GAIN = 0.05
-#: Where the least memory is asked for, how many near-equals are compiled.
+#: How many near-equals are compiled if the least memory is asked for.
 MOST_FOR_LEAST = 3
 
 
@@ -57,19 +56,19 @@ def measure_plan(
     off: frozenset[str] = frozenset(),
     with_buffers: bool = False,
 ) -> Measurement:
-    """Compiles a program under a plan in the step that it is for.
+    """Compiles a program under a plan, in the step that it is for.
 
-    What happens to the gradients is what the plan's objective says: they are put out, or Adam
-    consumes them, with parameters and state donated, as they are or scaled by their norm.
+    The plan's objective says what happens to the gradients: they are returned, or Adam consumes
+    them, as they are or scaled by their norm, with parameters and state donated.
 
     Args:
-      plan: made for the program.
+      plan: a plan for the program.
       program: a traced function.
-      arguments: its flat arguments, less what is closed over: arrays, shapes or tracers, of which
-        only shapes matter.
+      arguments: its flat arguments, without what is closed over: arrays, shapes or tracers, of
+        which only shapes matter.
       device: the machine to compile for.
-      off: names of rules about compilers that are switched off.
-      with_buffers: whether to read what is alive when, too.
+      off: names of compiler rules to switch off.
+      with_buffers: whether to read also what is alive when.
 
     Raises:
       CompileError: the compiler refuses it, as for lack of memory.
@@ -96,10 +95,10 @@ def measure_run(
     *,
     with_buffers: bool = False,
 ) -> Measurement:
-    """Compiles what computes a program's outputs in a step.
+    """Compiles a function that computes a program's outputs, in a step.
 
     Args:
-      run: takes the program's constants and its flat arguments, and gives its flat outputs.
+      run: takes the program's constants and its flat arguments, and returns its flat outputs.
       program: a traced function.
       arguments: see ``measure_plan``, as are ``device`` and ``with_buffers``.
       device: likewise.
@@ -131,7 +130,7 @@ def measure_run(
             gradients = [one * scale.astype(one.dtype) for one in gradients]
         return outputs, auxiliary, _updated(parameters, gradients, state)
 
-    # Those of arrays come from outside, as for jax.vjp.
+    # Cotangents of arrays come from outside, as for jax.vjp.
     cotangents = [
         jax.ShapeDtypeStruct(program.types[atom].shape, program.types[atom].dtype)
         for atom in program.outputs[: program.loss_outputs]
@@ -169,10 +168,10 @@ def _moments(parameter: Any) -> tuple[Any, Any]:
 def _updated(
     parameters: Sequence[Any], gradients: Sequence[Any], state: Sequence[tuple[Any, Any]]
 ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """Parameters and state after a step of Adam, in the order in which they are given.
+    """Parameters and state after a step of Adam, in the given order.
 
-    JAX pairs donated arguments with results of their type in order. In another order they would lie
-    in one another's buffers, and XLA would copy weights that are still to be read.
+    JAX pairs donated arguments with results of their type in order. In any other order they would
+    share one another's buffers, and XLA would copy weights that are yet to be read.
     """
     moved, moments = [], []
     for parameter, gradient, (first, second) in zip(parameters, gradients, state, strict=True):
@@ -185,7 +184,7 @@ def _updated(
 
 
 def _cotangent(output: Any, others: Iterator[Any]) -> Any:
-    """1 for a scalar, as for ``jax.grad``; the next of the others for an array."""
+    """1 for a scalar, as in ``jax.grad``; the next of the given ones for an array."""
     dtype = jnp.result_type(output)
     if not jnp.issubdtype(dtype, jnp.inexact):
         return np.zeros(jnp.shape(output), jax.dtypes.float0)
@@ -193,7 +192,7 @@ def _cotangent(output: Any, others: Iterator[Any]) -> Any:
 
 
 def _shape(value: Any, sharding: Any) -> Any:
-    """A tracer as its shape and dtype, laid out so; what has numbers, or is a shape, as it is."""
+    """A tracer as its shape and dtype, laid out like this; arrays and shapes unchanged."""
     if not isinstance(value, jax.core.Tracer):
         return value
     return jax.ShapeDtypeStruct(
@@ -213,16 +212,15 @@ def choose(
       problem: what is to be decided.
       objective: what is wanted.
       compiled: compiles a plan in its step for the device.
-      memory: where what was learnt before comes from, and what is learnt now goes to.
+      memory: holds what was learnt before, and receives what is learnt now.
 
     Returns:
-      The plan, measured. For a budget: of those that are within it the one with the least
-      recomputation. Else: of those whose memory is within 2 % of the least that was compiled the
-      one with the least recomputation.
+      The plan, measured. For a budget: of those within it, the one with the least recomputation.
+      Otherwise: the same, of those whose memory is within 2 % of the least that was compiled.
 
     Raises:
       BudgetError: no plan that was compiled is within the budget.
-      CompileError: the compiler has refused all that were tried.
+      CompileError: the compiler refused all that were tried.
     """
     budget_bytes = planning.budget_bytes_of(problem, objective)
     trials = Trials(problem, objective, compiled, memory)
@@ -238,10 +236,10 @@ def choose(
 def _within(trials: Trials, budget_bytes: int) -> Plan:
     """The least recomputation within a budget.
 
-    The best of those that are expected to fit is next, until it has been compiled, or has hardly
-    less recomputation than one that was and fits. Where nothing is expected to fit it is the
-    smallest, as long as there is hope. Where something fits, the last compile is for a policy of
-    ``jax.checkpoint``: for one that may do better, or else for the nearest if none was compiled.
+    The best of those expected to fit is next, until it has been compiled, or recomputes hardly less
+    than a compiled one that fits. If nothing is expected to fit, the smallest is next, as long as
+    there is hope. If something fits, the last compile is for a policy of ``jax.checkpoint``: one
+    that may do better, or else the nearest if none was compiled.
     """
     measure = trials.measure
     while trials.left:
@@ -255,7 +253,7 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
         one = trials.fastest(budget_bytes) if trials.count else trials.first(budget_bytes)
         if one is None and best is None:
             one = trials.smallest()
-            # Of what was told the size alone, little is known of others.
+            # A size alone says little about other plans.
             if one is not None and trials.told and one.peak_bytes > HOPELESS * budget_bytes:
                 break
         elif best is not None and (
@@ -288,11 +286,11 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
 
 
 def _least(trials: Trials) -> Plan:
-    """The least memory, of near-equals with the least recomputation.
+    """The least memory; among near-equals, the least recomputation.
 
-    What is expected to be best is next, until it has been compiled. Then those that may be better
-    than they are expected to be, policies of ``jax.checkpoint`` first, and at last the nearest of
-    these, if none was compiled.
+    The one expected to be best is next, until it has been compiled. Then come those that may turn
+    out better than expected, policies of ``jax.checkpoint`` first, and last the nearest of these
+    policies, if none was compiled.
     """
     most = planning.overhead_limit(trials.problem, trials.objective)
     while trials.left:

@@ -20,9 +20,9 @@ from remat_opt.offload.chain import Chain
 def chains(draw: st.DrawFn, *, most_stages: int = 7, bandwidths: tuple[int, ...] = (1, 2)) -> Chain:
     """A chain whose device memory lies between the least it runs in and a little over M_peak.
 
-    Each kind of number has its own scale: where, say, forward steps are slow and need much
-    memory while backward steps are fast and need little, it is the end of the forward phase
-    that the first prefetches have to fit into.
+    Each kind of number has its own scale. For example, if forward steps are slow and need much
+    memory while backward steps are fast and need little, the first prefetches must fit into the end
+    of the forward phase.
     """
     count = draw(st.integers(1, most_stages))
 
@@ -47,11 +47,11 @@ def chains(draw: st.DrawFn, *, most_stages: int = 7, bandwidths: tuple[int, ...]
 
 @st.composite
 def middles(draw: st.DrawFn, *, most_stages: int = 5) -> tuple[Chain, tuple[int, ...]]:
-    """A chain and amounts of which equation (9) or (10) is likely to decide.
+    """A chain and amounts for which equation (9) or (10) is likely to decide.
 
     In one phase operations are slow and need much memory, in the other they are fast and need
-    little: the transfers of the fast phase reach into the slow one, and have to fit there.
-    The first bytes leave, some more than must.
+    little: the transfers of the fast phase reach into the slow one, and must fit there. The first
+    bytes leave, some more than must.
     """
     count = draw(st.integers(2, most_stages))
 
@@ -95,10 +95,10 @@ def subsets(chain: Chain) -> Iterator[tuple[int, ...]]:
 def best_makespan(chain: Chain, amounts_bytes: tuple[int, ...], *, whole: bool) -> int | None:
     """The least makespan of ordered schedules that offload the amounts, by trying all.
 
-    Bandwidth 1 is assumed. Each activation is sent in the given order and fetched in
-    reverse; a piece at a time where ``whole`` is false (pieces of one byte, which free their
-    memory each), as one block otherwise. A state is how far the operations and the link have
-    come; in each second either may start its next piece of work or wait.
+    Bandwidth 1 is assumed. Each activation is sent in the given order and fetched in reverse: a
+    piece at a time if ``whole`` is false (pieces of one byte, each freeing its memory), as one
+    block otherwise. A state is how far the operations and the link have come; in each second either
+    may start its next piece of work or wait.
     """
     assert chain.bandwidth_bytes_per_second == 1
     stages = len(chain)
@@ -114,7 +114,7 @@ def best_makespan(chain: Chain, amounts_bytes: tuple[int, ...], *, whole: bool) 
     moves = [("send", *piece) for piece in sends] + [("fetch", *piece) for piece in sends[::-1]]
 
     def memory(done: int, running: bool, moved: int, moving: bool) -> int:
-        """Bytes held: ``done`` steps and ``moved`` moves are over, the next may be under way."""
+        """Bytes held: ``done`` steps and ``moved`` moves are over, the next may be in progress."""
         gone = [0] * (stages + 1)
         for kind, i, size in moves[:moved]:
             gone[i] += size if kind == "send" else -size
@@ -140,7 +140,7 @@ def best_makespan(chain: Chain, amounts_bytes: tuple[int, ...], *, whole: bool) 
         return total
 
     def may_move(done: int, moved: int) -> bool:
-        """Whether the next move's data are there: produced, or sent entirely before."""
+        """Whether the next move's data exists: produced, or entirely sent before."""
         kind, i, _ = moves[moved]
         if kind == "send":
             return i == 0 or position["F", i - 1] < done
@@ -159,8 +159,8 @@ def best_makespan(chain: Chain, amounts_bytes: tuple[int, ...], *, whole: bool) 
     ever: set[tuple[int, int, int, int]] = set()
     second = 0
     while level:
-        # At one instant, whatever may begin begins or waits, in any order; a step of no
-        # length is over at once. To be in the same state later is never better.
+        # At one instant, whatever may begin begins or waits, in any order; a step of no length ends
+        # at once. Being in the same state later is never better.
         pending = list(level)
         ever |= level
         now = set(level)

@@ -1,4 +1,4 @@
-"""Programs as compilers are expected to store them: what the tests of that room share."""
+"""Programs as compilers are expected to store them: shared by the tests of that room."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ W = jnp.ones((8, 8))
 
 
 def compiler_of(device: str, off: Collection[str] = ()) -> Compiler:
-    """The compiler for a device of the table, with some rules switched off."""
+    """The compiler for a known device, with some rules switched off."""
     return Compiler(device=get_device(device), off=frozenset(off))
 
 
@@ -37,7 +37,7 @@ def model_of(program: Program, device: str = "h200", off: Collection[str] = ()) 
 
 
 def storage_of(program: Program, device: str = "h200") -> Storage:
-    """What is stored of a program."""
+    """What a compiler stores of a program."""
     return Storage(Dataflow(program, linearize(program)), compiler_of(device))
 
 
@@ -51,7 +51,7 @@ def graph_of(
 
 
 def changed(found: Model, schedule: Schedule | None) -> Graph:
-    """The graph with what depends on a schedule; with None that of the function as it is."""
+    """The graph with what depends on a schedule; for None, that of the unchanged function."""
     figures = Figures.of(found.graph)
     for effect in found.effects:
         effect.change(figures, schedule)
@@ -59,7 +59,7 @@ def changed(found: Model, schedule: Schedule | None) -> Graph:
 
 
 def held_bytes(found: Model, schedule: Schedule | None, kind: type[Effect] = Effect) -> int:
-    """What effects of one kind hold beside the graph; without a schedule, for the function."""
+    """What effects of one kind hold in addition; without a schedule, for the unchanged function."""
     return sum(
         effect.held_bytes(found.graph, schedule)
         for effect in found.effects
@@ -68,7 +68,7 @@ def held_bytes(found: Model, schedule: Schedule | None, kind: type[Effect] = Eff
 
 
 def whole(graph: Graph) -> Schedule:
-    """All under one checkpoint that keeps nothing."""
+    """Everything under one checkpoint that keeps nothing."""
     return Schedule(regions=(Region(vertices=tuple(range(len(graph)))),))
 
 

@@ -1,15 +1,15 @@
-"""What all tests share: the CPU as JAX's platform, and draws that are the same on every run."""
+"""What all tests share: the CPU as JAX's platform, and the same draws on every run."""
 
 from __future__ import annotations
 
 import gc
 import os
 
-# Before anything imports jax: a test must not take an accelerator it happens to find.
+# Before anything imports jax: a test must not use an accelerator it happens to find.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of what compiling for CPU takes is LLVM's work on kernels. Left as they are they run slower,
-# but XLA's own passes, and so memory and FLOPs, are those that users get. What is set already comes
-# later and holds. Eight devices, for meshes; what is not sharded runs on the first.
+# Most of the time to compile for CPU is LLVM's work on kernels. Unoptimised they run slower, but
+# XLA's own passes, and so memory and FLOPs, are those that users get. Settings that already exist
+# come later and win. Eight devices, for meshes; what is not sharded runs on the first.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",
@@ -39,7 +39,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: it need not be searched for garbage again and again."""
+    """Imported modules stay: they need not be searched for garbage again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -1,7 +1,7 @@
-"""Writes what the tests find of ``tests.features`` to ``docs/features.md``.
+"""Writes what the tests find about ``tests.features`` to ``docs/features.md``.
 
 ``python -m tests.feature_table`` fills in the columns of the JAX that it runs with, and leaves
-those of other versions as they are.
+those of other versions unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.features import FEATURES, Feature, Found, find
 
 PATH = Path(__file__).parents[1] / "docs" / "features.md"
 
-#: What stands in a column of a version that has not been asked yet.
+#: The entry for a version that has not been tested yet.
 UNKNOWN = "?"
 
 _HEAD = """# What works, and what gains
@@ -35,7 +35,7 @@ whole. *Refused* means that an error says what to do.
 
 
 def version() -> str:
-    """The JAX that runs, as columns are named by it."""
+    """The running JAX, as in the names of columns."""
     return ".".join(jax.__version__.split(".")[:2])
 
 
@@ -58,7 +58,7 @@ def read(text: str) -> dict[str, dict[tuple[str, str], tuple[str, str]]]:
 
 
 def written(known: Mapping[str, Mapping[tuple[str, str], tuple[str, str]]]) -> str:
-    """The document; rows that a version does not know get a question mark."""
+    """The document; rows unknown to a version get a question mark."""
     versions = sorted(known, key=lambda name: [int(part) for part in name.split(".")])
     lines = [_HEAD]
     for group in dict.fromkeys(feature.group for feature in FEATURES):
@@ -78,12 +78,12 @@ def written(known: Mapping[str, Mapping[tuple[str, str], tuple[str, str]]]) -> s
 
 
 def key(feature: Feature) -> tuple[str, str]:
-    """What a row goes by."""
+    """What identifies a row."""
     return feature.group, feature.name
 
 
 def cells(found: Found) -> tuple[str, str]:
-    """What is written of what was found."""
+    """What is written about what was found."""
     return found.works, found.gains
 
 
@@ -92,7 +92,7 @@ def _line(parts: list[str]) -> str:
 
 
 def main() -> None:
-    """Finds all there is to find with this JAX, and writes it down."""
+    """Finds everything with this JAX, and writes it down."""
     known: dict[str, dict[tuple[str, str], tuple[str, str]]] = (
         read(PATH.read_text()) if PATH.exists() else {}
     )

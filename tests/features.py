@@ -4,9 +4,9 @@
 
     row("Loops", "scan over stacked layers", lambda: (scanned, (weights, x)))
 
-Each row is run and compiled with the decorator and without (``find``): values and derivatives must
-be equal, and what is gained is told by the compiler. ``tests.feature_table`` writes what was found
-to ``docs/features.md``, and a test holds the two together.
+Each row is run and compiled with and without the decorator (``find``): values and derivatives must
+be equal, and the compiler says what is gained. ``tests.feature_table`` writes what was found to
+``docs/features.md``, and a test keeps the two in step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.experimental import checkify, io_callback, pallas
 import remat_opt
 from remat_opt.errors import RematError
 
-#: Takes a loss, and gives the function whose results are compared.
+#: Takes a loss, and returns the function whose results are compared.
 How = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 #: JAX 0.10 undoes rematerialisation on CPU, unless told not to.
@@ -41,16 +41,16 @@ class Feature:
     """A row of the table.
 
     Attributes:
-      group: the heading it stands under.
+      group: its heading.
       name: what it is.
-      build: gives (loss, its arguments).
-      options: of the decorator.
-      how: from the loss to the function whose results are compared.
-      jit: whether that runs under ``jax.jit``; where it does not, nothing is told of memory.
+      build: returns (loss, its arguments).
+      options: those of the decorator.
+      how: takes the loss to the function whose results are compared.
+      jit: whether that runs under ``jax.jit``; if not, memory is not compared.
       reverse: whether there is a backward pass, and so something to gain.
       note: what a reader should know.
       tolerance: relative; float32 is what is compared.
-      package: what has to be installed.
+      package: what must be installed.
     """
 
     group: str
@@ -67,11 +67,11 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What became of a row.
+    """The outcome of a row.
 
     Attributes:
-      works: "yes", or "refused" where there is an error that says what to do.
-      gains: "yes" or "no" by the compiled bytes; "-" where there is nothing to gain.
+      works: "yes", or "refused" if an error says what to do.
+      gains: "yes" or "no" by the compiled bytes; "-" if there is nothing to gain.
       detail: the temporaries with and without the decorator, or the error.
     """
 
@@ -96,7 +96,7 @@ def row(
     package: str = "jax",
     **options: Any,
 ) -> None:
-    """Adds a row; see ``Feature``. What else is given by name are options of the decorator."""
+    """Adds a row; see ``Feature``. Other keyword arguments are options of the decorator."""
     FEATURES.append(
         Feature(
             group=group,
@@ -114,7 +114,7 @@ def row(
 
 
 def find(feature: Feature) -> Found:
-    """Runs a row with the decorator and without, and compiles both.
+    """Runs a row with and without the decorator, and compiles both.
 
     Raises:
       AssertionError: the results differ.
@@ -278,7 +278,7 @@ def _with_a_size() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 class _Model:
-    """With a loss for a method, as decorated on the class."""
+    """Has a loss as a method, decorated in the class."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.loss = loss
@@ -325,7 +325,7 @@ row("Transformations", "`disable_jit`", network, how=_without_jit, jit=False)
 
 
 def _closure(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient through a function without arguments, which closes over all."""
+    """The gradient through a function without arguments, which closes over everything."""
     decorate = getattr(fn, "around", lambda fn: fn)
     return jax.value_and_grad(lambda params, x: decorate(lambda: plain_loss(params, x))())
 
@@ -386,7 +386,7 @@ def _static() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _fixed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient for the second argument, the first being a Python value."""
+    """The gradient for the second argument; the first is a Python value."""
     return lambda _, params, x: jax.value_and_grad(fn, argnums=1)(DEPTH, params, x)
 
 
@@ -533,7 +533,7 @@ def _scan_with_a_state() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _scan_of(layer: Layer) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Of a prime number of layers, with a weight that they share."""
+    """A prime number of layers, with a shared weight."""
 
     def loss(params: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
         stacked, shared = params

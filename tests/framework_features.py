@@ -1,6 +1,6 @@
-"""More rows for the table of ``tests.features``: meshes, and what people write networks with.
+"""More rows for the table of ``tests.features``: meshes and frameworks.
 
-What only frameworks need is imported where it is built, so that the rest runs without them.
+What only one framework needs is imported where it is used, so that the rest runs without it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ P = PartitionSpec
 
 @functools.cache
 def _mesh(kind: AxisType = AxisType.Auto) -> Mesh:
-    """Eight devices, of which the tests run with as many."""
+    """A mesh of the eight devices that the tests run with."""
     return jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
 
 def _split(kind: AxisType = AxisType.Auto, *, parameters: bool = False) -> Callable[[], Built]:
-    """``plain_loss`` with the batch split over the mesh, and the parameters, too, or not."""
+    """``plain_loss`` with the batch, and perhaps the parameters, split over the mesh."""
 
     def build() -> Built:
         params, x = weights(), array(8 * ROWS, WIDTH)
@@ -54,7 +54,7 @@ def _split(kind: AxisType = AxisType.Auto, *, parameters: bool = False) -> Calla
 
 
 def _gathered(params: list[jax.Array], x: jax.Array) -> jax.Array:
-    """Each weight is put together where it is used."""
+    """Each weight is gathered where it is used."""
     everywhere = NamedSharding(_mesh(), P())
     for w in params:
         x = jnp.tanh(x @ jax.lax.with_sharding_constraint(w, everywhere)) + x
@@ -141,7 +141,7 @@ row(
 
 
 def _linen(make: Callable[[Any], Any]) -> Callable[[], Built]:
-    """A module of linen that is made of another, which is applied to a batch."""
+    """A linen module made from another, applied to a batch."""
 
     def build() -> Built:
         from flax import linen
@@ -271,7 +271,7 @@ _flax(
 
 
 def _nnx(make: Callable[[Any], Any]) -> Callable[[], Built]:
-    """A loss of a module, whose state is an argument: a module is no value."""
+    """A loss of a module, whose state is an argument: a module is not a value."""
 
     def build() -> Built:
         from flax import nnx
@@ -280,7 +280,7 @@ def _nnx(make: Callable[[Any], Any]) -> Callable[[], Built]:
             return jnp.mean(model(x) ** 2)
 
         graph, state = nnx.split(make(nnx))
-        # Where the module is made of its state again.
+        # Where the module is rebuilt from its state.
         loss.graph = graph  # type: ignore[attr-defined]
         return loss, (state, rows())
 
@@ -288,7 +288,7 @@ def _nnx(make: Callable[[Any], Any]) -> Callable[[], Built]:
 
 
 def _of_a_module(gradient: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The gradient by one of nnx's functions, with the state that the module is left in."""
+    """The gradient by one of nnx's functions, with the module's final state."""
 
     def how(fn: Callable[..., Any]) -> Callable[..., Any]:
         from flax import nnx
@@ -321,7 +321,7 @@ def _stateful(nnx: Any) -> Any:
 
 
 def _held(nnx: Any, modules: list[Any]) -> Any:
-    """A list of modules, as the version of Flax wants it."""
+    """A list of modules, as the Flax version wants it."""
     return nnx.List(modules) if hasattr(nnx, "List") else modules
 
 
@@ -429,7 +429,7 @@ def _dataclasses() -> Built:
 
 
 def _trained(steps: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Two steps of Adam, which takes so many gradients for one."""
+    """Two steps of an Adam that accumulates this many gradients per update."""
 
     def how(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(params: Any, x: jax.Array) -> Any:

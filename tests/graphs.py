@@ -52,7 +52,7 @@ def skip_to_end_edges(count: int) -> Edges:
 
 
 def sinks_edges(count: int) -> Edges:
-    """A trunk of even vertices; each odd vertex hangs on it and is read by nothing."""
+    """A trunk of even vertices; each odd vertex hangs on it, and nothing reads it."""
     return [(vertex - (1 if vertex % 2 else 2), vertex) for vertex in range(1, count)]
 
 
@@ -72,7 +72,7 @@ def layered(family: str, count: int, *, size: int = 4) -> Graph:
 
 
 def network(layers: int) -> Graph:
-    """Layers as a convolutional network has them: dear, cheap, cheap.
+    """Layers as in a convolutional network: expensive, cheap, cheap.
 
     A convolution needs its input; a normalisation its input and its own (small) statistics;
     an activation its output. The last vertex is the loss, in an output buffer.
@@ -210,7 +210,7 @@ def scheduled_graphs(draw: st.DrawFn, *, max_vertices: int = 10) -> tuple[Graph,
 
 @st.composite
 def nested_graphs(draw: st.DrawFn, *, max_vertices: int = 10) -> tuple[Graph, Schedule]:
-    """A graph and a schedule some of whose regions have chains of regions inside, and so on."""
+    """A graph and a schedule, some of whose regions have chains of regions inside, and so on."""
     graph, schedule = draw(scheduled_graphs(max_vertices=max_vertices))
     regions = tuple(_with_some_inside(draw, region) for region in schedule.regions)
     return graph, Schedule(regions=regions)
@@ -272,5 +272,5 @@ def sampled(seed: int, *, max_vertices: int) -> Graph:
 
 
 def depth(regions: Sequence[Region]) -> int:
-    """How many checkpoints are round one another at most."""
+    """How deep checkpoints nest at most."""
     return max((1 + depth(region.inside) for region in regions if region.checkpointed), default=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def printed_with_two_seeds(script: str) -> list[str]:
-    """The output of a script under two seeds of Python's hashes, in processes of their own."""
+    """The output of a script under two seeds of Python's hashes, in separate processes."""
     return [
         subprocess.run(
             [sys.executable, "-c", script],

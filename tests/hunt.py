@@ -1,7 +1,7 @@
 """Goes through many random programs: ``python -m tests.hunt --programs 5000 --seed 0``.
 
-Each program is told by its number. With ``--keep FILE`` a line of JSON is added for each, and those
-that are in the file already are passed over, so a hunt can be cut off and taken up again.
+Each program is identified by its number. With ``--keep FILE``, a line of JSON is added for each,
+and those already in the file are skipped, so a hunt can be interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     # Here, not above: tests import this module.
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
-    # What is looked for are wrong programs, not slow ones.
+    # We are looking for wrong programs, not slow ones.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     sys.exit(main())

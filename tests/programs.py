@@ -1,7 +1,7 @@
-"""Example losses of every kind that a user may decorate, small enough to compile in no time.
+"""Example losses of every kind that a user may decorate, small enough to compile quickly.
 
-``EXAMPLES`` maps a name to a function that builds the example. They are built when asked
-for, not on import, so that a test chooses the precision (float64 where it compares tightly).
+``EXAMPLES`` maps a name to a function that builds the example. They are built on request, not on
+import, so that a test chooses the precision (float64 where it compares tightly).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Example:
       fn: the loss.
       args: its positional arguments.
       kwargs: its keyword arguments.
-      options: of ``optimal_remat``: argnums, has_aux, static_argnums, static_argnames.
+      options: those of ``optimal_remat``: argnums, has_aux, static_argnums, static_argnames.
       forward_mode: whether JAX can take its ``jvp`` (not with a custom_vjp or a callback).
       twice: whether JAX can differentiate it twice.
       batched: whether JAX can ``vmap`` it over its differentiated arguments.
-      tolerance: relative, where rounding in float64 is not what limits the comparison.
+      tolerance: relative, if rounding in float64 is not what limits the comparison.
     """
 
     fn: Callable[..., Any]
@@ -63,7 +63,7 @@ def example(build: Callable[[], Example]) -> Callable[[], Example]:
 
 
 def array(name: str, *shape: int, scale: float = 0.5) -> jax.Array:
-    """Normal numbers that depend on the name and the shape alone."""
+    """Normal numbers that depend only on the name and the shape."""
     seed = zlib.crc32(f"{name}{shape}".encode())
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale)
 
@@ -72,7 +72,7 @@ def array(name: str, *shape: int, scale: float = 0.5) -> jax.Array:
 
 
 def lstm(params, sequence, *, reverse=False):
-    """A loss of an LSTM in a scan, with stacked outputs: of (steps, batch, features)."""
+    """A loss of an LSTM in a scan, with stacked outputs; takes (steps, batch, features)."""
 
     def cell(state, x):
         hidden, memory = state
@@ -392,7 +392,7 @@ def custom_vjp_symbolic_zeros() -> Example:
         _, sine = both(product, x)
         return jnp.sum(sine)
 
-    # Under jit (and so here) JAX hands over zeros in place of symbolic ones.
+    # Under jit (and so here) JAX passes real zeros in place of symbolic ones.
     return Example(fn=loss, args=(array("w", 4), array("x", 4)), forward_mode=False, twice=False)
 
 

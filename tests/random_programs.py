@@ -1,9 +1,9 @@
-"""Random losses as users write them, and the decorated one against the undecorated one.
+"""Random losses like those of users, each decorated and compared with itself undecorated.
 
-A program is told by its seed alone. It mixes what real programs mix and hand-made tests leave out:
-frozen arguments, parts that nothing differentiated reaches, several loss terms that share values,
-masks by statistics, loops of many kinds, with branches, keys or checkpoints inside, kernels with
-rules of their own, loops behind a ``stop_gradient``, derivative rules that give zero, inner
+A program is determined by its seed alone. It mixes what real programs mix and hand-made tests leave
+out: frozen arguments, parts that nothing differentiated reaches, several loss terms that share
+values, masks by statistics, loops of many kinds, with branches, keys or checkpoints inside, kernels
+with custom rules, loops behind a ``stop_gradient``, derivative rules that give zero, inner
 checkpoints, kept or dissolved, branches without a derivative, values that nothing reads, auxiliary
 outputs, and several dtypes. ``hunt`` goes through many of them.
 """
@@ -26,7 +26,7 @@ import remat_opt
 from remat_opt.errors import BudgetError
 
 DEVICES = ("h200", "v5e", "cpu")
-#: By dtype how far a gradient may be off, as a share of its largest entry.
+#: By dtype, how far a gradient may be off, as a share of its largest entry.
 _TOLERANCES = {"float64": 1e-8, "float32": 2e-3, "bfloat16": 0.2}
 
 
@@ -63,7 +63,7 @@ own_gradient.defvjp(lambda a: (own_gradient(a), a), lambda a, ct: (ct * jnp.tanh
 
 @jax.custom_vjp
 def kernel(a: jax.Array, w: jax.Array) -> jax.Array:
-    """As a kernel of one's own: its rule says what it keeps."""
+    """Like a user's own kernel: its rule says what it keeps."""
     return jnp.tanh(a @ w)
 
 
@@ -172,7 +172,7 @@ def branch_with_loop(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def shared_by_branches(a: jax.Array, w: jax.Array) -> jax.Array:
-    """Both branches read what was made before them; outputs of many types, some read no more."""
+    """Both branches read earlier values; outputs of many types, some never read."""
     shared = jnp.tanh(a @ w)
 
     def first(b: jax.Array, c: jax.Array) -> Any:
@@ -192,7 +192,7 @@ def chance_of(a: jax.Array) -> jax.Array:
 
 
 def switched_twice(a: jax.Array, w: jax.Array) -> jax.Array:
-    """A choice in a choice, of branches that are equal and of one without a derivative."""
+    """A choice in a choice, with equal branches and one without a derivative."""
     deep = lambda b: jnp.tanh(jnp.sin(b @ w) @ w) + b  # noqa: E731
 
     def inner(b: jax.Array) -> jax.Array:
@@ -202,7 +202,7 @@ def switched_twice(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def scan_of_choices(a: jax.Array, w: jax.Array) -> jax.Array:
-    """Each iteration chooses by its number among branches that share its carry; and counts."""
+    """Each iteration chooses by its number among branches that share its carry, and counts."""
 
     def step(carry: Any, which: jax.Array) -> Any:
         c, count = carry
@@ -220,7 +220,7 @@ def scan_of_choices(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def choice_of_scans(a: jax.Array, w: jax.Array) -> jax.Array:
-    """Loops of unlike lengths in branches, one of them handing on what it stacked."""
+    """Loops of different lengths in branches, one of which returns what it stacked."""
 
     def stacked(b: jax.Array) -> jax.Array:
         last, rows = lax.scan(lambda c, _: (jnp.tanh(c @ w) + c, jnp.sin(c)), b, None, length=3)
@@ -235,7 +235,7 @@ def choice_of_scans(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def choice_behind_stop(a: jax.Array, w: jax.Array) -> jax.Array:
-    """A choice that nothing differentiates, with a loop without end in it; its result is used."""
+    """An undifferentiated choice with an unbounded loop inside; its result is used."""
     frozen = lax.stop_gradient(a)
     found = lax.cond(
         chance_of(a) % 2 == 0, lambda b: loop(jnp.tanh(b @ w)), lambda b: b @ w, frozen
@@ -256,7 +256,7 @@ def named_inside(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def in_double(a: jax.Array, w: jax.Array) -> jax.Array:
-    """As mixed precision does, the other way round: nothing is rounded that was not."""
+    """Mixed precision the other way round: nothing is newly rounded."""
     return jnp.tanh(a.astype(jnp.float64) @ w.astype(jnp.float64)).astype(a.dtype)
 
 
@@ -275,7 +275,7 @@ def attention(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def gated(a: jax.Array, w: jax.Array) -> jax.Array:
-    """As a recurrent layer: one product, cut into gates."""
+    """Like a recurrent layer: one product, cut into gates."""
     gates = jnp.concatenate([a, a], -1) @ jnp.concatenate([w, -w]) / a.shape[-1]
     first, second = jnp.split(jnp.concatenate([gates, gates + a], -1), 2, -1)
     return jax.nn.sigmoid(first) * jnp.tanh(second)
@@ -414,7 +414,7 @@ SHARP_PRODUCTS: list[Callable[..., jax.Array]] = [
     switched,
     branch_with_loop,
 ]
-#: Choices: programs from ``CHOOSING_FROM`` on have them; those before are what they were.
+#: Choices: programs from ``CHOOSING_FROM`` on have them; earlier ones are unchanged.
 CHOICES: list[Callable[..., jax.Array]] = [
     shared_by_branches,
     switched_twice,
@@ -446,16 +446,16 @@ class RandomProgram:
     """A loss of a list of weights and a batch.
 
     Attributes:
-      seed: what it is drawn from.
+      seed: the seed it is drawn from.
       fn: the loss.
       weights: its first argument.
       x: its second one.
-      has_aux: whether it returns an auxiliary output, too.
-      planned: the ``argnums`` that the decorator is given.
-      taken: what the gradient is taken for: as many of the first weights, and whether for ``x``.
+      has_aux: whether it also returns an auxiliary output.
+      planned: the ``argnums`` given to the decorator.
+      taken: what the gradient is taken for: how many of the first weights, and whether ``x``.
       jit: whether it is compiled.
       tolerance: how far a gradient may be off, as a share of its largest entry.
-      existing: what becomes of checkpoints in it.
+      existing: what happens to checkpoints in it.
     """
 
     seed: int
@@ -470,7 +470,7 @@ class RandomProgram:
     existing: str
 
     def in_double(self) -> RandomProgram:
-        """The same of more precise numbers."""
+        """The same with more precise numbers."""
         wide = [one.astype(jnp.float64) for one in (*self.weights, self.x)]
         return dataclasses.replace(
             self, weights=wide[:-1], x=wide[-1], tolerance=_TOLERANCES["float64"]
@@ -479,7 +479,7 @@ class RandomProgram:
     def value_and_grad(self, fn: Callable[..., Any], *, run: bool = True) -> Any:
         """The loss and its gradient for what the program takes it for; the rest is frozen.
 
-        Where it is not run, arrays of zeros.
+        If it is not run, arrays of zeros.
         """
         count, for_x = self.taken
 
@@ -500,7 +500,7 @@ def draw(seed: int) -> RandomProgram:
     """The program of a seed."""
     chance = random.Random(seed)
     dtype = chance.choices(["float64", "float32", "bfloat16"], [6, 3, 1])[0]
-    # Masks flip where numbers are rounded: then any two programs differ.
+    # Masks flip if numbers are rounded: then any two programs differ.
     unary = SMOOTH + SHARP * 2 if dtype == "float64" else SMOOTH
     products = PRODUCTS + SHARP_PRODUCTS if dtype == "float64" else PRODUCTS
     if seed >= CHOOSING_FROM:
@@ -512,7 +512,7 @@ def draw(seed: int) -> RandomProgram:
         kind = chance.choices(["unary", "pair", "product"], [4, 2, 4])[0]
         function = chance.choice({"unary": unary, "pair": PAIRS, "product": products}[kind])
         second = chance.randrange(99) if kind != "unary" else -1
-        # Mostly what was made last; the weights come first among the operands of products.
+        # Mostly the latest values; weights come first among the operands of products.
         first = chance.choice([0, 0, 0, 1, 2, chance.randrange(99)])
         steps.append((function, first, second if kind != "product" else second + 100))
     terms = [
@@ -570,15 +570,15 @@ def draw(seed: int) -> RandomProgram:
 def failures(
     program: RandomProgram, devices: Sequence[str] = DEVICES, *, run: bool = True
 ) -> list[str] | None:
-    """What is wrong with the plans for some devices, by default and with least memory.
+    """What is wrong with the plans for some devices, by default and with the least memory.
 
     Args:
-      program: to plan.
-      devices: to plan for.
-      run: whether to compare results; else the gradients are traced alone, which is quicker.
+      program: the program to plan.
+      devices: the devices to plan for.
+      run: whether to compare results; if not, gradients are only traced, which is quicker.
 
     Returns:
-      A line for each failure; None where JAX itself does not take the program.
+      A line for each failure; None if JAX itself does not accept the program.
     """
     evaluate = functools.partial(program.value_and_grad, run=run)
     try:
@@ -617,7 +617,7 @@ def failures(
             try:
                 answer = evaluate(decorate(program.fn, budget=budget))
             except BudgetError as error:
-                # More may be differentiated than was declared: what is least then is tried next.
+                # More may be differentiated than was declared: next we try what is least then.
                 if budget is None or error.least_peak_bytes <= budget:
                     found.append(f"{called}: {_told(error)}")
                 else:
@@ -627,7 +627,7 @@ def failures(
             else:
                 lines = differences(expected, answer, program.tolerance)
                 if lines and program.x.dtype != jnp.float64:
-                    # What cancels to nothing is off by what it is summed up from.
+                    # What cancels to nothing is off in proportion to its terms.
                     wide = program.in_double()
                     exact = wide.value_and_grad(wide.fn, run=run)
                     answer = wide.value_and_grad(decorate(wide.fn), run=run)
@@ -642,7 +642,7 @@ def _told(error: Exception) -> str:
 
 
 def differences(expected: Any, found: Any, tolerance: float) -> list[str]:
-    """What tells two results apart, a line each."""
+    """How two results differ, one line each."""
     ours, tree = jax.tree.flatten_with_path(found)
     theirs, other_tree = jax.tree.flatten_with_path(expected)
     if tree != other_tree:

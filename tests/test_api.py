@@ -218,7 +218,7 @@ def test_python_values_that_are_not_declared() -> None:
     unnamed = remat_opt.optimal_remat(lambda *args: with_a_switch(*args), device="cpu")
     with pytest.raises(TraceError, match=r"of 2 \(True\), .* with static_argnums=2\."):
         jax.grad(unnamed)(w, X, True)
-    # Numbers that may be traced are; and what is wrong with others is told by JAX.
+    # Numbers that may be traced are; for others, JAX says what is wrong.
     scaled = remat_opt.optimal_remat(lambda w, scale: jnp.sum(w) * scale, device="cpu")
     np.testing.assert_allclose(jax.grad(scaled)(w, 3), 3 * w)
     wrong = remat_opt.optimal_remat(lambda w, n: w if jnp.sum(w) > 0 else n, device="cpu")
@@ -235,14 +235,14 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
     least = remat_opt.make_plan(layers, WEIGHTS, X, device="cpu")
     error = caught.value
     assert error.budget_bytes == 100
-    # Less than where nothing is asked for, since that stops at one pass of recomputation.
+    # Less than by default, since that stops at one pass of recomputation.
     assert error.least_peak_bytes < least.predicted.temporary_bytes
     assert ("sum in layers, 64x8 float32", 64 * 8 * 4) in error.pinning
     message = str(error)
     assert message.startswith("No plan has temporaries within 100 B: the lowest peak that ")
     assert "cotangent: sum in layers, 64x8 float32, at test_api.py:" in message
     assert message.endswith("(layers). Give a larger budget or a smaller batch.")
-    # The least peak itself can be had.
+    # The least peak itself is reachable.
     assert (
         remat_opt.make_plan(
             layers, WEIGHTS, X, budget=error.least_peak_bytes, device="cpu"
@@ -252,7 +252,7 @@ def test_an_unreachable_budget_names_the_least_peak_and_what_pins_it() -> None:
 
 
 def small(memory_bytes: int) -> Device:
-    """A CPU with so much memory."""
+    """A CPU with this much memory."""
     return dataclasses.replace(get_device("cpu"), name="small", memory_bytes=memory_bytes)
 
 
@@ -373,7 +373,7 @@ def test_the_plan_of_shapes_is_the_plan_that_the_gradient_uses() -> None:
 
 def test_nothing_of_the_trace_outlives_it() -> None:
     class Big(np.ndarray):
-        """An array that can be referred to weakly."""
+        """An array that allows weak references."""
 
     closed = np.ones((8, 8), np.float32).view(Big)
     alive = weakref.ref(closed)
@@ -432,7 +432,7 @@ def test_with_and_without_parentheses() -> None:
         functools.partial(remat_opt.optimal_remat, max_overhead=0.5),
     ):
         for one, other in zip(jax.grad(decorate(layers))(WEIGHTS, X), expected, strict=True):
-            # Saturated: what is left of one less a square is as exact as that.
+            # Saturated: what is left of one minus a square is as exact as that.
             np.testing.assert_allclose(one, other, rtol=2e-3)
 
 
@@ -540,10 +540,10 @@ def test_the_plan_is_for_what_is_differentiated() -> None:
     of_x = remat_opt.make_plan(layers, WEIGHTS, X, argnums=1, device="cpu")
     assert seen[0] == of_x
     assert seen[1].fingerprint != fn.plan(WEIGHTS, X).fingerprint
-    # A derivative outside a jax.jit is not to be seen from within it: there argnums counts.
+    # A derivative outside a jax.jit is not visible inside it: there argnums counts.
     jax.grad(jax.jit(fn), argnums=1)(WEIGHTS, X)
     assert seen[-1] is fn.plan(WEIGHTS, X)
-    # Plans that are given are followed for either.
+    # Given plans are followed for either.
     for plan in (of_x, fn.plan(WEIGHTS, X)):
         given = jax.grad(remat_opt.optimal_remat(layers, plan=plan), argnums=1)(WEIGHTS, X)
         np.testing.assert_allclose(given, found, rtol=1e-5)

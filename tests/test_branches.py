@@ -118,7 +118,7 @@ def test_equal_branches_and_bodies_are_planned_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(branches, "ways", counted(branches.ways))
 
     def loss(w: Any, x: jax.Array, which: Any) -> jax.Array:
-        # Branches that read what has no derivative would be others.
+        # Branches that read something without a derivative would differ.
         x = x * jnp.mean(w[0])
         for _ in range(2):
             again = [block(jnp.tanh, 0, 2), block(jnp.tanh, 0, 2), block(jax.nn.gelu, 0, 2)]

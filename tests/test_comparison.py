@@ -141,7 +141,7 @@ def test_a_fault_of_ours_is_not_a_row():
 
 
 def test_a_missing_compiler_is_not_a_row():
-    """It would be the same one in every row."""
+    """It would be the same in every row."""
     missing = remat_opt.MissingPackageError("Compiling", package="libtpu", extra="tpu")
     with pytest.raises(remat_opt.MissingPackageError, match="libtpu"):
         contest({"plain": 0}, {"plain": 1}, failing={"plain": missing})
@@ -199,7 +199,7 @@ def test_policies_by_name_and_by_function():
     how, plan = first.make()
     assert (how(sines), plan) == (other, None)
     assert labels(None) == list(NAMES)
-    # Keeping everything in every block is the function as it is.
+    # Keeping everything in every block is the unchanged function.
     per_block = [f"{name}, per block" for name in NAMES if name != "everything_saveable"]
     assert labels(None, has_blocks=True) == [*NAMES, *per_block]
     assert labels("dots_saveable") == ["dots_saveable"]
@@ -218,7 +218,7 @@ def test_policies_by_name_and_by_function():
         (
             {"three": 3},
             "policies= has 3 (int) for 'three': give the name of a policy of "
-            "jax.checkpoint_policies, or a function that does as the loss does.",
+            "jax.checkpoint_policies, or a function with the same results as the loss.",
         ),
         (
             {"dots": jax.checkpoint_policies.dots_saveable},
@@ -290,7 +290,7 @@ def test_a_comparison_is_never_without_compiling():
 
 
 def test_fit_leaves_room_for_what_the_step_holds():
-    """The state that the step hands through is none of the loss's arguments."""
+    """The state that the step passes through is not an argument of the loss."""
     decorated = remat_opt.optimal_remat(sines, device="cpu")
 
     def step(w, state, x):

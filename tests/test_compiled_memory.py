@@ -1,9 +1,9 @@
 """The promise against the compiler: temporary bytes of planned gradients, as compiled.
 
-A real buffer assignment judges here. ``lower`` and ``upper`` bound compiled over predicted
-bytes, ``least_share`` the plan for least memory over the plain function, both as compiled.
-They are what was seen, with little room: a change that makes predictions worse must fail, and
-one that makes them better should tighten the numbers.
+A real buffer assignment judges here. ``lower`` and ``upper`` bound compiled over predicted bytes,
+``least_share`` the plan for least memory over the plain function, both as compiled. They are what
+was seen, with little margin: a change that makes predictions worse must fail, and one that makes
+them better should tighten the numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def convolutional_net_arguments(batch: int, side: int, channels: int) -> Any:
     return [layer] * 8, Array((batch, side, side, channels), "float32")
 
 
-#: What was compiled for one test serves the others.
+#: What was compiled for one test is reused by the others.
 compiled: dict[Any, Any] = {}
 
 
@@ -69,7 +69,7 @@ def once(make: Callable[[], Any], *key: Any) -> Any:
 
 
 def planned(fn: Callable[..., Any], args: Any, device: str, **options: Any) -> Plan:
-    """Of the gradient alone, as is what it is compared with."""
+    """For the gradient alone, like what it is compared with."""
     options = {"gradients": "results", **options}
     make = functools.partial(remat_opt.make_plan, fn, *args, device=device, verify=True, **options)
     return once(make, fn, str(args), device, *options.items())
@@ -88,7 +88,7 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
     ("device", "rows", "width", "least_share", "lower", "upper"),
     [
         ("cpu", 4096, 64, 0.3, 0.99, 1.02),
-        # Little of the least plan is not in a TPU's vector memory, which is not known to the MiB.
+        # Almost all of the least plan is in a TPU's vector memory, which is not known to the MiB.
         pytest.param("v5e", 65536, 128, 0.25, 0.99, 1.1, marks=TPU),
     ],
 )
@@ -123,11 +123,11 @@ def test_nested_regions_take_what_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("device", "batch", "side", "channels", "budget", "least_share", "lower", "upper"),
     [
-        # XLA's convolutions for CPU take work space of their own, which no graph shows: the less
-        # a plan takes, the larger a share of it that is.
+        # XLA's convolutions for CPU take extra workspace, which no graph shows: the less a plan
+        # takes, the larger its share.
         ("cpu", 8, 32, 16, 0.6, 0.27, 1.05, 1.35),
-        # The compiler packs loosely what fits the device many times over: 1.00 and 1.25 times
-        # what is predicted with JAX 0.10, 1.20 and 1.50 times with JAX 0.12.
+        # The compiler packs loosely if the program fits the device many times over: 1.00 and 1.25
+        # times what is predicted with JAX 0.10, 1.20 and 1.50 times with JAX 0.12.
         pytest.param("v5e", 64, 64, 128, 0.75, 0.7, 0.95, 1.55, marks=TPU),
     ],
 )
@@ -151,7 +151,7 @@ def test_convolutional_net(
 
 
 def attention_net(weights: Any, x: jax.Array) -> jax.Array:
-    """Layers of attention in mixed precision, as most transformers have it."""
+    """Layers of attention in mixed precision, as in most transformers."""
     batch, length, _ = x.shape
     for into, out in weights:
         heads = (x @ into).reshape(batch, length, -1, 3 * 64)
@@ -175,7 +175,7 @@ def test_attention_in_mixed_precision_on_a_tpu() -> None:
         plan = planned(attention_net, args, "v5e", **options)
         ratio = plan.measured.temporary_bytes / plan.predicted.temporary_bytes
         # 0.38 to 0.40 of the unchanged function, with JAX 0.10 and 0.12. With 0.10 the first, with
-        # nested regions, takes 1.18 times what is predicted, the second 0.98. Where arrays of 8 MiB
+        # nested regions, takes 1.18 times what is predicted, the second 0.98. If arrays of 8 MiB
         # lie in the way of those of 256, both may change.
         assert plan.measured.temporary_bytes <= 0.5 * unchanged
         assert 0.75 <= ratio <= 1.25, (options, ratio)

@@ -41,7 +41,7 @@ def test_every_device_is_complete(name: str) -> None:
     assert device.source
     assert isinstance(device.target, TARGETS[device.platform])
     assert device.flops_rate("bfloat16") > 0
-    # A recomputed value is never cheaper to fetch from the host than from device memory.
+    # A value is never cheaper to fetch from the host than from device memory.
     assert device.host_bandwidth < device.memory_bandwidth
     assert isinstance(device.memory_bytes, int)
 

@@ -1,9 +1,9 @@
 """What the documentation shows runs: its Python, its commands, and the figures of its pictures.
 
-The Python blocks of a page run in order, as one program, in a folder of their own. A block that
-begins with ``# name.py`` is written to that file as well, for commands that name it. A block that
-must not run has the comment ``<!-- not run: REASON -->`` on the line above it, one that needs an
-extra ``<!-- needs: MODULE -->``.
+The Python blocks of a page run in order, as one program, in a separate folder. A block that begins
+with ``# name.py`` is written to that file as well, for commands that name it. A block that must not
+run has the comment ``<!-- not run: REASON -->`` on the line above it, one that needs an extra
+``<!-- needs: MODULE -->``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.devices import needs_libtpu
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: Their blocks compile several programs: some seconds each. What they show is JAX's to break.
+#: Their blocks compile several programs: some seconds each. Only JAX can break what they show.
 SLOW = frozenset(
     {"README.md", "docs/tutorial.md", "docs/how_to/budget.md", "docs/how_to/flax.md"}
     | {"docs/how_to/mesh.md"}
@@ -128,7 +128,7 @@ def test_pictures_show_what_the_solvers_answer():
 @needs_libtpu
 @pytest.mark.tpu
 def test_the_explanation_on_its_page_is_what_the_command_prints(monkeypatch, capsys):
-    """All of it with the version that it was made with; with others what is at the top."""
+    """All of it with the version that it was made with; with others, only the top."""
     pytest.importorskip("optax")
     folder = ROOT / "docs" / "how_to"
     page = folder / "explain.md"

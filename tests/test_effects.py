@@ -36,7 +36,7 @@ def loss_of(step: Step) -> Callable[..., jax.Array]:
 
 
 class Log:
-    """Writes down what is called, and in which order."""
+    """Records what is called, and in which order."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, int]] = []
@@ -94,7 +94,7 @@ def steps(log: Log) -> dict[str, Step]:
         return first + ref[...] * jnp.cos(x)
 
     def summed(x: jax.Array, number: int) -> jax.Array:
-        # Read in a later region than it is made in.
+        # Read in a later region than the one that makes it.
         ref = jax.new_ref(jnp.sin(x))
         ref[...] += jnp.tanh(x) @ (x.T @ x)
         return ref[...] * x
@@ -150,7 +150,7 @@ def test_once_and_in_order(name: str, thorough: bool) -> None:
         ours = remat_opt.optimal_remat(loss, device=device, budget=budget, errors="raise")
         found, found_lines = run(log, ours)
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), expected, found)
-        # What is not ordered may come in any order.
+        # Unordered effects may come in any order.
         ordered = "ordered" in name
         assert (found_lines if ordered else sorted(found_lines)) == (
             lines if ordered else sorted(lines)
@@ -197,7 +197,7 @@ def test_the_plan_says_so() -> None:
 
 
 def quiet() -> remat_opt.Plan:
-    """A plan for what has no side effects."""
+    """A plan for a function without side effects."""
     return remat_opt.make_plan(loss_of(lambda x, _: jnp.sin(x)), WEIGHTS, BATCH, device="h200")
 
 
@@ -232,7 +232,7 @@ def test_checkify_inside_and_outside() -> None:
 
 
 def test_a_reference_that_is_an_argument() -> None:
-    """State that is changed in place: not run under a checkpoint, and written once."""
+    """State that is changed in place: not under a checkpoint, and written once."""
 
     def loss(weights: Any, x: jax.Array, count: Any) -> jax.Array:
         for w in weights:

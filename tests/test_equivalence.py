@@ -38,7 +38,7 @@ from tests.programs import EXAMPLES, Example, array
 
 ONLY_FORWARD = {"loop_differentiated_forward"}
 
-#: Whose compilations take long.
+#: Examples that take long to compile.
 DEAR = {
     *("attention", "bfloat16", "cnn_batch_norm", "dense_blocks", "dropout_raw_key"),
     *("dropout_typed_key", "embedding_lookup", "flax_batch_norm", "flax_nnx"),
@@ -55,7 +55,7 @@ CORE = {
 
 
 def examples(names: Iterable[str], *, fast: Set[str]) -> list[Any]:
-    """Names to go through, of which only some are not slow."""
+    """Names to go through, most of them marked slow."""
     slow = [pytest.mark.slow, pytest.mark.versions]
     return [name if name in fast else pytest.param(name, marks=slow) for name in names]
 
@@ -217,7 +217,7 @@ def test_all_transformations(name: str) -> None:
     assert_same(expected, found, 10 * example.tolerance, compare_weak_types=False)
 
 
-# Where nothing is jitted, every operation is compiled by itself.
+# If nothing is jitted, every operation is compiled by itself.
 @pytest.mark.parametrize(
     "name", examples(EXAMPLES, fast=CORE - {"branches", "custom_jvp", "mlp", "recurrent_scan"})
 )
@@ -241,7 +241,7 @@ def program_of(example: Example) -> tuple[Program, tracing.Call]:
 
 
 def staged(example: Example, choose: Callable[[Program], Sequence[Stage]]) -> Example:
-    """The example with its loss rewritten by hand-made stages, traced anew at every call."""
+    """The example with its loss rewritten by hand-made stages, traced again at every call."""
 
     def fn(*args: Any, **kwargs: Any) -> Any:
         signature = remat_opt.options.signature_of(**example.options)
@@ -257,7 +257,7 @@ def staged(example: Example, choose: Callable[[Program], Sequence[Stage]]) -> Ex
 def chain(
     program: Program, roots: Sequence[int], ends: Sequence[bool], kept: Sequence[bool]
 ) -> list[Stage]:
-    """Roots in order, a region ending where ``ends`` says so and round each side effect."""
+    """Roots in order; a region ends where ``ends`` says so, and around each side effect."""
     stages, current = [], []
 
     def close() -> None:
@@ -292,7 +292,7 @@ def each_alone(program: Program) -> list[Stage]:
 
 
 def all_together(program: Program) -> list[Stage]:
-    """One checkpoint round everything, each equation a vertex, every third kept."""
+    """One checkpoint around everything, each equation a vertex, every third kept."""
     roots = range(len(program.equations))
     return chain(program, roots, [False] * len(roots), [root % 3 == 0 for root in roots])
 
@@ -350,7 +350,7 @@ def test_random_regions(name: str, data: st.DataObject) -> None:
     with jax.enable_x64(True):
         example = made(name)
         program, _ = program_of(example)
-        # Any equation may be a vertex: what is none is computed again where it is read.
+        # Any equation may be a vertex: one that is not is recomputed where it is read.
         count = len(program.equations)
         chosen = data.draw(st.sets(st.integers(0, count - 1)))
         effects = {n for n, equation in enumerate(program.equations) if equation.effects}
@@ -537,7 +537,7 @@ def layers_example() -> Example:
     return Example(fn=layers, args=([array(f"w{i}", 4, 4) for i in range(6)], array("x", 8, 4)))
 
 
-# While leaks are looked for, JAX compiles every operation anew that runs by itself.
+# While checking for leaks, JAX recompiles every operation that runs by itself.
 @pytest.mark.parametrize(
     "run",
     [jax.jit, pytest.param(lambda fn: fn, marks=[pytest.mark.slow, pytest.mark.versions])],
@@ -631,7 +631,7 @@ SHARDED = """
             np.testing.assert_allclose(a, b, rtol=2e-5)
             assert a.sharding == b.sharding, (a.sharding, b.sharding)
 
-    # Under jax.jit JAX tells nothing of how arguments are split.
+    # Under jax.jit JAX does not say how arguments are split.
     warnings.filterwarnings("ignore", message=".* runs on a mesh of 2 devices")
     weights = [jnp.eye(4) * 0.3] * 6
     x = jnp.arange(32.0).reshape(8, 4) / 32

@@ -20,7 +20,7 @@ BY_HAND = {
 
 
 def run(name, *flags):
-    # The checkout, whether it is installed or not.
+    # The checkout, whether installed or not.
     paths = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     found = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), *flags],

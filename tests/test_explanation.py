@@ -144,7 +144,7 @@ def test_what_is_computed_again_is_told_apart():
 
 
 def test_gradients_that_wait_for_one_another():
-    """Clipped by their norm, all gradients are there at once."""
+    """If clipped by their norm, all gradients exist at once."""
 
     def clipped(params, x):
         gradients = jax.grad(loss)(params, x)
@@ -207,7 +207,7 @@ def test_nothing_is_differentiated():
 
 
 def test_a_compiler_that_tells_nothing(monkeypatch):
-    """Refused, and nothing is known of what lies where: arguments and one figure are left."""
+    """Refused, with no memory layout: only arguments and one figure are left."""
 
     def refuse(*args, **kwargs):
         raise CompileError(

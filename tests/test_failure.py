@@ -1,4 +1,4 @@
-"""Where planning fails: the function runs all the same, and a report says why."""
+"""If planning fails, the function still runs, and a report says why."""
 
 from __future__ import annotations
 

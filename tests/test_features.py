@@ -13,7 +13,7 @@ def _id(feature: Feature) -> str:
 
 
 def committed() -> dict[tuple[str, str], tuple[str, str]]:
-    """What the table says of this JAX; of a newer one than it knows, what it says of the last."""
+    """What the table says about this JAX; for one that is too new, about the last it knows."""
     known = feature_table.read(feature_table.PATH.read_text(encoding="utf-8"))
     return known.get(feature_table.version(), list(known.values())[-1])
 

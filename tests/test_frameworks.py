@@ -1,4 +1,4 @@
-"""Networks of Flax, judged by training them: with the decorator and without, all stays the same."""
+"""Flax networks, judged by training: with or without the decorator, everything is the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 20
 X = jax.random.normal(jax.random.key(1), (32, 4))
 Y = jnp.sin(2 * X[:, :1]) + X[:, 1:2]
 
-#: Makes of a loss a step of training, which returns the loss.
+#: Turns a loss into a training step that returns the loss.
 Place = Callable[[Callable[..., Any]], Callable[..., jax.Array]]
 
 
@@ -180,7 +180,7 @@ PLACES: dict[str, Place] = {
 
 @functools.cache
 def undecorated() -> tuple[Network, list[float], float]:
-    """What training without the decorator comes to, wherever the gradient is taken."""
+    """The result of training without the decorator, wherever the gradient is taken."""
     model, losses = trained(in_jit(lambda loss, **_: loss))
     model.eval()
     return model, losses, float(loss_fn(model, X, Y))
@@ -235,7 +235,7 @@ def test_a_call_without_a_gradient() -> None:
 
 
 def same_either_way(loss: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> None:
-    """The same gradients and the same state after three steps, decorated and not."""
+    """The same gradients and state after three steps, decorated or not."""
     plain, planned = make(), make()
     expected, found = nnx.jit(nnx.grad(loss)), nnx.jit(nnx.grad(decorate(loss)))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Graphs: how they are made, what is refused and in which words, and networkx and back."""
+"""Graphs: how they are made, what is refused and in what words, and to networkx and back."""
 
 from __future__ import annotations
 

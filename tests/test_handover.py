@@ -1,4 +1,4 @@
-"""The policy by hand that comes nearest to a plan, and what it loses."""
+"""The hand-written policy nearest to a plan, and what it loses."""
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +124,6 @@ def test_values_that_blocks_have_in_common_get_one_name_each():
     found = remat_opt.nearest_policy(plan, stack, [SHAPE] * 6, ROWS)
     names = [one.name for one in found.names]
     assert len(set(names)) == len(names)
-    # Not one for each layer: their numbers tell the layers apart, and nothing else.
+    # Not one for each layer: only their numbers distinguish the layers.
     assert not any(one.module != "Layer_0" for one in found.names)
     assert found.where.startswith(("nn.remat on every Layer (6)", "jax.checkpoint around"))

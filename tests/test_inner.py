@@ -1,4 +1,4 @@
-"""Checkpoints that a function has itself: kept and counted, or dissolved."""
+"""A function's own checkpoints: kept and counted, or dissolved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ARRAY = X.nbytes
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-    """A wide hidden array: its workspace is larger than what it is handed."""
+    """A wide hidden array: its workspace is larger than its input."""
     h = checkpoint_name(x @ w, "hidden")
     return jnp.tanh(jax.nn.gelu(h) @ w.T) + x
 
@@ -56,7 +56,7 @@ def branched(body: Body) -> Callable[..., jax.Array]:
 
 
 def workspaces(loss: Callable[..., Any], primitive: str) -> list[int]:
-    """What the vertices of one kind take for what is inside them."""
+    """What vertices of one kind take for their inner programs."""
     program = trace(loss, W, X)
     compiler = Compiler(device=get_device("h200"))
     found = inner.model(program, linearize(program), compiler, Gradients.CONSUMED)
@@ -68,7 +68,7 @@ def workspaces(loss: Callable[..., Any], primitive: str) -> list[int]:
 
 
 def test_a_body_that_runs_again_takes_what_is_alive_in_it() -> None:
-    # At its peak: the hidden array, its cotangent and what comes out of the activation.
+    # At its peak: the hidden array, its cotangent and the activation's result.
     nothing = workspaces(unrolled(jax.checkpoint(layer)), "remat2")
     assert len(nothing) == 4
     assert all(2 * 4 * ARRAY <= size <= 6 * 4 * ARRAY for size in nothing)
@@ -137,7 +137,7 @@ def test_a_plan_for_the_dissolved_function_is_applied_to_it(tmp_path: Path) -> N
     expected = jax.make_jaxpr(jax.grad(remat_opt.apply_plan(plan, scanned(layer))))(W, X)
     assert str(jax.make_jaxpr(jax.grad(applied))(W, X)) == str(expected)
     assert applied.plan(W, X) == plan
-    # It may be said as well. A plan that leaves them cannot be applied to what has none.
+    # It may also be given. A plan that keeps them cannot be applied to a function without any.
     assert remat_opt.apply_plan(plan, loss, existing="replace").plan(W, X) == plan
     kept = remat_opt.make_plan(loss, W, X, device="h200")
     with pytest.raises(PlanFileError, match="another program"):

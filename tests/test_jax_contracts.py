@@ -1,7 +1,7 @@
-"""What this package assumes of JAX, one test for each assumption.
+"""What this package assumes about JAX, one test for each assumption.
 
-When a new version of JAX breaks one of these, the place to mend is ``_jax_internals``, or
-the file that the test names; without them such a change would show as a wrong plan.
+When a new version of JAX breaks one of these, the place to fix it is ``_jax_internals``, or the
+file that the test names. Without these tests, such a change would show as a wrong plan.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def test_only_readers_of_the_named_value_profit_from_its_name() -> None:
 
 
 def test_complex_values_cannot_be_kept_by_name_themselves() -> None:
-    # transform._named goes round this by naming their parts. When this test fails because
-    # JAX can do it, that detour may go.
+    # transform._named works around this by naming their parts. When this test fails because JAX can
+    # do it, remove that detour.
     def region(x):
         return jnp.sum(jnp.abs(jnp.exp(checkpoint_name(jnp.exp(1j * x), "kept"))))
 
@@ -296,7 +296,7 @@ def test_a_scan_says_what_is_carried() -> None:
 
 
 def test_what_a_scan_only_hands_on_is_no_carry_unless_it_is_copied() -> None:
-    """``transform.loops`` copies tangents so that their transposes are added up in their place."""
+    """``transform.loops`` copies tangents so that their transposes are added in place."""
 
     def carried(hand_on):
         def body(carry, _):
@@ -405,7 +405,7 @@ def test_calls_back_to_python_are_found_in_inner_programs_too() -> None:
     for fn, expected in ((called, True), (scanned, True), (jnp.sin, False)):
         found = [internals.calls_back(e) for e in equations_of(fn, jnp.float32(1))]
         assert any(found) is expected
-    # JAX takes it for pure.
+    # JAX considers it pure.
     assert not any(internals.has_effects(e) for e in equations_of(called, jnp.float32(1)))
 
 
@@ -605,7 +605,7 @@ def test_axes_round_equations() -> None:
         mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
         spec = jax.sharding.PartitionSpec("i")
         jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(3))
-    # Under vmap only those that are named tie; a shard_map's types tell of its axes as well.
+    # Under vmap only named axes count; a shard_map's types also mention its axes.
     assert seen == [("i",), ("i",), (), ("i",)]
     assert internals.surrounding_axes(()) == ()
 
@@ -649,7 +649,7 @@ def test_what_values_tell_of_a_mesh() -> None:
             note(jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharding))
             jax.grad(note)(x)
             jax.jit(jax.grad(note))(x)
-            # Inside a shard_map an array is what one device has.
+            # Inside a shard_map, an array is one device's part.
             mapped = jax.shard_map(
                 lambda x: note(x)[None], mesh=mesh, in_specs=spec, out_specs=jax.P(spec[0])
             )

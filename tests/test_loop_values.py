@@ -1,4 +1,4 @@
-"""Values inside opened loops, as a plan tells of them."""
+"""Values inside opened loops, as a plan lists them."""
 
 import jax
 import jax.numpy as jnp

@@ -31,7 +31,7 @@ def mlp(w: Any, x: jax.Array) -> jax.Array:
 
 
 def recurrent(w: Any, x: jax.Array) -> jax.Array:
-    """Two loops, one of them in another, and something round them."""
+    """Two loops, one with another inside, and something around them."""
 
     def step(carry: Any, row: jax.Array) -> Any:
         h, count = carry
@@ -85,7 +85,7 @@ def test_more_memory_never_costs_more() -> None:
 
 
 def test_what_policies_in_the_body_do_is_matched() -> None:
-    """The bytes that they keep, and what is then computed again, are found by the plans."""
+    """The plans find the bytes that they keep, and what is then recomputed."""
     unit, product = ROWS * WIDTH * 4, 2 * ROWS * WIDTH * 4 * WIDTH
     forward = 2 * LENGTH * product
     front = remat_opt.frontier(mlp, W, X, device="h200", gradients="results", overhead="flops").rows

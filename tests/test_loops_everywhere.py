@@ -1,4 +1,4 @@
-"""Loops as people write them: each is opened, gains, and gives what it gives by itself."""
+"""Loops as people write them: each is opened, gains, and gives the same results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def layer(h: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def unrolled(w: Any, x: jax.Array) -> jax.Array:
-    """Several iterations written out in a row, from the last entry to the first."""
+    """Several iterations unrolled, from the last entry to the first."""
     return jnp.mean(
         lax.scan(lambda h, w: (layer(h, *w), None), x, w, reverse=True, unroll=3)[0] ** 2
     )
 
 
 def counted(w: Any, x: jax.Array) -> jax.Array:
-    """``fori_loop``, which carries an integer and reads nothing that is stacked."""
+    """``fori_loop``, which carries an integer and reads no stacked input."""
     return jnp.mean(lax.fori_loop(0, LENGTH, lambda n, h: layer(h, w[0][n], w[1][n]), x) ** 2)
 
 
@@ -54,13 +54,13 @@ def mapped(w: Any, x: jax.Array) -> jax.Array:
 
 
 def in_batches(w: Any, x: jax.Array) -> jax.Array:
-    """``lax.map`` over batches, of which one is smaller than the others."""
+    """``lax.map`` over batches, one of which is smaller than the others."""
     rows = lax.map(lambda row: layer(row, w[0][0], w[1][0]), x, batch_size=6)
     return jnp.mean(rows**2)
 
 
 def nested(w: Any, x: jax.Array) -> jax.Array:
-    """A loop in a loop, no length a multiple of another."""
+    """A loop in a loop, with no length a multiple of another."""
 
     def outer(h: jax.Array, w: Any) -> Any:
         return lax.scan(lambda h, _: (layer(h, *w), None), h, None, length=5)[0], None
@@ -95,7 +95,7 @@ def test_it_is_opened_and_gains(loss: Loss) -> None:
 
 
 def test_prefix_sums_are_no_loop() -> None:
-    """``associative_scan`` is written out in a row, and planned as any other program."""
+    """``associative_scan`` is unrolled, and planned like any other program."""
 
     def loss(w: Any, x: jax.Array) -> jax.Array:
         sums = lax.associative_scan(lambda a, b: a * jnp.tanh(b), jnp.sin(x @ w[0][0]))
@@ -109,7 +109,7 @@ def test_prefix_sums_are_no_loop() -> None:
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
 def test_what_a_policy_on_the_body_does_is_predicted_to_be_matched(policy: str) -> None:
-    """The same loop is among ours, so that no more runs again in no more memory."""
+    """The same loop is among ours, so we recompute no more in no more memory."""
     plain = remat_opt.make_plan(unrolled, (W, V), X, device="h200", overhead="flops", budget=1.0)
     unit = ROWS * WIDTH * 4
     kept = {"nothing_saveable": 1, "dots_saveable": 1 + 2 + 2 + 1}[policy]

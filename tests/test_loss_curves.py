@@ -1,6 +1,6 @@
-"""Frameworks and ways to hold a state, judged by training: the losses are equal, step by step.
+"""Frameworks and ways to hold state, judged by training: losses are equal, step by step.
 
-A few steps of small networks all day; a hundred on real images in the slow part.
+A few steps of small networks by default; a hundred on real images in the slow tests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flax import nnx
 
 import remat_opt
 
-#: Decorates a loss, or hands it on as it is.
+#: Decorates a loss, or returns it unchanged.
 Decorate = Callable[..., Callable[..., Any]]
-#: From decorator, images, labels and steps to the loss at every step.
+#: Takes decorator, images, labels and steps to the loss at every step.
 Training = Callable[[Decorate, jax.Array, jax.Array, int], list[float]]
 
 
@@ -44,7 +44,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def run(step: Callable[..., Any], state: Any, steps: int, *batch: Any) -> list[float]:
-    """Trains with a step from (state, number, batch) to (state, loss)."""
+    """Trains with a step that takes (state, number, batch) to (state, loss)."""
     losses = []
     for number in range(steps):
         state, loss = step(state, number, *batch)
@@ -323,13 +323,13 @@ SMALL: dict[str, Training] = {
 
 def same_losses(train: Callable[[Decorate], list[float]]) -> list[float]:
     expected, found = train(undecorated), train(ours)
-    # Late losses are small, and rounding has grown by then.
+    # Late losses are small, and rounding errors have grown by then.
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
     assert expected[-1] < expected[0]
     return expected
 
 
-#: Those that take little to compile. Of linen and nnx, ``test_frameworks`` has small ones.
+#: Those that compile quickly. For linen and nnx, ``test_frameworks`` has small ones.
 QUICK = {"Equinox without jit", "Haiku", "dataclasses and MultiSteps"}
 
 
@@ -360,7 +360,7 @@ def test_a_hundred_steps_on_real_images(train: Training) -> None:
 
 
 def digits(count: int) -> tuple[jax.Array, jax.Array]:
-    """Images of handwritten digits, (count, 8, 8, 1) in [0, 1], and what they show."""
+    """Images of handwritten digits, (count, 8, 8, 1) in [0, 1], and their labels."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -375,7 +375,7 @@ _EIGHT_DEVICES = """
     from jax.sharding import NamedSharding, PartitionSpec as P
     from tests.test_loss_curves import digits, equinox, same_losses
 
-    # Under jax.jit JAX tells nothing of how arguments are split.
+    # Under jax.jit JAX does not say how arguments are split.
     warnings.filterwarnings("ignore", message=".* runs on a mesh of 8 devices")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x, y = jax.device_put(digits(128), NamedSharding(mesh, P("data")))

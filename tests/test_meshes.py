@@ -79,7 +79,7 @@ def test_predictions_are_what_a_device_takes(fn: Callable[..., Any], auto: Mesh)
     assert plan.measured is not None
     predicted, compiled = plan.predicted.temporary_bytes, plan.measured.temporary_bytes
     assert predicted == pytest.approx(compiled, rel=0.3)
-    # Parameters are on every device, rows are shared out; Adam has two moments of each.
+    # Parameters are on every device, rows are split; Adam has two moments of each.
     arguments = 3 * 4 * 4 * 32**2 + 4 * 2048 * 32 / 8
     assert plan.measured.argument_bytes == pytest.approx(arguments, abs=64)
     plain = remat_opt.measure(jax.grad(fn), *args)
@@ -117,7 +117,7 @@ def test_values_and_gradients(kind: str, jitted: bool, request: pytest.FixtureRe
         ahead = decorated.plan(*args)
         derivative = jax.value_and_grad(decorated)
         assert_equal((jax.jit(derivative) if jitted else derivative)(*args), expected)
-        # What the gradient uses is the plan that was made ahead, under jit as well.
+        # The gradient uses the plan that was made ahead, also under jit.
         assert decorated.plan(*args) is ahead
     assert ahead.predicted.plain_temporary_bytes < 4 * 2048 * 32 * 3
 
@@ -272,7 +272,7 @@ def test_fully_sharded_parameters_on_a_pod_that_is_not_there() -> None:
     arguments = 4 * (3 * 8 * 2048**2 / 16 + 8192 * 2048)
     assert plan.measured.argument_bytes == pytest.approx(arguments, rel=0.01)
     plain = remat_opt.measure(jax.grad(scanned), weights, rows)
-    # What is expected of a loop on a TPU errs by as much without a mesh; a sixteenth it is not.
+    # Predictions for a loop on a TPU err by as much without a mesh; it is not a sixteenth.
     assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.5)
     # 0.42 of it with JAX 0.12, 0.68 with 0.10: the plan is in a step, the plain gradient alone.
     assert plan.measured.temporary_bytes < 0.75 * plain.temporary_bytes
@@ -353,7 +353,7 @@ def test_equal_plans_in_every_process() -> None:
         for number, seed in enumerate("12")
     ]
     written = [process.communicate(timeout=300)[0] for process in processes]
-    # The library that connects them says so on the same stream.
+    # The library that connects them reports on the same stream.
     first, second = (
         [line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in written
     )

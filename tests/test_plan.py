@@ -1,4 +1,4 @@
-"""The plan as data: written, read back, and refused where it is not what it says."""
+"""The plan as data: written, read back, and refused if it is not what it claims."""
 
 from __future__ import annotations
 
@@ -184,13 +184,13 @@ def test_well_sealed_nonsense(plan: Plan, change: Any, reason: str) -> None:
         ("[" * 200_000, "it nests too deep"),
         ("[" * 500 + "]" * 500, "it nests too deep"),
         ("1" * 5000, "Exceeds the limit"),
-        ("NaN", "it holds a number that is none, or is out of range"),
-        ("[1e999]", "it holds a number that is none, or is out of range"),
-        (f"[{10**400}]", "it holds a number that is none, or is out of range"),
+        ("NaN", "it holds a number that is not finite, or is out of range"),
+        ("[1e999]", "it holds a number that is not finite, or is out of range"),
+        (f"[{10**400}]", "it holds a number that is not finite, or is out of range"),
     ],
 )
 def test_json_that_is_no_data_of_ours(text: str, reason: str) -> None:
-    # How deep Python's own reader goes differs from version to version.
+    # How deep Python's own reader goes depends on the version.
     reasons = (reason, "it nests too deep") if text.startswith("[[") else (reason,)
     assert refused(text).startswith(tuple(f"'p.json' is not a plan: {one}" for one in reasons))
 
@@ -282,7 +282,7 @@ def test_well_sealed_plans_that_cannot_be_shown(plan: Plan) -> None:
     def told(change: Any) -> str:
         return refused(resealed(plan, change))
 
-    assert "plan.predicted.timeline does not tell of all moments alike" in told(
+    assert "plan.predicted.timeline does not have one entry for each moment" in told(
         lambda body: body["predicted"]["timeline"]["kept"].pop()
     )
     assert "plan.predicted.timeline.arrays[0].kind is 'x', not one of kept, boundaries" in told(

@@ -37,7 +37,7 @@ X = jax.ShapeDtypeStruct((64, 32, 48), "float32")
 
 
 def test_contract_the_policies_of_jax() -> None:
-    # Assumed of JAX: a policy takes any parameters, what makes one does not; and the aliases.
+    # Assumed about JAX: a policy takes any parameters, a maker of one does not; and the aliases.
     assert tuple(policies.default_policies()) == NAMES
     for alias, name in policies.ALIASES.items():
         assert getattr(jax.checkpoint_policies, alias) is getattr(jax.checkpoint_policies, name)
@@ -104,7 +104,7 @@ class Blind(Portfolio):
 
 
 def wide(w: jax.Array, x: jax.Array) -> jax.Array:
-    """What recomputation is made for: long chains between products."""
+    """The ideal case for recomputation: long chains between products."""
     for _ in range(4):
         for _ in range(5):
             x = jnp.sin(x) * jnp.cos(x)
@@ -113,7 +113,7 @@ def wide(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def pooled(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Max pooling, for whose gradient XLA for CPU holds more outside of checkpoints."""
+    """Max pooling, for whose gradient XLA for CPU holds more outside checkpoints."""
     for _ in range(3):
         x = jnp.sin(x @ w)
         x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 1), (1, 1, 1), "SAME")
@@ -149,7 +149,7 @@ def test_the_search_finds_better(fn: Callable[..., jax.Array], device: str) -> N
 
 
 def twice(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Four blocks of two products each, and something before and behind."""
+    """Four blocks of two products each, and something before and after."""
     x = jnp.cos(x)
     for _ in range(4):
         x = x + jnp.sin(jnp.tanh(x @ w) @ w)

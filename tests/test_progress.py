@@ -25,7 +25,7 @@ def terminal(monkeypatch):
     monkeypatch.setattr(progress, "_AT_FIRST", 0.01)
     monkeypatch.setattr(progress, "_EVERY", 0.01)
     found = Terminal()
-    # Not sys.stderr itself: pytest sets that anew for each phase of a test.
+    # Not sys.stderr itself: pytest replaces it for each phase of a test.
     monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=found))
     return found
 

@@ -1,4 +1,4 @@
-"""Random programs give what they give without the decorator; and those that once did not."""
+"""Random programs give the same as without the decorator; so do those that once did not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.random_programs import (
 )
 
 COUNT = 130
-#: Of these the default run takes some that compile fast, and each JAX some.
+#: The default run takes some of these that compile fast, and each JAX some.
 FAST = range(10, 18)
 VERSIONS = range(40)
 
@@ -119,7 +119,7 @@ def test_a_hunt_is_taken_up_where_it_was_cut_off(
 
 
 def same(fn: Callable[..., Any], transform: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """The decorated function gives what the function gives, for all devices."""
+    """The decorated function gives the same as the function, for all devices."""
     expected = jax.jit(transform(fn))(*args)
     for device in DEVICES:
         ours = remat_opt.optimal_remat(fn, device=device, errors="raise", **options)
@@ -173,7 +173,7 @@ def test_loss_terms_that_share_values() -> None:
 
 
 def test_a_weight_of_products_that_are_stored_in_another_form() -> None:
-    """On a TPU the first product is stored as what the second one reads."""
+    """On a TPU the first product is stored in the form that the second reads."""
 
     def loss(w: Any, x: Any) -> Any:
         t = jnp.tanh(lax.stop_gradient(x) @ w) * 2

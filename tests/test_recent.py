@@ -1,4 +1,4 @@
-"""What is held, and what goes when there is more."""
+"""What is held, and what is dropped when there is more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: which can be executed, and how the others are refused."""
+"""Schedules: which ones can be executed, and how the others are refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The referee: by hand on small cases, and against a slow replay written another way.
 
-The package counts readers down and frees at zero. The replay here knows nothing of readers:
-it lists all steps, takes for every array the first and the last step that touch it, and adds
-up, at every step, the arrays whose span covers it.
+The package counts readers down and frees at zero. The replay here does not count readers: it lists
+all steps, finds for every array the first and the last step that touch it, and adds up, at every
+step, the arrays whose span covers it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
                 for reader in readers[vertex]
                 if graph.cotangent_bytes[reader]
             ]
-            # Worked in place and written by no reader, it is never there: first > last.
+            # Written in place and by no reader, it never exists: first > last.
             arrays.append(Array(vertex, "cotangent", size, min([done, *written]), last))
     shown = [
         position
@@ -321,7 +321,7 @@ def test_region_inside_a_region_runs_twice() -> None:
 
 
 def test_halving_a_chain_again_and_again_takes_the_logarithm() -> None:
-    """Memory O(log n) for O(n log n) steps, as Chen et al. (2016), section 4.4, have it."""
+    """Memory O(log n) for O(n log n) steps, as in Chen et al. (2016), section 4.4."""
     count = 1024
     graph = Graph.from_edges([1] * count, chain_edges(count))
 
@@ -387,7 +387,7 @@ def test_kept_value_that_nothing_reads_is_not_stored() -> None:
 
 
 def test_value_run_again_only_for_another_is_freed_at_its_last_reader() -> None:
-    # The backward steps read 2 alone; running it again takes 0 and 1.
+    # The backward steps read only 2; running it again takes 0 and 1.
     graph = dataclasses.replace(CHAIN, needs=((), (), (2,), ()))
     assert story(graph, region(0, 1, 2), free(3))[4:] == [
         ("b", 3, 0 + (1 + 2)),

@@ -25,7 +25,7 @@ def agree(graph: Graph, schedule: Schedule) -> None:
     assert sorted(found.again.tolist()) == list(told.recomputed)
     assert math.fsum(graph.seconds[one] for one in found.again) == told.overhead_seconds
     assert (found.first <= found.last).all()
-    # At the peak, the arrays are those that the story lists.
+    # At the peak, the arrays are those that the simulation lists.
     for step in range(int(found.last.max()) + 1):
         alive = found.bytes[(found.first <= step) & (step <= found.last)]
         if alive.sum() == told.peak_bytes:
@@ -39,7 +39,7 @@ def agree(graph: Graph, schedule: Schedule) -> None:
 def agree_on_reads(
     found: Sequence[np.ndarray], depth: int, regions: Sequence[Region], wanted: Demand
 ) -> None:
-    """In a nest, of what it keeps; what lies around it is told at the depth around it."""
+    """In a nest, what it keeps; what is around it is given at the outer depth."""
     for region, inside in zip(regions, wanted.inside, strict=True):
         for vertex in region.vertices:
             assert found[depth][vertex] == (vertex in wanted.stored), (depth, vertex)

@@ -1,4 +1,4 @@
-"""A plan's promise is held, or the check says which part is broken and what to do."""
+"""A plan's promise holds, or the check says which part is broken and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory over time as data: to the byte what the referee says, at fewer moments."""
+"""Memory over time as data: the referee's figures to the byte, at fewer moments."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_kept_by_name_and_what_later_regions_read() -> None:
         Region(vertices=(2, 3), checkpointed=False),
     )
     turn = told.phases.index("backward")
-    # Of the first region one is kept by name, and the other is read by the second region.
+    # In the first region one is kept by name, and the other is read by the second region.
     assert (told.kept[turn], told.boundaries[turn]) == (1 + 4 + 8, 2)
     assert told.passing[turn] == 0
 

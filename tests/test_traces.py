@@ -1,4 +1,4 @@
-"""Called outside of ``jax.jit``: traced and planned once, compiled, and never out of date."""
+"""Called outside ``jax.jit``: traced and planned once, compiled, and never out of date."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_traced_planned_and_compiled_once(
     with jax.log_compiles():
         jax.value_and_grad(fn)(WEIGHTS, X + 1)
     assert "Compiling" not in capfd.readouterr().err
-    # A derivative of the derivative takes its first from the same trace.
+    # A second derivative takes its first from the same trace.
     direction = jax.tree.map(jnp.cos, WEIGHTS)
     for _ in range(2):
         same(
@@ -131,7 +131,7 @@ def test_what_the_function_refers_to_may_change(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_arrays_that_were_not_seen_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As a package keeps things in a place of its own: these lines are taken to be a package's.
+    # As if in an installed package: these lines are taken to be a package's.
     monkeypatch.setattr("remat_opt.program.references._is_installed", lambda _: True)
     frames = {"x": X}
     monkeypatch.setitem(globals(), "FRAMES", frames)

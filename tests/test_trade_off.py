@@ -68,7 +68,7 @@ def test_defaults_and_the_device_s_room_are_beside_it() -> None:
     assert "dots_saveable" in labels
     assert found.defaults[0]["temporary_bytes"] == found.rows[-1]["temporary_bytes"]
     assert found.limit_bytes is not None
-    # What is left beside the arguments and the loss.
+    # What is left besides the arguments and the loss.
     arguments = 12 * 64 * 64 * 4 + 1024 * 64 * 4
     room = remat_opt.device.get_device("h200").memory_bytes - arguments
     assert 0 <= room - found.limit_bytes < 2**20

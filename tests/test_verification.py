@@ -139,7 +139,7 @@ def test_where_the_smallest_predicted_does_not_fit_others_are_tried(
 ) -> None:
     budget = half(problem)
     sizes = sorted(one.peak_bytes for one in problem.candidates if one.peak_bytes <= budget)
-    # Too large is what is predicted smallest, and largest; what lies between fits.
+    # The plans predicted smallest and largest are too large; those between fit.
     compiler = Compiler(lambda predicted: 3.0 if sizes[0] < predicted < sizes[-1] else 3e9)
     plan = verification.choose(problem, Objective(budget_bytes=budget), compiler)
     assert plan.measured is not None
@@ -207,7 +207,7 @@ VERIFIED: Any = {"budget": 0.6, "device": "cpu", "verify": "compile"}
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
-    """All that is measured during a test."""
+    """Everything measured during a test."""
     found = []
     measure = compilation.measure
 
@@ -245,7 +245,7 @@ def test_once_for_a_program_under_any_trace(compiled: list[Measurement]) -> None
     assert plan.budget_bytes is not None
     assert plan.measured is not None
     assert plan.measured.temporary_bytes <= plan.budget_bytes
-    # The door beside it knows what was learnt here, and comes to no worse.
+    # The other entry point knows what was learnt here, and does no worse.
     again = remat_opt.make_plan(layers, WEIGHTS, X, **VERIFIED)
     assert again.measured is not None
     assert again.measured.temporary_bytes <= plan.budget_bytes
@@ -342,7 +342,7 @@ def test_a_plan_that_is_given_is_not_verified() -> None:
 
 # --- What is learnt -------------------------------------------------------------------------
 
-#: Large enough that most of the memory is that of values of the program.
+#: Large enough that most of the memory is for values of the program.
 LARGE = (
     [jax.ShapeDtypeStruct((128, 128), "float32")] * 12,
     jax.ShapeDtypeStruct((4096, 128), "float32"),
@@ -411,7 +411,7 @@ def test_what_was_learnt_is_known_to_the_next_call() -> None:
     assert again.measured is not None
     assert again.measured.temporary_bytes <= half(problem)
     assert again.predicted.overhead_seconds <= first.predicted.overhead_seconds
-    # Of another step nothing is known.
+    # Nothing is known about another step.
     other = verification.Memory(problem.program, problem.device, "another step")
     assert other.recall() is None
 
@@ -423,21 +423,21 @@ def test_a_file_of_what_was_learnt(tmp_path: Path) -> None:
         remat_opt.make_plan(layers, *SHAPES, **options, learnt=path)
     compiled = remat_opt.make_plan(layers, *SHAPES, **options, verify="compile", learnt=path)
     assert compiled.measured is not None
-    # Nothing is compiled here; what was is known to the byte.
+    # Nothing is compiled here; what was compiled before is known to the byte.
     plan = remat_opt.make_plan(layers, *SHAPES, **options, learnt=path)
     assert plan.measured is None
     assert plan.budget_bytes is not None
     assert plan.predicted.temporary_bytes <= plan.budget_bytes
     assert plan.predicted.overhead_seconds <= compiled.predicted.overhead_seconds
     assert plan == remat_opt.make_plan(layers, *SHAPES, **options, learnt=path)
-    # Without the file this process plans as any other would, whatever it has learnt.
+    # Without the file this process plans like any other, whatever it has learnt.
     bare = remat_opt.make_plan(layers, *SHAPES, **options)
     assert bare.predicted.temporary_bytes == bare.predicted.model_bytes
-    # Of other shapes the file tells nothing, and the plan says so.
+    # The file says nothing about other shapes, and the plan says so.
     weights, _ = SHAPES
     rows = jax.ShapeDtypeStruct((512, 64), "float32")
     other = remat_opt.make_plan(layers, weights, rows, **options, learnt=path)
-    assert other.notes[-1].startswith(f"{str(path)!r} tells nothing of this program on cpu")
+    assert other.notes[-1].startswith(f"{str(path)!r} says nothing about this program on cpu")
     with pytest.raises(RematError, match="plan= is given together with learnt="):
         remat_opt.optimal_remat(layers, plan=plan, learnt=path)
 

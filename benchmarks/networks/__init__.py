@@ -7,8 +7,9 @@ a residual block, a dense layer, an inception module, a stage's two convolutions
 layer, a time step.
 
 There are two sets. Rules about compilers were found on `TUNED`, and are tested there. `JUDGED` are
-of other families and are never used to find, tune or defend a rule: only they are evidence. Beside
-them are `IDIOMS`: programs of one way of writing each, small and without blocks, to find rules on.
+of other families and are never used to find, tune or defend a rule: only they are evidence. Besides
+these there are `IDIOMS`: small programs without blocks, each of one way of writing, to find rules
+on.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _JUDGED = (
 TUNED: tuple[str, ...] = tuple(name for family in _TUNED for name in family.SIZES)
 #: Names of those that only judge.
 JUDGED: tuple[str, ...] = tuple(name for family in _JUDGED for name in family.SIZES)
-#: Names of those that are one way of writing each.
+#: Names of those that each show one way of writing.
 IDIOMS: tuple[str, ...] = tuple(idioms.IDIOMS)
 
 # name -> function of (batch, block_policy)
@@ -79,7 +80,7 @@ _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
     for name, size in family.SIZES.items()
 }
 
-# Examples in the batch that a network is measured with where nothing else is said.
+# Examples in the batch that a network is measured with by default.
 _DEFAULT_BATCHES = {
     "resnet18": 64,
     "resnet34": 64,
@@ -116,7 +117,7 @@ def names() -> tuple[str, ...]:
 
 
 def set_of(name: str) -> str:
-    """Returns the set that a network is of: "tuned", "judged" or "idioms"."""
+    """Returns the set that a network belongs to: "tuned", "judged" or "idioms"."""
     if name in IDIOMS:
         return "idioms"
     return "judged" if name in JUDGED else "tuned"

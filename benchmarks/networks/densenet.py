@@ -3,9 +3,9 @@
 Huang et al., "Densely Connected Convolutional Networks" (2017), the variant with bottlenecks and
 compression (DenseNet-BC). Images are float32 NHWC, and batch normalisation runs in training mode.
 
-A layer takes the features of its block one by one and puts them together itself. Under a checkpoint
+A layer takes the features of its block one by one and concatenates them itself. Under a checkpoint
 the long concatenations, whose bytes grow with the square of a block's length, are then made again
-and not kept: Pleiss et al., "Memory-Efficient Implementation of DenseNets" (2017).
+rather than kept: Pleiss et al., "Memory-Efficient Implementation of DenseNets" (2017).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DenseNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What tells one DenseNet from another.
+    """What distinguishes one DenseNet from another.
 
     Attributes:
         layers: Number of layers of each block.
@@ -118,7 +118,7 @@ SIZES: dict[str, Size] = {"densenet121": Size(layers=(6, 12, 24, 16))}
 
 
 def network(name: str, size: Size, batch: int, block_policy: str | None) -> Network:
-    """Builds a DenseNet; see `image_network` for what its loss reads and gives.
+    """Builds a DenseNet; see `image_network` for what its loss reads and returns.
 
     Args:
         name: The network's name.

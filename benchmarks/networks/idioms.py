@@ -1,10 +1,10 @@
-"""Idioms: small programs of one way of writing each, on which rules about compilers are found.
+"""Idioms: small programs, each of one way of writing, on which compiler rules are found.
 
-What a compiler stores is decided idiom by idiom: a gated unit, a cell that is unrolled, a gather
-and its scatter. Each program here is four to eight layers of one of them, large enough that only
-its activations matter and small enough to compile in seconds. They are a third set, beside `tuned`
-and `judged`: an error seen here may be looked into, buffer by buffer, and what is learnt counts
-where other networks than these show it.
+Compilers decide what to store idiom by idiom: a gated unit, an unrolled cell, a gather and its
+scatter. Each program here is four to eight layers of one of them, large enough that only its
+activations matter and small enough to compile in seconds. They are a third set, beside `tuned` and
+`judged`: an error seen here may be investigated, buffer by buffer, and what is learnt counts if
+other networks confirm it.
 
 All are losses of `(params, batch)` with float32 parameters unless said otherwise. They have no
 blocks to wrap.
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from benchmarks.networks.losses import cross_entropy
 from benchmarks.networks.record import Network, shapes_of
 
-#: A loss, and what draws its arguments for a key.
+#: A loss, and a function that draws its arguments for a key.
 Parts = tuple[Callable[[Any, Any], jax.Array], Callable[[jax.Array], tuple[Any, Any]]]
 
 
@@ -33,7 +33,7 @@ def _is_shape(tree: Any) -> bool:
 
 
 def _drawn(key: jax.Array, shapes: Any) -> Any:
-    """Parameters of some shapes, a tree of tuples: normal, by the root of the fan-in."""
+    """Parameters for a tree of shapes: normal, scaled by the root of the fan-in."""
     leaves, tree = jax.tree.flatten(shapes, is_leaf=_is_shape)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(
@@ -55,7 +55,7 @@ def _rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _layer_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """Takes off the mean over the last axis and divides by the standard deviation."""
+    """Subtracts the mean over the last axis and divides by the standard deviation."""
     mean = jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.var(x, axis=-1, keepdims=True)
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale
@@ -127,7 +127,7 @@ def dilated_gates(batch: int) -> Parts:
 
 
 def dilated_pairs(batch: int) -> Parts:
-    """The same with a convolution each for what passes and its gate, summed in the end."""
+    """The same with separate convolutions for what passes and its gate, summed at the end."""
     length, width, layers = 4_096, 64, 6
 
     def loss(params: Any, given: Any) -> jax.Array:
@@ -191,7 +191,7 @@ def unrolled_gru(batch: int) -> Parts:
 
 
 def _unrolled(cell: nn.RNNCellBase, batch: int, width: int, steps: int) -> Parts:
-    """A cell of Flax over steps in a loop, with a softmax over what all of them give."""
+    """A Flax cell over steps in a loop, with a softmax over all their outputs."""
     classes = 512
 
     def loss(params: Any, given: Any) -> jax.Array:
@@ -217,12 +217,12 @@ def _unrolled(cell: nn.RNNCellBase, batch: int, width: int, steps: int) -> Parts
 
 
 def flax_lstm(batch: int) -> Parts:
-    """The LSTM cell of Flax, which has a weight for each gate, 20 steps."""
+    """Flax's LSTM cell, which has a weight for each gate, 20 steps."""
     return _unrolled(nn.LSTMCell(features=512), batch, 512, 20)
 
 
 def flax_minimal(batch: int) -> Parts:
-    """The minimal gated unit of Flax, 32 steps."""
+    """Flax's minimal gated unit, 32 steps."""
     return _unrolled(nn.MGUCell(features=512), batch, 512, 32)
 
 
@@ -329,7 +329,7 @@ def segment_messages(batch: int) -> Parts:
 
 
 def _squared_error(layer: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, Any], jax.Array]:
-    """The loss of layers in a row."""
+    """The loss of a sequence of layers."""
 
     def loss(params: Any, given: Any) -> jax.Array:
         x = given["x"]
@@ -359,7 +359,7 @@ def routed_by_products(batch: int) -> Parts:
         best, which = jax.lax.top_k(odds, 2)
         best = best / jnp.sum(best, axis=-1, keepdims=True)
         chosen = jax.nn.one_hot(which, experts)
-        # Places are given out first to all first choices, then to all second ones.
+        # Places go first to all first choices, then to all second ones.
         ahead = jnp.moveaxis(chosen, 2, 1).reshape(len(x), 2 * length, experts)
         place = jnp.cumsum(ahead, axis=1) - ahead
         place = jnp.moveaxis(place.reshape(len(x), 2, length, experts), 1, 2)
@@ -421,7 +421,7 @@ def _attention(
 
 
 def cross_attention(batch: int) -> Parts:
-    """Layers that look at themselves, at a memory with padding, and an MLP, with dropout."""
+    """Layers of self-attention, attention to a padded memory, and an MLP, with dropout."""
     length, memory, width, heads, layers = 128, 192, 256, 4, 2
 
     def heads_of(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -751,7 +751,7 @@ def _with_logits(
     return loss, arguments
 
 
-#: Each with the examples in the batch that it is measured with.
+#: Each with the batch size that it is measured with.
 IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
     "dilated_gates": (dilated_gates, 16),
     "dilated_pairs": (dilated_pairs, 32),

@@ -166,7 +166,7 @@ class ModuleC(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Which modules there are. Two reductions stand between the three kinds, always.
+    """Which modules there are. There are always two reductions between the three kinds.
 
     Attributes:
         pooled: For each module at 35x35, the channels of the branch that pools.
@@ -219,7 +219,7 @@ SIZES: dict[str, Size] = {"inception_v3": Size()}
 
 
 def network(name: str, size: Size, batch: int, block_policy: str | None) -> Network:
-    """Builds an Inception v3; see `image_network` for what its loss reads and gives.
+    """Builds an Inception v3; see `image_network` for what its loss reads and returns.
 
     Args:
         name: The network's name.

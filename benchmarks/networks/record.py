@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 # An explicit table, because `jax.checkpoint_policies` mixes policies with functions that make one
-# (`save_only_these_names(*names)`), and a maker passed where a policy is due is a silent no-op.
+# (`save_only_these_names(*names)`), and passing a maker in place of a policy is a silent no-op.
 BLOCK_POLICIES: tuple[str, ...] = (
     "everything_saveable",
     "nothing_saveable",

@@ -126,7 +126,7 @@ class ResNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What tells one ResNet from another.
+    """What distinguishes one ResNet from another.
 
     Attributes:
         blocks: Number of blocks of each stage.
@@ -151,7 +151,7 @@ SIZES: dict[str, Size] = {
 
 
 def network(name: str, size: Size, batch: int, block_policy: str | None) -> Network:
-    """Builds a ResNet; see `image_network` for what its loss reads and gives.
+    """Builds a ResNet; see `image_network` for what its loss reads and returns.
 
     Args:
         name: The network's name.

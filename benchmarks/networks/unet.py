@@ -108,7 +108,7 @@ SIZES: dict[str, Size] = {"unet": Size()}
 
 
 def network(name: str, size: Size, batch: int, block_policy: str | None) -> Network:
-    """Builds a U-Net; see `image_network` for what its loss reads and gives.
+    """Builds a U-Net; see `image_network` for what its loss reads and returns.
 
     Args:
         name: The network's name.

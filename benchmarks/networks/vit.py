@@ -1,7 +1,7 @@
 """Vision transformers for ImageNet.
 
 Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021): an image is cut into patches, each a
-token; a class token in front of them carries the answer; layer normalisation stands before each
+token; a class token in front of them carries the answer; layer normalisation comes before each
 branch. Everything is float32. Dropout is left out, as in torchvision's.
 """
 
@@ -97,7 +97,7 @@ SIZES: dict[str, Size] = {"vit_b16": Size(layers=12, width=768, heads=12, patch=
 
 
 def network(name: str, size: Size, batch: int, block_policy: str | None) -> Network:
-    """Builds a vision transformer; see `image_network` for what its loss reads and gives.
+    """Builds a vision transformer; see `image_network` for what its loss reads and returns.
 
     Args:
         name: The network's name.

@@ -1,1 +1,1 @@
-"""What compilers store, hold beside and lay out. The only room that knows one from another."""
+"""What compilers store, hold in addition and lay out. Only this room distinguishes them."""

@@ -25,11 +25,11 @@ class Rules:
     """Which rules hold.
 
     Attributes:
-      platform: whose compiler it is.
+      platform: the compiler's platform.
       off: names of ``RULES`` that are switched off.
 
     Raises:
-      RematError: there is no rule of such a name.
+      RematError: there is no rule of that name.
     """
 
     platform: Platform
@@ -39,7 +39,7 @@ class Rules:
         _check_names(self.off)
 
     def has(self, rule: str) -> bool:
-        """Whether a rule holds here: it is one about this compiler, and not switched off."""
+        """Whether a rule holds here: it is about this compiler, and not switched off."""
         return self.platform in RULES[rule].platforms and rule not in self.off
 
 
@@ -52,7 +52,7 @@ class Compiler:
       off: names of ``RULES`` that are switched off.
 
     Raises:
-      RematError: there is no rule of such a name.
+      RematError: there is no rule of that name.
     """
 
     device: Device
@@ -78,14 +78,14 @@ class Compiler:
     ) -> int:
         """Bytes that one array takes in device memory, padding included.
 
-        A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of
-        32 bits, narrower types packed along the first; what does not fill its tiles is
-        padded. The compiler chooses which dimensions are innermost, of those longer than 1:
-        taken here are the two that pad least.
+        A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of 32 bits,
+        narrower types packed along the first; what does not fill its tiles is padded. The compiler
+        chooses which dimensions are innermost, among those longer than 1: we assume the two that
+        pad least.
 
         Args:
-          kind: of the array.
-          matrix_axes: the two axes that are innermost, in either order, where that is known
+          kind: the array's type.
+          matrix_axes: the two axes that are innermost, in either order, if known
             (``compilers.matrix_axes``).
           lanes: the axes that may be in the lanes, if not all (``compilers.lanes``).
         """

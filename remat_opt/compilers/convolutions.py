@@ -1,14 +1,14 @@
-"""What XLA for NVIDIA makes for the library that convolves: weights and operands in another form.
+"""Copies that XLA for NVIDIA makes for its convolution library: weights and padded operands.
 
-The library takes the output channels of a weight first; JAX's have them last. Each weight is
-copied so before its convolution, and the copy waits for the gradient of the convolution's operand,
-which reads it again. By the end of the forward pass all of them are there: of a ResNet-50 97 MiB,
-whatever is recomputed.
+The library wants the output channels of a weight first; JAX has them last. So each weight is copied
+before its convolution, and the copy waits for the gradient of the convolution's operand, which
+reads it again. By the end of the forward pass all of them exist: 97 MiB in a ResNet-50, whatever is
+recomputed.
 
-The library pads all sides of a dimension alike. Where more is to be padded behind than in front, or
-the other way round, as "SAME" has it for a stride of two and a causal convolution in any case, the
-operand is copied with its padding: once for all convolutions that pad it so. In the open the copy
-waits for the gradient of the weight, beside the operand; under a checkpoint it is made again.
+The library pads both sides of a dimension alike. If the padding differs, as with "SAME" and a
+stride of two, and in every causal convolution, the operand is copied with its padding: once for all
+convolutions that pad it in the same way. Outside checkpoints the copy waits for the gradient of the
+weight, beside the operand; under a checkpoint it is made again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat_opt.operation import Operation
 from remat_opt.program.record import Derivative, Program
 from remat_opt.schedule import Schedule
 
-#: What of an argument is still a weight.
+#: Operations after which an argument is still a weight.
 _FORMS = frozenset({"convert_element_type", "reshape", "transpose"})
 
 
@@ -34,7 +34,7 @@ class Copy:
     Attributes:
       operand: the vertex that is copied.
       padding: how it is padded.
-      bytes: of the copy.
+      bytes: size of the copy.
     """
 
     operand: int
@@ -44,10 +44,10 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Padded(Effect):
-    """Operands that are copied with their padding.
+    """Operands copied with their padding.
 
     Attributes:
-      copies: for vertices of convolutions what they read in place of their operand.
+      copies: for vertices of convolutions, what they read in place of their operand.
     """
 
     copies: Mapping[int, Copy]
@@ -57,7 +57,7 @@ class Padded(Effect):
         again = under_checkpoints(schedule)
         for vertex in self.copies.keys() & again:
             figures.workspace_bytes[vertex] += self.copies[vertex].bytes
-        # Those of one operand that are padded alike are one.
+        # Copies of one operand with the same padding are one.
         for copy in {self.copies[vertex] for vertex in self.copies.keys() - again}:
             figures.bytes[copy.operand] += copy.bytes
 
@@ -75,7 +75,7 @@ def padded(
     compiler: Compiler,
     vertex_of: Mapping[int, int],
 ) -> dict[int, Copy]:
-    """For vertices of convolutions what they read that is copied with its padding.
+    """For vertices of convolutions, the operand that is copied with its padding.
 
     Args:
       program: a traced function.
@@ -111,7 +111,7 @@ def weight_copies(
     compiler: Compiler,
     vertex_of: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
-    """Vertices of convolutions, each with the bytes of a weight's copy that waits from there on.
+    """Vertices of convolutions, with the bytes of the weight's copy that waits from there on.
 
     Args:
       program: a traced function.

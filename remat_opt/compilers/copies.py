@@ -1,7 +1,7 @@
 """The signals of the copies that a TPU makes to and from its vector memory.
 
-What its kernels read and write is copied ahead of time or behind it. Each copy has a signal, which
-lies in the device's memory for as long as the program runs.
+What its kernels read and write is copied before or after they run. Each copy has a signal, which
+stays in the device's memory while the program runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from remat_opt.operation import Operation
 from remat_opt.schedule import Schedule, plain
 from remat_opt.simulator import demand
 
-#: What the signal of one copy takes, and how many copies there are for each product that is
-#: computed, with all that lies between products: 3 in an LSTM, whose arrays are small, 5 to 9 in a
-#: GPT and in ViT-B/16.
+#: The bytes of one copy's signal, and the number of copies for each product computed, including
+#: everything between products: 3 in an LSTM, whose arrays are small, 5 to 9 in a GPT and in
+#: ViT-B/16.
 _SIGNAL_BYTES, _COPIES_OF_A_PRODUCT = 16 * 1024, 4
-#: A product of arrays that are all smaller than this is taken not to be copied for: they stay in
-#: vector memory. (So it was seen to be of programs that fit it altogether.)
+#: A product whose arrays are all smaller than this is assumed to need no copies: they stay in
+#: vector memory. (This was seen in programs that fit it entirely.)
 _COPIED_BYTES = 2**20
 
 
@@ -30,10 +30,10 @@ def copied_for(product: Operation) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copies(Effect):
-    """The signals: of the forward pass, of two gradients for each product, and of all run again.
+    """The signals of the forward pass, two gradients for each product, and everything run again.
 
     Attributes:
-      products: for each vertex how many products it computes whose arrays are copied.
+      products: for each vertex, how many products it computes whose arrays are copied.
     """
 
     products: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""What the cotangents of stored values take: most are arrays as large as the value, some are none.
+"""What the cotangents of stored values take: most are as large as the value, some take nothing.
 
-Four things may become of a cotangent beside that: the kernels that read it compute it (it is
-*fused*), it takes the place of the value, it is written narrower than the value, or it is the array
-that is another's cotangent, too.
+A cotangent may instead meet four other fates: the kernels that read it compute it (it is *fused*),
+it takes the place of the value, it is written narrower than the value, or it shares the array of
+another's cotangent.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Schedule
 
-#: Bytes of a cotangent that takes nothing, though there is one: 0 says that there is none.
+#: Bytes of a cotangent that exists but takes nothing: 0 means that there is none.
 _NO_ARRAY = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HandedIn(Effect):
-    """Cotangents that are no arrays, which are all the same where they enter a checkpoint.
+    """Cotangents that are not arrays, except where they enter a checkpoint.
 
     Attributes:
-      bytes: for vertices with such a cotangent what it takes there.
-      readers: for each vertex those that read it.
+      bytes: for vertices with such a cotangent, what it takes there.
+      readers: for each vertex, those that read it.
     """
 
     bytes: Mapping[int, int]
     readers: tuple[tuple[int, ...], ...]
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
-        """Writes those that come from outside a checkpoint that their vertex is under."""
+        """Writes those that come from outside their vertex's checkpoint."""
         if schedule is None:
             return
         around = dict(checkpoints(schedule.regions))
@@ -50,13 +50,13 @@ class Cotangents:
     """What the cotangents take.
 
     Attributes:
-      bytes: of each.
-      sizes: of each, were it an array of its own.
-      held_until_own_step: the vertices whose value is there until their own backward step, since
-        their cotangent, or what comes in its place, is computed from it.
-      in_value: of what lies in place of another's value, in its own step alone, the bytes.
-      later: for those that begin as another's array the bytes of their own, and the vertex from
-        whose backward step on it is there.
+      bytes: what each takes.
+      sizes: what each would take as a separate array.
+      held_until_own_step: the vertices whose value stays until their own backward step, since their
+        cotangent, or what replaces it, is computed from it.
+      in_value: the bytes of what replaces another's value, in its own step only.
+      later: for those that begin as another's array, the bytes of their own, and the vertex from
+        whose backward step on it exists.
       handed_in_bytes: see ``HandedIn``.
       arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
     """
@@ -81,10 +81,10 @@ def cotangents(
 
     Args:
       storage: what is stored.
-      predecessors: for each vertex those that it reads.
-      needs: for each vertex those that its backward step reads.
-      value_bytes: of each vertex's value.
-      active: for each vertex those of its values that have a cotangent.
+      predecessors: for each vertex, those that it reads.
+      needs: for each vertex, those that its backward step reads.
+      value_bytes: bytes of each vertex's value.
+      active: for each vertex, its values that have a cotangent.
     """
     of = _Vertices(
         storage=storage,
@@ -119,7 +119,7 @@ def cotangents(
             for vertex, size in enumerate(sizes)
         ),
         sizes=tuple(sizes),
-        # From scores, too, products compute a cotangent as they read them.
+        # Products also compute a cotangent from scores as they read them.
         held_until_own_step=frozenset(
             {*storage.vertices_of(storage.scores), *_read_by_readers(of, fused | passing)}
         ),
@@ -135,7 +135,7 @@ def cotangents(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Vertices:
-    """The vertices so far: the arguments of ``cotangents``, and for each those that read it."""
+    """The vertices so far: the arguments of ``cotangents``, and the readers of each."""
 
     storage: Storage
     predecessors: Sequence[tuple[int, ...]]
@@ -157,16 +157,16 @@ class _Vertices:
         return self.storage.flow.costs[self.storage.roots[vertex]].fusion
 
     def is_output(self, vertex: int) -> bool:
-        """Whether the program puts it out."""
+        """Whether it is an output of the program."""
         return not self.storage.outputs.isdisjoint(self.equation(vertex).outputs)
 
 
 def _fused(of: _Vertices) -> set[int]:
     """The vertices whose cotangent never reaches memory.
 
-    Where products compute their operands as they read them, a cotangent that comes out of
-    reductions alone (a small array, broadcast, times what is stored) needs no buffer: so
-    the one of a cross-entropy's logits. What a product writes does. That of scores is computed
+    If products compute their operands as they read them, a cotangent that comes only out of
+    reductions (a small array, broadcast, times what is stored) needs no buffer: that of a
+    cross-entropy's logits, for example. One that a product writes does. That of scores is computed
     from that of their exponentials (``softmax``).
     """
     if not of.storage.compiler.has("cotangents_fused"):
@@ -197,10 +197,10 @@ def _fused(of: _Vertices) -> set[int]:
 
 
 def _passing(of: _Vertices) -> set[int]:
-    """What is elementwise between elementwise: its cotangent passes within one kernel.
+    """Elementwise values between elementwise ones: their cotangent stays within one kernel.
 
-    So that of a ``tanh`` that is stored: what reads it, and what it is computed from, are of its
-    size, and one kernel computes the cotangent of the one from that of the other.
+    An example is a stored ``tanh``: its readers, and what it is computed from, have its size, and
+    one kernel computes the cotangent of the latter from that of the former.
     """
     if not of.storage.compiler.has("cotangents_pass"):
         return set()
@@ -226,9 +226,9 @@ def _passing(of: _Vertices) -> set[int]:
 
 
 def _rounded(of: _Vertices) -> Iterator[int]:
-    """The products whose cotangent is written by another product's kernel, as products read it.
+    """The products whose cotangent another product's kernel writes, as products read it.
 
-    So it is where nothing but that product reads their result, through an activation or none.
+    This holds if only that product reads their result, perhaps through an activation.
     """
     if not of.storage.compiler.has("cotangents_rounded"):
         return
@@ -240,11 +240,11 @@ def _rounded(of: _Vertices) -> Iterator[int]:
 
 
 def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
-    """On a CPU, what only plain sums read of what is computed elementwise, and its predecessor.
+    """On a CPU, elementwise values that only plain sums read, and their predecessors.
 
-    The cotangent of the one is a broadcast and takes no memory. That of the other is computed
-    from it and the value, in the value's place. Such are the exponentials of a cross-entropy,
-    and its logits.
+    The cotangent of the former is a broadcast and takes no memory. That of the latter is computed
+    from it and the value, in the value's place. Such are the exponentials of a cross-entropy, and
+    its logits.
     """
     if not of.storage.compiler.has("broadcast_cotangents"):
         return
@@ -268,11 +268,11 @@ def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
 def _overwritten(of: _Vertices) -> set[int]:
     """The vertices whose cotangent is computed in place of their value.
 
-    Such are logits: one kernel reads them, last of all, and writes their cotangent. That is so
-    where only reductions read a product, and gathers whose gradient is elementwise
-    (``row_gathers``), and the derivative of one of them needs it. Not so where what is
-    computed from the logits meets a sum of them, as in ``log_softmax``: then the kernel sums over a
-    row before it writes it, and writes over nothing it reads.
+    Logits are an example: one kernel reads them last and writes their cotangent. This holds if only
+    reductions, and gathers whose gradient is elementwise (``row_gathers``), read a product, and the
+    derivative of one of them needs it. It does not hold if something computed from the logits meets
+    a sum of them, as in ``log_softmax``: then the kernel sums over a row before writing it, and
+    overwrites nothing that it reads.
     """
     if not of.storage.compiler.has("values_overwritten"):
         return set()
@@ -320,7 +320,7 @@ def _meets_its_reduction(of: _Vertices, vertex: int) -> bool:
 
 
 def _read_by_readers(of: _Vertices, vertices: Set[int]) -> set[int]:
-    """Those of the vertices whose readers' derivatives need them."""
+    """The vertices that their readers' derivatives need."""
     return {
         read
         for vertex, values in enumerate(of.predecessors)
@@ -330,7 +330,7 @@ def _read_by_readers(of: _Vertices, vertices: Set[int]) -> set[int]:
 
 
 def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """For each vertex those that read it, ascending."""
+    """For each vertex, those that read it, ascending."""
     found: list[list[int]] = [[] for _ in predecessors]
     for vertex, read in enumerate(predecessors):
         for predecessor in read:
@@ -341,9 +341,9 @@ def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
 def hands_on(vertex: int, predecessors: Sequence[tuple[int, ...]], found: Cotangents) -> bool:
     """Whether the buffer of a vertex's cotangent becomes that of one of its predecessors.
 
-    It takes one of the same size. And where the vertex also reads a reduction of that predecessor,
-    as a normalisation reads a mean, the old cotangent is read twice: by the sums that are the
-    reduction's cotangent, then together with them. The compiler writes the new one beside it.
+    They must have the same size. If the vertex also reads a reduction of that predecessor, as a
+    normalisation reads a mean, the old cotangent is read twice: by the sums that make the
+    reduction's cotangent, then together with them. Then the compiler writes the new one beside it.
     """
     size, sizes = found.bytes[vertex], found.sizes
     reduced: set[int] = set()

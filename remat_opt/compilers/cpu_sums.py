@@ -1,11 +1,10 @@
-"""What XLA for CPU stores where others fuse, and what its products are given.
+"""What XLA for CPU stores where others fuse, and in what form its products read operands.
 
-A sum there multiplies two arrays as it reads them, and computes no more than that. So what the
-gradient of a broadcast operand multiplies is stored: what a scale was applied to, what a mean was
-taken from.
+A sum there multiplies two arrays as it reads them, and computes nothing else. So what the gradient
+of a broadcast operand multiplies is stored: what a scale was applied to, or a mean subtracted from.
 
-Products are calls of a library for float32, which reads one order of dimensions: bfloat16 weights
-are widened, and for the gradient of a weight the cotangent is transposed.
+Products call a float32 library that reads one order of dimensions: bfloat16 weights are widened,
+and for a weight's gradient the cotangent is transposed.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from remat_opt.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Named(Effect):
-    """What a checkpoint keeps by name is neither widened nor kept with its divisor.
+    """Values that a checkpoint keeps by name are neither widened nor kept with their divisor.
 
     Attributes:
-      bytes: for some vertices what they take where they are kept so.
-      widened_bytes: for some vertices how much more they take when the turn has come of the
+      bytes: for some vertices, what they take if kept like this.
+      widened_bytes: for some vertices, how much more they take once it is the turn of the
         checkpoint that keeps them: all at once.
     """
 
@@ -43,7 +42,7 @@ class Named(Effect):
                 figures.bytes[vertex] = self.bytes[vertex]
 
     def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
-        """Bytes by which the values grow that one checkpoint keeps."""
+        """Bytes by which the values kept by one checkpoint grow."""
         if schedule is None:
             return 0
         return max(
@@ -54,16 +53,16 @@ class Named(Effect):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transposed(Effect):
-    """What convolutions read, transposed for the gradients of their weights as soon as it exists.
+    """Operands of convolutions, transposed early for the gradients of their weights.
 
     Attributes:
-      pairs: of a convolution's vertex and of one that it reads.
+      pairs: each a convolution's vertex and one that it reads.
     """
 
     pairs: tuple[tuple[int, int], ...]
 
     def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
-        """Bytes of what is there twice: transposed, and as it is for regions with a checkpoint."""
+        """Bytes of what exists twice: transposed, and unchanged for checkpointed regions."""
         checkpointed = under_checkpoints(schedule)
         read = {
             one
@@ -80,17 +79,17 @@ def held(
     compiler: Compiler,
     vertex_of: Mapping[int, int],
 ) -> Iterator[Held]:
-    """What a compiler holds for weights that are bfloat16.
+    """What a compiler holds for bfloat16 weights.
 
-    A product's weight is widened once, and read so in the forward and in the backward pass; under a
-    checkpoint again in each. The gradient of looking up rows adds to an array of zeros, which
-    depends on nothing and is made at the start.
+    A product's weight is widened once, and read in this form in the forward and the backward pass;
+    under a checkpoint it is widened again in each. The gradient of looking up rows adds to an array
+    of zeros, which depends on nothing and is made at the start.
 
     Args:
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
-      compiler: which one it is.
-      vertex_of: for each value that is stored the vertex that holds it.
+      compiler: the compiler.
+      vertex_of: for each stored value, the vertex that holds it.
     """
     if not compiler.has("widened"):
         return
@@ -116,21 +115,21 @@ def held(
 
 
 def widened(kind: ArrayType) -> ArrayType:
-    """The type of array that an array of some type is stored as where products read it."""
+    """The type in which an array of some type is stored if products read it."""
     return dataclasses.replace(kind, dtype="float32") if kind.dtype == "bfloat16" else kind
 
 
 def gradient_bytes(program: Program, index: int, compiler: Compiler) -> int:
-    """What the gradient of a product's weight takes, in the product's backward step alone.
+    """What the gradient of a product's weight takes, only in the product's backward step.
 
-    Where it sums over several dimensions, such as examples and tokens, XLA makes them one: the
-    cotangent is transposed. And it comes out as float32. Products with batch dimensions, as
-    attention has, transpose smaller operands.
+    If it sums over several dimensions, such as examples and tokens, XLA merges them, which
+    transposes the cotangent. The result is float32. Products with batch dimensions, as in
+    attention, transpose smaller operands.
 
     Args:
       program: a traced function.
-      index: of an equation.
-      compiler: which one it is.
+      index: the equation's number.
+      compiler: the compiler.
     """
     equation = program.equations[index]
     operation = equation.operation
@@ -155,7 +154,7 @@ def gradient_bytes(program: Program, index: int, compiler: Compiler) -> int:
 
 
 def read_by_sums(flow: Dataflow) -> set[int]:
-    """What the gradient of a broadcast operand reads: the cotangent times this is summed."""
+    """What a broadcast operand's gradient reads: the sum is over the cotangent times this."""
     found: set[int] = set()
     for index, equation in enumerate(flow.program.equations):
         if flow.costs[index].fusion is not costs.Fusion.FUSIBLE:
@@ -168,9 +167,9 @@ def read_by_sums(flow: Dataflow) -> set[int]:
 
 
 def divided(flow: Dataflow) -> set[int]:
-    """What is divided by fewer entries, repeated, for a product of many matrices: attention.
+    """Values divided by fewer, repeated entries for a batched product, as in attention.
 
-    There the divisor is stored in full too, as long as what it divides.
+    The divisor is then also stored in full, as long as what it divides.
     """
     found: set[int] = set()
     feeding: set[int] = set()
@@ -195,7 +194,7 @@ def divided(flow: Dataflow) -> set[int]:
 
 
 def _repeats(flow: Dataflow, value: int, size: int) -> bool:
-    """Whether a value with a cotangent is made of fewer entries, repeated."""
+    """Whether a value with a cotangent repeats fewer entries."""
     value = flow.source[value]
     if value not in flow.linearization.active_values:
         return False

@@ -1,8 +1,8 @@
-"""What compilers hold beside a graph, or change about it, by what a schedule does.
+"""What compilers hold in addition to a graph, or change in it, depending on the schedule.
 
-A graph has one size for each value, whatever is decided. Where what a compiler does depends on the
-decision, the rule that knows gives an ``Effect``; the model applies all of them to the graph of a
-schedule. Of the unchanged function, for which nothing is rewritten, the schedule is None.
+A graph has one size for each value, whatever is decided. If what a compiler does depends on the
+decision, a rule gives an ``Effect``; the model applies all of them to the graph of a schedule. For
+the unchanged function, where nothing is rewritten, the schedule is None.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from remat_opt.schedule import Region, Schedule
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Figures:
-    """Of each vertex of a graph what may be changed, in bytes: arrays to write to.
+    """What effects may change for each vertex of a graph, in bytes: arrays to write to.
 
     Attributes:
-      bytes: of its value.
-      cotangent_bytes: of its cotangent.
+      bytes: its value.
+      cotangent_bytes: its cotangent.
       workspace_bytes: held beside its backward step.
-      forward_workspace_bytes: held beside its step where it runs once.
+      forward_workspace_bytes: held beside its forward step, if it runs once.
       internal_bytes: residuals that only running it provides.
     """
 
@@ -41,9 +41,9 @@ class Figures:
         return cls(**{name: np.array(getattr(graph, name), np.int64) for name in cls.__slots__})
 
     def put_into(self, graph: Graph) -> Graph:
-        """The graph with these figures: the same one where nothing was changed.
+        """The graph with these figures; the same object if nothing changed.
 
-        To check a graph, and to put its arrays together, takes longer than to compare.
+        Checking a graph and building its arrays takes longer than comparing.
         """
         found = {name: tuple(getattr(self, name).tolist()) for name in self.__slots__}
         changed = {name: sizes for name, sizes in found.items() if sizes != getattr(graph, name)}
@@ -57,7 +57,7 @@ class Effect:
         """Writes what the vertices take under a schedule."""
 
     def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
-        """Bytes that are there all along beside what is alive."""
+        """Bytes that are held throughout, besides what is alive."""
         return 0
 
     def recomputation(self, schedule: Schedule) -> tuple[float, int]:
@@ -65,20 +65,20 @@ class Effect:
         return 0.0, 0
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
-        """What a user should know of it."""
+        """What a user should know about it."""
         return iter(())
 
     def remedy(self) -> str:
-        """What would help, in a sentence, where no plan is within a budget; or nothing."""
+        """What would help if no plan is within a budget, in a sentence; or nothing."""
         return ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Effect):
-    """Bytes that are held from the forward pass, or early in the backward pass, on.
+    """Bytes that are held from the forward pass, or from early in the backward pass, on.
 
     Attributes:
-      vertices: what computes the values whose gradients they are for.
+      vertices: those that compute the values whose gradients they are for.
       bytes: held by a plan that has none of them under a checkpoint.
       checkpointed_bytes: by one that has.
       unchanged_bytes: by the unchanged function.
@@ -99,7 +99,7 @@ class Held(Effect):
 
 
 def under_checkpoints(schedule: Schedule | None) -> set[int]:
-    """The vertices that run under a checkpoint; of the unchanged function none."""
+    """The vertices that run under a checkpoint; none for the unchanged function."""
     regions = schedule.regions if schedule is not None else ()
     return {vertex for region in regions if region.checkpointed for vertex in region.vertices}
 
@@ -126,7 +126,7 @@ def checkpoints(
     around: Set[tuple[int, ...]] = frozenset(),
     path: tuple[int, ...] = (),
 ) -> Iterator[tuple[int, Set[tuple[int, ...]]]]:
-    """Each vertex with the checkpoints around it, each named by its place in the nest."""
+    """Each vertex with the checkpoints around it, named by their positions in the nest."""
     for number, region in enumerate(regions):
         place = (*path, number)
         inside = {*around, place} if region.checkpointed else around

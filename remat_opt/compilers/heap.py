@@ -1,33 +1,34 @@
-"""How large a heap must be that holds arrays with given lives, as XLA for TPU lays it out.
+"""How large a heap must be to hold arrays with given lives, as XLA lays it out.
 
 What is alive at once is a lower bound. Arrays do not move, and between two that stay there may be a
-hole that the next one does not fit.
+hole too small for the next one.
 
 Method. While memory is plentiful, arrays are placed in the order in which the program makes them:
-each into the tightest hole that is free for as long as it lives, else on top. With the lives of the
-arrays of compiled programs this gives their heaps, to 0.1 MiB, once the signals of copies are added
-(``copies``): a GPT as it is 9,800 MiB of 9,065 alive, one of its plans 2,776 of
-2,730, a plan of ViT-B/16 3,956 of 3,854.
+each into the tightest hole that is free for as long as it lives, else on top. Given the lives of
+the arrays of compiled programs, this yields their heaps, to 0.1 MiB, once the signals of copies are
+added (``copies``): 9,800 MiB with 9,065 alive for an unchanged GPT, 2,776 with 2,730 for one of its
+plans, 3,956 with 3,854 for a plan of ViT-B/16.
 
-What is small and soon read never gets there: it stays in vector memory, 128 MiB on a v5e. Of the
-arrays of compiled programs those of up to 48 MiB did, if they lived short; none of 64 did. In the
-backward pass, where a checkpoint's part has run again and its gradients are about to be taken, that
+Small arrays that are soon read never get there: they stay in vector memory, 128 MiB on a v5e. In
+compiled programs, arrays of up to 48 MiB did if they were short-lived; none of 64 did. In the
+backward pass, when a checkpoint's part has run again and its gradients are about to be taken, that
 memory is full: of the last twelve values of a part of ResNet-152, 24.5 MiB each, seven were on the
-heap. So what is written from there on stays as far as there is room, first that during whose life
-the fewest bytes are written. Of what the forward pass writes last less stays than would fit.
+heap. So what is written from there on stays as far as there is room, starting with those during
+whose life the fewest bytes are written. Of what the forward pass writes last, less stays than would
+fit.
 
-Arrays of up to 16 MiB that do not stay are written there too, and copied to the heap by the time
-the next step runs, when what only the step that made them still read is gone. (In a GPT these are
-the scores, of 512 MiB, and what attention makes of them comes to lie in their place. Placed above
-them, it made 9 of 14 plans 2 to 24 % larger than compiled. In others it is above them all the same:
-only compiling tells.)
+Arrays of up to 16 MiB that do not stay are also written there, and copied to the heap by the time
+the next step runs, when everything last read by the step that made them is gone. (In a GPT this is
+the scores, of 512 MiB, and what attention makes of them takes their place. Placed above them, it
+made 9 of 14 plans 2 to 24 % larger than compiled. In others it is above them anyway: only compiling
+can tell.)
 
-Why not a ready-made tool: the answer is to be the compiler's, not the best one.
+Why not a ready-made tool: we want the compiler's answer, not the best one.
 
 Complexity: O(n^2) for n arrays, in numpy. Arrays too small to leave holes that matter are not
-placed; what of them is alive at a step comes on top of what is placed then. (Their most, added to
-the heap of the others, made DenseNet-121's plans a sixth too large: small ones are alive when the
-forward pass ends, large ones when the backward pass does.)
+placed; those alive at a step are added to what is placed then. (Adding their maximum to the heap of
+the others made DenseNet-121's plans a sixth too large: small ones are alive when the forward pass
+ends, large ones when the backward pass does.)
 
 Guarantee: at least what is alive at once in this memory. The compiler's own order of steps differs
 from the replay's, and with it the holes, so its heap is near this one but not equal. Where little
@@ -44,23 +45,23 @@ import numpy as np
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.spans import Spans
 
-#: Arrays of at most so many bytes, and of at most this share of all that is alive at once, can stay
-#: in vector memory, and do if they live no longer than so many steps.
+#: Arrays of at most this many bytes, and at most this share of what is alive at once, can stay in
+#: vector memory, and do if they live for at most this many steps.
 _VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 8, 4
-#: Those of at most so many bytes that do not stay are copied from there.
+#: Those of at most this many bytes that do not stay are copied from there.
 _COPIED_BYTES = 16 * 2**20
-#: Arrays smaller than this share of what is alive at once are not placed one by one.
+#: Arrays smaller than this share of what is alive at once are not placed individually.
 _SMALL_SHARE = 1 / 256
-#: Likewise, where all are placed at once.
+#: Likewise, if all are placed at once.
 _SMALL_SHARE_AT_ONCE = 1 / 64
-#: A heap at most so many times what is alive at once is taken as the smaller of two.
+#: A heap of at most this multiple of what is alive at once is taken without trying the other.
 _TIGHT = 1.02
 
 
 def vector_memory_bytes(compiler: Compiler) -> int:
-    """What XLA keeps of a program's arrays in memory that is not the device's: 0 for most.
+    """The bytes of arrays that XLA can keep outside the device's memory; 0 for most.
 
-    A TPU's is what its compiler was seen to give out on v5e; taken for every one.
+    For every TPU, this is what its compiler was seen to use on v5e.
     """
     return 112 * 2**20 if compiler.has("vector_memory") else 0
 
@@ -76,10 +77,10 @@ def laid_out_bytes(arrays: Spans, compiler: Compiler) -> int:
 
 
 def _without_negative(arrays: Spans) -> Spans:
-    """The arrays where a negative size at a step has something end there that ends a step sooner.
+    """The arrays, where a negative size at a step makes something there end a step sooner.
 
-    A step's workspace is negative where its arrays are not all there at once. What goes first gives
-    its place to what comes.
+    A step's workspace is negative if its arrays are not all alive at once: what is freed first
+    gives its place to what comes.
     """
     negative = np.flatnonzero(arrays.bytes < 0)
     if not len(negative):
@@ -100,7 +101,7 @@ def heap_bytes(arrays: Spans, vector_bytes: int) -> int:
 
     Args:
       arrays: their lives.
-      vector_bytes: how much vector memory there is for those of the backward pass.
+      vector_bytes: how much vector memory there is for arrays of the backward pass.
     """
     on_heap = ~_staying(arrays, vector_bytes) if vector_bytes else np.full(len(arrays.bytes), True)
     least = _chosen(arrays, on_heap).peak_bytes
@@ -116,8 +117,8 @@ def decreasing_size_heap_bytes(arrays: Spans) -> int:
     """The size of the heap that XLA for NVIDIA and for CPU lays the arrays out on.
 
     All are placed before the program runs, each into the tightest hole that is free for as long as
-    it lives, else on top: once the largest first, and once those that live longest. The smaller
-    heap of the two is taken.
+    it lives, else on top: once with the largest first, and once with the longest-lived first. The
+    smaller of the two heaps is taken.
 
     Args:
       arrays: their lives.
@@ -136,7 +137,7 @@ def decreasing_size_heap_bytes(arrays: Spans) -> int:
 
 
 def _filled_bytes(placed: Spans, beside: np.ndarray) -> int:
-    """The most that arrays fill of a heap, placed in this order, with what is alive beside them."""
+    """How far arrays fill a heap, placed in this order, with what is alive beside them."""
     filled = np.zeros(len(beside))
     for first, last, end in zip(placed.first, placed.last, _best_fit(placed), strict=True):
         np.maximum(filled[first : last + 1], end, out=filled[first : last + 1])
@@ -163,7 +164,7 @@ def _staying(arrays: Spans, vector_bytes: int) -> np.ndarray:
 
 
 def _copied_there(arrays: Spans) -> Spans:
-    """The arrays, with those that come from vector memory there a step later."""
+    """The arrays, where those that come from vector memory start a step later."""
     copied = (arrays.bytes <= _COPIED_BYTES) & (arrays.last > arrays.first)
     return dataclasses.replace(arrays, first=arrays.first + copied)
 
@@ -175,7 +176,7 @@ def _chosen(arrays: Spans, which: np.ndarray) -> Spans:
 
 
 def _best_fit(arrays: Spans) -> np.ndarray:
-    """Where each array ends once all are placed in the order given."""
+    """Where each array ends once all are placed in the given order."""
     count = len(arrays.bytes)
     ends = np.zeros(count, dtype=np.int64)
     # What is placed, from the bottom to the top.

@@ -1,9 +1,9 @@
-"""Which axes of an array may be innermost, in the lanes of a TPU's tiles, where not all may.
+"""Which axes of an array may be innermost, in the lanes of a TPU's tiles, if not all may.
 
-Rows that are gathered are written as they are read. What convolutions read and write has its
-channels in the lanes, or its batch (``f32[128,32,32,64]``, of a batch of 128, is not padded), and
-never an axis that they slide along: ``f32[32,4096,64]`` is padded to 128 channels, though the 4,096
-would need no padding. What is elementwise beside these is stored as they are.
+Gathered rows are written as they are read. Operands and results of convolutions have their channels
+in the lanes, or their batch (``f32[128,32,32,64]``, of a batch of 128, is not padded), but never an
+axis along which they slide: ``f32[32,4096,64]`` is padded to 128 channels, though the 4,096 would
+need no padding. Elementwise values beside these are stored like them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from remat_opt.program.record import Equation, Program
 
 
 def lanes(program: Program) -> dict[int, tuple[int, ...]]:
-    """For each value of which not every axis may be innermost, those that may."""
+    """For each value some of whose axes may not be innermost, the axes that may."""
     found: dict[int, tuple[int, ...]] = {}
     for equation in program.equations:
         if equation.operation.primitive == "conv_general_dilated":
@@ -33,7 +33,7 @@ def lanes(program: Program) -> dict[int, tuple[int, ...]]:
 
 
 def _spread(equations: Iterable[Equation], found: dict[int, tuple[int, ...]]) -> None:
-    """Notes the same of what is elementwise beside such values."""
+    """Notes the same for elementwise values beside such values."""
     for equation in equations:
         operation = equation.operation
         if costs.cost(operation).fusion is not costs.Fusion.FUSIBLE:

@@ -1,35 +1,34 @@
-"""What was learnt of a compiler by compiling one program: numbers, and how they are shared.
+"""What was learnt about a compiler by compiling one program: numbers, and how they carry over.
 
-Problem. The replay of a schedule is a model of what a compiler does. Once a plan is compiled, what
-the compiler did is known: at each moment of the replay, what was alive. The other schedules of the
-program are to be judged by that, those that are cut differently too.
+Problem. The replay of a schedule is a model of what a compiler does. Once a plan is compiled, we
+know what the compiler did: what was alive at each moment of the replay. The program's other
+schedules should be judged by that, even those that are cut differently.
 
 Method. At each moment one vertex runs: forward, again or backward, in a *situation*: under which
 checkpoints, and with which of its neighbours in one region. The difference between what was alive
-as compiled and the replay is put down to that: vertex, phase and situation. It is there again
-wherever the same happens. It has in it what the vertex's kernel takes beside its operands, or saves
-by writing in place; what fusion with its neighbours saves; and what the compiler holds beside the
-values of the program at that time, such as weights in another form, or gradients whose turn has
-not come. What was not seen is taken from what is nearest to it:
+as compiled and the replay is attributed to these: vertex, phase and situation. We expect it again
+wherever the same happens. It covers what the vertex's kernel takes besides its operands, or saves
+by writing in place; what fusion with its neighbours saves; and what the compiler holds besides the
+program's values at that time, such as weights in another form, or gradients whose turn has not
+come. What was not seen is taken from the nearest that was:
 
 1.  the vertex itself, in this situation;
-2.  the nearest vertex alike that was seen in it: of the same operation, type and shape. What is
+2.  the nearest similar vertex that was seen in it: with the same operation, type and shape. What is
     held at a time shifts slowly along a program.
-3.  likewise, under a checkpoint as this one is, or in the open as this one is, in any situation;
-4.  likewise, in any.
+3.  likewise, in any situation that is, like this one, under a checkpoint or under none;
+4.  likewise, in any situation.
 
-A heap is larger than what is alive by the holes in it: one number for each plan that was compiled,
-taken from those nearest in size. What the compiler tells nothing of but the size has a ratio in its
-place.
+A heap is larger than what is alive, because of its holes: one number for each compiled plan, taken
+from those nearest in size. If the compiler gives only the size, a ratio replaces it.
 
-Why not differences of single values: names are of kernels, and a kernel may write several values.
-The sum over all that is alive does not depend on which name a value has.
+Why not differences of single values: names belong to kernels, and a kernel may write several
+values. The total of what is alive does not depend on the names of values.
 
-Guarantee: the schedule that was compiled last has the figure that it was compiled to, at each
-moment that the compiler's names tell of and as a whole.
+Guarantee: the schedule compiled last gets its compiled figures, at each moment that the compiler's
+names show and as a whole.
 
-Left out: that a value that is kept may take another size than the replay says. It is in the
-differences of the moments during which it is there, as long as most of what is kept stays the same.
+Left out: a kept value may differ in size from what the replay says. This is part of the differences
+at the moments when it is alive, as long as most of what is kept stays the same.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ FORMAT = "remat_opt learnt 1"
 PHASES = ("forward", "recompute", "backward")
 #: No amount of memory is larger.
 _MOST_BYTES = 2**60
-#: Plans that are remembered of a program, and how deep regions may nest in a file.
+#: How many plans of a program are remembered, and how deep regions may nest in a file.
 _MOST_COMPILED, _MOST_DEPTH = 32, 100
-#: A program with more vertices than this is none of ours.
+#: A program with more vertices than this is not one of ours.
 _MOST_VERTICES = 10**6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Key:
-    """What something was learnt about: numbers say nothing of anything else.
+    """What something was learnt about: the numbers say nothing about anything else.
 
     Attributes:
-      fingerprint: of the program.
+      fingerprint: that of the program.
       device: name of the device compiled for.
       compiler: what the compiler calls itself.
       step: what was compiled around the program.
@@ -84,7 +83,7 @@ class Difference:
 
     Attributes:
       phase: one of ``PHASES``.
-      situation: of the vertex, see ``situations``; where it runs again, with how deep.
+      situation: that of the vertex, see ``situations``; if it runs again, with its depth.
       vertex: its number.
       bytes: may be negative.
     """
@@ -97,14 +96,14 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """One plan that was compiled.
+    """One compiled plan.
 
     Attributes:
       schedule: the plan.
-      replayed_bytes: the peak of what is alive by the replay, corrected as far as was learnt; or,
-        where the compiler has not told what is alive when, what is needed by the model alone.
+      replayed_bytes: the peak of what is alive by the replay, corrected by what was learnt; or, if
+        the compiler did not show what is alive when, the need by the model alone.
       compiled_bytes: what the compiler needs.
-      told: whether it told. Where it did, the two differ by the holes of a heap.
+      told: whether it showed that. If so, the two differ by the holes of a heap.
     """
 
     schedule: Schedule
@@ -115,11 +114,11 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """All that was learnt of a program.
+    """Everything learnt about a program.
 
     Attributes:
       key: what it is about.
-      labels: of the vertices: operation, type and shape. Those with the same are alike.
+      labels: operation, type and shape of each vertex. Vertices with equal labels are similar.
       differences: ascending.
       compiled: the plans, in the order in which they were compiled.
     """
@@ -131,7 +130,7 @@ class Learnt:
 
     @property
     def told(self) -> bool:
-        """Whether the compiler has told of any plan what is alive when."""
+        """Whether the compiler has shown for any plan what is alive when."""
         return any(one.told for one in self.compiled)
 
     def with_plan(
@@ -144,15 +143,15 @@ class Learnt:
         model_bytes: int,
         compiled_bytes: int,
     ) -> Learnt:
-        """The same with what one more plan has shown; what it shows goes before what was known.
+        """The same plus what one more plan has shown, which overrides what was known.
 
         Args:
-          graph: of the program.
+          graph: the program's graph.
           schedule: the plan.
-          moments: of its replay, as the model has it.
-          alive: the bytes that were alive at each moment as compiled, where that is known; None if
-            the compiler told nothing but the size.
-          model_bytes: what it needs by the model alone.
+          moments: those of its replay by the model.
+          alive: the bytes alive at each moment as compiled, where known; None if the compiler gave
+            only the size.
+          model_bytes: its need by the model alone.
           compiled_bytes: its size.
         """
         known = {(one.phase, one.situation, one.vertex): one.bytes for one in self.differences}
@@ -192,7 +191,7 @@ class Learnt:
             "compiled": [
                 [_chain(one.schedule.regions), one.replayed_bytes, one.compiled_bytes, one.told]
                 for one in self.compiled
-                # What is done inside loops is not written down, and the rest says little of it.
+                # What happens inside loops is not written down, and the rest says little about it.
                 if not one.schedule.loops
             ],
         }
@@ -295,10 +294,10 @@ def _regions(data: Any, count: int, depth: int) -> tuple[Region, ...]:
 
 
 def situations(graph: Graph, schedule: Schedule) -> list[str]:
-    """For each vertex the situation in which a schedule runs it, as text.
+    """For each vertex, the situation in which a schedule runs it, as text.
 
-    First for each region around it, from outside in, whether it is under a checkpoint (``c``) or
-    not (``o``); then which of the vertices that it reads, and that read it, are in its region
+    First, for each region around it, from outside in: whether it is under a checkpoint (``c``) or
+    not (``o``). Then: which of the vertices that it reads, and that read it, are in its region
     (``1``).
 
     Example:
@@ -327,7 +326,7 @@ def situations(graph: Graph, schedule: Schedule) -> list[str]:
 def _leaves(
     regions: Sequence[Region], path: tuple[int, ...], word: str
 ) -> Iterator[tuple[tuple[int, ...], str, Region]]:
-    """The regions without regions inside, with their place and the word for what is around them."""
+    """The regions without regions inside, with their positions and the text for what is around."""
     for number, region in enumerate(regions):
         here = word + ("c" if region.checkpointed else "o")
         if region.inside:
@@ -339,7 +338,7 @@ def _leaves(
 def places(
     graph: Graph, schedule: Schedule, moments: Sequence[Moment]
 ) -> Iterator[tuple[str, str, int]]:
-    """For each moment of a replay the phase, the situation and the vertex."""
+    """For each moment of a replay, the phase, the situation and the vertex."""
     of = situations(graph, schedule)
     for one in moments:
         situation = of[one.vertex]
@@ -349,7 +348,7 @@ def places(
 
 
 class Corrections:
-    """What was learnt, ready to correct replays: filled in for what was not seen.
+    """What was learnt, ready to correct replays, with gaps filled in.
 
     Args:
       learnt: of the program.
@@ -364,7 +363,7 @@ class Corrections:
         for one in learnt.differences:
             for word in _less_and_less(one.situation):
                 seen = self._seen[one.phase, word]
-                # Of several situations the one that takes most.
+                # Of several situations, the one that takes most.
                 seen[one.vertex] = max(one.bytes, seen.get(one.vertex, one.bytes))
         self._alike: defaultdict[str, list[int]] = defaultdict(list)
         for vertex, label in enumerate(learnt.labels):
@@ -396,7 +395,7 @@ class Corrections:
 
         Args:
           schedule: what was replayed.
-          moments: as the model has them.
+          moments: those of the model.
         """
         return tuple(
             dataclasses.replace(one, live_bytes=max(0, one.live_bytes + self.bytes(*place)))
@@ -413,7 +412,7 @@ class Corrections:
 
     @property
     def told(self) -> bool:
-        """Whether the compiler has told of any plan what is alive when."""
+        """Whether the compiler has shown for any plan what is alive when."""
         return self.learnt.told
 
     def compiled_bytes(self, schedule: Schedule) -> int | None:
@@ -421,7 +420,7 @@ class Corrections:
         return self._sizes.get(schedule)
 
     def heap_bytes(self, peak_bytes: int) -> int:
-        """What the compiler is expected to need where so much is expected to be alive at once."""
+        """What the compiler is expected to need if this much is expected to be alive at once."""
         known: dict[int, int] = {}
         for one in self.learnt.compiled:
             if one.told is not self.told:
@@ -438,18 +437,18 @@ class Corrections:
         return round(peak_bytes * float(np.interp(peak_bytes, sizes, ratios)))
 
     def graphs(self, graph: Graph, *, signed: bool) -> tuple[Graph, ...]:
-        """The graph with what was learnt of backward steps under checkpoints, as workspace.
+        """The graph with what was learnt about checkpointed backward steps, as workspace.
 
-        A graph knows nothing of situations. In the first each vertex has the most that was seen of
-        it, or of the nearest alike; in the second, if it is another one, the least that was seen of
-        all alike, so that what such a situation saves is found.
+        A graph knows no situations. In the first result, each vertex gets the most that was seen of
+        it, or of the nearest similar one. In the second, if it differs, it gets the least seen of
+        all similar ones, so that a search finds what such a situation saves.
 
-        A step whose kernels take less than its arrays has a negative workspace, but never so that
-        less than nothing is left of the arrays that are there in any case.
+        A step whose kernels take less than its arrays has a negative workspace, but never more
+        negative than the arrays that always exist allow.
 
         Args:
-          graph: as the model has it.
-          signed: whether workspaces may be negative; else they are nothing where they would be.
+          graph: the model's graph.
+          signed: whether workspaces may be negative; if not, those are 0.
         """
         labels = self.learnt.labels
         least: dict[str, int] = {}
@@ -475,7 +474,7 @@ class Corrections:
 
 
 def _less_and_less(situation: str) -> tuple[str, ...]:
-    """The situation; whether it is under a checkpoint; nothing of it."""
+    """The situation; then only whether it is under a checkpoint; then nothing."""
     return situation, situation[:1], ""
 
 
@@ -483,10 +482,10 @@ def _less_and_less(situation: str) -> tuple[str, ...]:
 
 
 def write(path: str | os.PathLike[str], one: Learnt) -> None:
-    """Writes what was learnt of a program to a file, beside what is there of others.
+    """Adds what was learnt about a program to a file, beside that about others.
 
     Raises:
-      PlanFileError: what is there is no such file.
+      PlanFileError: the existing file is not one of these.
     """
     target = Path(path)
     known = {other.key: other for other in read(target)} if target.exists() else {}
@@ -501,7 +500,7 @@ def write(path: str | os.PathLike[str], one: Learnt) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
-    """Reads what was learnt of programs from a file.
+    """Reads what was learnt about programs from a file.
 
     Raises:
       PlanFileError: the file is missing, cut short, edited, or something else.
@@ -511,7 +510,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Learnt, ...]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanFileError(
-            f'There is no file {where} of what was learnt: plan with verify="compile" and '
+            f'There is no file {where} of learnt results: plan with verify="compile" and '
             "learnt= to write it."
         ) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -1,10 +1,10 @@
 """Which axes of an array are those of matrices: a TPU's compiler stores them innermost.
 
-A batched product multiplies matrices of which there is one for each index of its batch axis. XLA
-for TPU stores the two other axes innermost, in the order that pads less, and so it does with what
-is elementwise on the way to such a product: 32,768 times 9 embeddings of 64, multiplied with one
-another, lie padded to 16 x 128. Where there are several batch axes, as in attention and in
-dispatching to experts, one of these may be innermost, too: ``bf16[256,256,4,144]`` is not padded.
+A batched product multiplies one matrix for each index of its batch axis. XLA for TPU stores the two
+other axes innermost, in the order that pads less, and does the same with elementwise values on the
+way to such a product: 32,768 times 9 embeddings of 64, multiplied with one another, are padded to
+16 x 128. With several batch axes, as in attention and in dispatching to experts, one of these may
+also be innermost: ``bf16[256,256,4,144]`` is not padded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Axes = tuple[int, int]
 
 
 def matrix_axes(program: Program) -> dict[int, Axes]:
-    """For each value that a batched product reads or writes the two axes of its matrices.
+    """For each value that a batched product reads or writes, the two axes of its matrices.
 
-    What such a value is computed from elementwise has them, too.
+    What such a value is computed from elementwise has them too.
     """
     found: dict[int, Axes] = {}
 

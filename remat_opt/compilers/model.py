@@ -1,8 +1,8 @@
 """What a device's compiler is expected to make of a program: the interface of this room.
 
-``model`` gives a graph of numbers and the way back from its vertices to equations. What a schedule
-takes is asked of the model: it applies what depends on the schedule (``effects``), plays the
-lives of all arrays and lays them out as the compiler does (``heap``).
+``model`` gives a graph of numbers and the way back from its vertices to equations. Ask the model
+what a schedule takes: it applies what depends on the schedule (``effects``), replays the lives of
+all arrays and lays them out as the compiler does (``heap``).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Model:
     """What is expected of one program.
 
     Attributes:
-      compiler: which one it is.
+      compiler: the compiler.
       graph: what solvers see.
-      roots: for each vertex the position of the equation that makes it.
-      labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
-      gradient_bytes: for each vertex how much of its workspace is gradients of parameters.
+      roots: for each vertex, the position of the equation that makes it.
+      labels: for each vertex, a short text such as ``conv_general_dilated f32[64,56,56,64]``.
+      gradient_bytes: for each vertex, how much of its workspace is gradients of parameters.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       assumed: names of primitives that JAX could not differentiate.
       effects: what depends on the schedule.
-      never_named: the vertices that no checkpoint is to keep (``softmax``).
-      as_it_is: the same of the unchanged function, where rewriting changes what is stored.
-      inside: of the workspaces of vertices what is for programs inside them, in bytes.
+      never_named: the vertices that no checkpoint should keep (``softmax``).
+      as_it_is: the same for the unchanged function, if rewriting changes what is stored.
+      inside: the part of vertices' workspaces that is for programs inside them, in bytes.
     """
 
     compiler: Compiler
@@ -57,23 +57,23 @@ class Model:
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def graph_of(self, schedule: Schedule | None) -> Graph:
-        """The graph with what it takes under a schedule; with None in the unchanged function."""
+        """The graph as it is under a schedule, or, for None, in the unchanged function."""
         figures = Figures.of(self.graph)
         for effect in self.effects:
             effect.change(figures, schedule)
         return figures.put_into(self.graph)
 
     def held_bytes(self, schedule: Schedule | None) -> int:
-        """Bytes that are there all along, beside what is alive."""
+        """Bytes that are held throughout, besides what is alive."""
         return sum(effect.held_bytes(self.graph, schedule) for effect in self.effects)
 
     def peak_bytes(self, schedule: Schedule | None) -> int:
-        """The temporaries that are expected to be needed: the heap, and what is beside."""
+        """The temporaries expected to be needed: the heap, and what is held besides."""
         lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
         return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
 
     def branch_peak_bytes(self, schedule: Schedule) -> int:
-        """Those of the program as a branch: what is handed to it stays until it ends."""
+        """Those of the program as a branch: its inputs stay until it ends."""
         lives = spans(self.graph_of(schedule), schedule).held_to_the_end()
         return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
 
@@ -83,11 +83,11 @@ class Model:
         return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
 
     def unchanged_peak_bytes(self) -> int:
-        """Those of the unchanged function, whose graph may be another one."""
+        """Those of the unchanged function, whose graph may differ."""
         return (self.as_it_is or self).peak_bytes(None)
 
     def admitted(self, schedule: Schedule) -> Schedule:
-        """The schedule, with no vertex kept by name that the compiler is better not told of."""
+        """The schedule, without names on vertices that are better left unnamed."""
         if not self.never_named:
             return schedule
         return dataclasses.replace(schedule, regions=_without(schedule.regions, self.never_named))
@@ -97,11 +97,11 @@ class Model:
         return _stages(self.roots, schedule.regions)
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Region, ...]:
-        """The regions whose ``stages`` these are."""
+        """The regions that have these ``stages``."""
         return _regions({root: vertex for vertex, root in enumerate(self.roots)}, stages)
 
     def recomputation(self, schedule: Schedule) -> tuple[float, int]:
-        """Seconds and FLOPs of what runs again inside vertices: in loops that are opened."""
+        """Seconds and FLOPs of what runs again inside vertices, in opened loops."""
         found = [effect.recomputation(schedule) for effect in self.effects]
         return math.fsum(seconds for seconds, _ in found), sum(flops for _, flops in found)
 
@@ -111,7 +111,7 @@ class Model:
             yield from effect.notes(schedule)
 
     def what_to_do(self) -> str:
-        """What a user can do where no plan is within a budget, in sentences."""
+        """What a user can do if no plan is within a budget, in sentences."""
         own = (effect.remedy() for effect in self.effects)
         return " ".join(["Give a larger budget or a smaller batch.", *filter(None, own)])
 
@@ -127,8 +127,8 @@ def model(
     Args:
       program: a traced function.
       linearization: what its backward steps read.
-      compiler: which one it is.
-      gradients: what happens to them.
+      compiler: the compiler.
+      gradients: what happens to the gradients.
     """
     flow = Dataflow(program, linearization)
     storage = Storage(flow, compiler)
@@ -139,7 +139,7 @@ def model(
 
 
 def computes_nothing(program: Program) -> bool:
-    """Whether the program only hands on arguments and constants, so that its graph is empty."""
+    """Whether the program only returns arguments and constants, so that its graph is empty."""
     return all(equation.operation.primitive in ALIASES for equation in program.equations)
 
 
@@ -168,13 +168,13 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
 
 
 def _in_step(graph: Graph, of_parameters: np.ndarray) -> Graph:
-    """The graph in a step in which gradients of parameters take so much beside."""
+    """The graph in a step where gradients of parameters take this much in addition."""
     workspaces = np.array(graph.workspace_bytes, dtype=np.int64) + of_parameters
     return dataclasses.replace(graph, workspace_bytes=tuple(workspaces.tolist()))
 
 
 def _without(regions: Sequence[Region], never: Set[int]) -> tuple[Region, ...]:
-    """The regions with some vertices kept at no checkpoint."""
+    """The regions, with some vertices kept by no checkpoint."""
     return tuple(
         dataclasses.replace(
             region,

@@ -1,4 +1,4 @@
-"""Loops and choices that are opened: what a vertex takes then, by what is decided inside it."""
+"""Opened loops and choices: what their vertices take, depending on what is decided inside."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Opening:
     Attributes:
       vertex: the loop or choice.
       loop: what is decided.
-      stacked_bytes: what its iterations, or branches, keep for the backward pass, all together.
-      workspace_bytes: what its backward pass takes beside that.
-      closed_bytes: what it takes beside what it keeps where the loop is not opened.
-      seconds: what is computed again.
+      stacked_bytes: the total that its iterations, or branches, keep for the backward pass.
+      workspace_bytes: what its backward pass takes besides.
+      closed_bytes: what it takes besides what it keeps if the loop is not opened.
+      seconds: of recomputation.
       flops: likewise.
     """
 

@@ -1,8 +1,8 @@
 """What XLA for TPU stores of what its products read (``operands_fused``).
 
 Its products read float32 operands as bfloat16, unless the program asks for more precision. So what
-only they read is rounded before it is stored, and by the product's own kernel where another product
-makes it: the queries of attention, with their bias and scale.
+only they read is rounded before it is stored, and if another product makes it, by that product's
+kernel: the queries of attention, for example, with their bias and scale.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from remat_opt.operation import PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Program
 
-#: What a product reads through: its operand is put together as it is read.
+#: What a product sees through: its operand is assembled as it is read.
 _MOVES = frozenset({"concatenate", "slice"})
 
 
 def as_operand(kind: ArrayType) -> ArrayType:
-    """What an array is stored as where only products read it, at JAX's default precision."""
+    """The type in which an array is stored if only products read it, at default precision."""
     return dataclasses.replace(kind, dtype="bfloat16") if kind.dtype == "float32" else kind
 
 
 def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
     """The float32 values that are stored as bfloat16, with how many products read them.
 
-    Nothing else reads them, forward or backward: such is the result of a pooling in front of a
-    convolution. What a single product reads it may read in parts, or with others.
+    Nothing else reads them, forward or backward: the result of a pooling before a convolution is an
+    example. A single product may read its value in parts, or with others.
 
     Args:
       flow: of the program.
@@ -65,13 +65,13 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
 def rounded_entries_bytes(body: Program, entries: Sequence[int], compiler: Compiler) -> int:
     """Bytes of one entry of the stacks that XLA rounds before a loop, and reads in their place.
 
-    It takes the conversion of an entry for one of the whole stack, which it does once: that of a
-    product's operand, and that which the body has itself, as of weights to compute in bfloat16.
+    It turns the conversion of an entry into one of the whole stack, done once: both that of a
+    product's operand, and one that the body has itself, as for weights to compute with in bfloat16.
 
     Args:
-      body: of the loop.
+      body: the loop's body.
       entries: its arguments that are entries of stacks.
-      compiler: which one it is.
+      compiler: the compiler.
     """
     if not compiler.has("entries_rounded"):
         return 0
@@ -93,15 +93,15 @@ def rounded_entries_bytes(body: Program, entries: Sequence[int], compiler: Compi
 
 
 def completed(flow: Dataflow, outputs: Set[int], rounded: Mapping[int, int]) -> dict[int, int]:
-    """For each product of which only a biased, scaled and rounded form is stored, that form.
+    """For each product stored only in a biased, scaled and rounded form, that form.
 
     Args:
       flow: of the program.
       outputs: its output values, aliases resolved.
-      rounded: as the function of that name finds them.
+      rounded: those found by the function of that name.
 
     Returns:
-      For what such a product writes the value that is stored in its place.
+      For what such a product writes, the value stored in its place.
     """
     if not rounded:
         return {}
@@ -151,7 +151,7 @@ def _only_operand(flow: Dataflow, index: int, of_arguments: Set[int]) -> int | N
 
 
 def _of_arguments(flow: Dataflow) -> set[int]:
-    """The values that are computed elementwise from arguments alone, as a bias is."""
+    """The values computed elementwise from arguments alone, such as a bias."""
     found: set[int] = set()
     for index, equation in enumerate(flow.program.equations):
         fusible = flow.costs[index].fusion is costs.Fusion.FUSIBLE

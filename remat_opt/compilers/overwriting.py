@@ -1,8 +1,8 @@
-"""What an elementwise backward step writes over what it reads for the last time.
+"""What an elementwise backward step writes over values that it reads for the last time.
 
-One kernel computes the cotangents of all that an elementwise operation reads. The first takes the
-place of the cotangent that it starts from; each further one that of a value of its size which
-nothing reads later, such as the factors of a product.
+One kernel computes the cotangents of all inputs of an elementwise operation. The first takes the
+place of the cotangent it starts from; each further one takes that of a value of its size that
+nothing reads later, such as a factor of a product.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def overwritten_bytes(graph: Graph, elsewhere: Set[int] = frozenset()) -> dict[i
             for read in graph.predecessors[vertex]
             if graph.cotangent_bytes[read] and _last_with_cotangent(graph, readers[read]) == vertex
         )
-        # One of them is where the vertex's own was.
+        # One of them takes the place of the vertex's own.
         begun[graph.cotangent_bytes[vertex]] -= 1
         going = Counter(
             graph.bytes[read]

@@ -1,7 +1,7 @@
-"""Regions of known schedules with what they take by what was learnt, to be put together anew.
+"""Regions of known schedules with their learnt figures, for recombination.
 
-What a region takes is read off the replay of a schedule that has it, corrected by what was learnt
-(``learnt``), and counts wherever the graph is the same: in each of a program's equal layers. See
+What a region takes comes from the replay of a schedule that has it, corrected by what was learnt
+(``learnt``), and holds wherever the graph is the same: in each of a program's equal layers. See
 ``solvers.recombination`` for what happens to them.
 """
 
@@ -19,9 +19,9 @@ from remat_opt.simulator import Moment, demand
 from remat_opt.solvers.lifetimes import lifetimes
 from remat_opt.solvers.recombination import Alike, Part, is_stretch, shifted, trimmed
 
-#: Of regions with more vertices none are left out: they would be too many.
+#: Regions with more vertices are not shortened: there would be too many.
 _MOST_VERTICES = 60
-#: Moments that are looked at.
+#: How many moments are looked at.
 _MOST_MOMENTS = 150_000
 
 
@@ -29,7 +29,7 @@ class Parts:
     """Collects the regions of schedules.
 
     Args:
-      graph: of the program.
+      graph: the program's graph.
       corrections: what was learnt.
       seconds: what each vertex costs to run again.
     """
@@ -51,11 +51,11 @@ class Parts:
         return tuple(self._known.values())
 
     def add(self, schedule: Schedule, moments: Sequence[Moment]) -> None:
-        """Adds the regions of a schedule, there and wherever the graph is the same.
+        """Adds the regions of a schedule, in place and wherever the graph is the same.
 
         Args:
-          schedule: whose regions.
-          moments: of its replay, as the model has them.
+          schedule: the schedule with the regions.
+          moments: those of its replay by the model.
         """
         graph = self._graph
         wanted = demand(graph, schedule)
@@ -81,7 +81,7 @@ class Parts:
                 cost = math.fsum(self._seconds[vertex] for vertex in again if vertex in inside)
                 held_bytes = sum(graph.bytes[vertex] for vertex in wanted.stored & inside)
                 if one is not region:
-                    # What ended in the host's region may cross the end of this one.
+                    # What ended in the original region may cross the end of this one.
                     held_bytes += sum(
                         graph.bytes[vertex]
                         for vertex in inside - wanted.stored

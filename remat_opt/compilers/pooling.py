@@ -1,20 +1,21 @@
 """What XLA holds from the forward pass to the backward pass for the gradients of max poolings.
 
-The gradient of a max pooling is a scatter. Where windows overlap it goes into zeros of the
-operand's shape; where they do not, each place is written once.
+The gradient of a max pooling is a scatter. If windows overlap, it goes into zeros of the operand's
+shape; if not, each place is written once.
 
-NVIDIA. A ``relu`` of that shape compares with zeros too; XLA makes one array of both, computes it
+NVIDIA. A ``relu`` of that shape also compares with zeros. XLA makes one array of both, computes it
 at the ``relu``, and copies it for the scatter to write to. So two arrays of that shape wait from
-one pass to the other: in the gradient of ResNet-50 392 MiB at batch 64, in that of Inception v3
-737 MiB at batch 32. Where the zero of the relu is not known to be one when the compiler looks for
-equals, that memory is free. ``transform`` sees to it for activations that are calls, as
-``jax.nn.relu`` is. Padding in front changes the shape of the scatter, and keeps the two apart.
+one pass to the other: 392 MiB in the gradient of ResNet-50 at batch 64, 737 MiB in that of
+Inception v3 at batch 32. If the compiler cannot see that the relu's zero is one when it looks for
+equal values, that memory is saved. ``transform`` ensures this for activations that are calls, such
+as ``jax.nn.relu``. Padding before the pooling changes the shape of the scatter, and keeps the two
+apart.
 
 CPU. XLA finds the places to scatter to by a search over arrays of coordinates, one for each
 dimension and each as large as the padded operand. Nothing keeps it from making these, and the
-zeros, at the start of the program: ResNet-50 holds 1,003 MiB so at batch 64. Where the pooling is
-under no checkpoint the search is done in the forward pass, and the gradient reads its result, one
-place for each maximum, and no longer the operand.
+zeros, at the start of the program: 1,003 MiB in ResNet-50 at batch 64. If the pooling is under no
+checkpoint, the search is done in the forward pass, and the gradient reads its result, one place for
+each maximum, instead of the operand.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ def _early_zeros_bytes(program: Program, chosen: set[int], compiler: Compiler) -
 
 
 def places_bytes(program: Program, compiler: Compiler) -> dict[int, int]:
-    """For each pooled value the places of its maxima, where they replace the operand.
+    """For each pooled value, the places of its maxima, if they replace the operand.
 
-    On a CPU the gradient reads these and no more; they are found where the pooling is computed.
+    On a CPU the gradient reads only these; they are found when the pooling is computed.
     """
     if not compiler.has("pooling_search"):
         return {}
@@ -142,9 +143,9 @@ def places_bytes(program: Program, compiler: Compiler) -> dict[int, int]:
 
 
 def search_bytes(program: Program, chosen: Iterable[int]) -> dict[int, int]:
-    """What is there while the places of maxima are looked for, on a CPU, by number of equation.
+    """What exists while the places of maxima are searched for on a CPU, by equation number.
 
-    Those are the arrays of coordinates of this and of all later poolings, alike ones shared.
+    These are the arrays of coordinates of this and all later poolings; equal ones are shared.
     """
     found: dict[int, int] = {}
     coordinates: dict[tuple[int, ...], int] = {}
@@ -167,12 +168,13 @@ def _places_bytes(pooled: ArrayType) -> int:
 
 
 def workspace_bytes(program: Program, compiler: Compiler) -> dict[int, int]:
-    """For each pooled value what XLA for NVIDIA holds while its gradient is taken, and only then.
+    """For each pooled value, what XLA for NVIDIA holds only while its gradient is taken.
 
-    That is where each maximum was found, four coordinates for images; and where windows overlap one
-    more array of zeros as large as what is scattered to. Both are beside the operand's cotangent,
-    but not beside the operand, which has been searched by then: a simulation has both of these.
-    The zeros are still there while the gradient of the activation before the pooling is taken.
+    That is the position of each maximum, four coordinates for images; and, if windows overlap, one
+    more array of zeros as large as the target of the scatter. Both exist beside the operand's
+    cotangent, but not beside the operand, which has been searched by then: a simulation has both of
+    these. The zeros are still there while the gradient of the activation before the pooling is
+    taken.
     """
     found: dict[int, int] = {}
     if not compiler.has("pooling_places"):
@@ -215,9 +217,9 @@ def activations(program: Program) -> dict[int, int]:
 def searches(program: Program) -> list[int]:
     """The poolings whose windows do not overlap, by number.
 
-    What their gradients search for depends on the operand alone, and is four times as large as what
+    What their gradients search for depends only on the operand, and is four times as large as what
     is pooled: one coordinate for each dimension of a batch of images. XLA for NVIDIA searches as
-    soon as the operand is there, unless the derivative has to wait for its cotangent.
+    soon as the operand exists, unless the derivative must wait for its cotangent.
     """
     return [
         index
@@ -232,7 +234,7 @@ def beside_zeros(program: Program, compiler: Compiler) -> set[int]:
 
 
 def can_be_kept_apart(operation: Operation) -> bool:
-    """Whether ``transform`` gives the activation a zero of its own."""
+    """Whether ``transform`` gives the activation a separate zero."""
     return operation.primitive == "custom_jvp_call"
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices and convolutions, and the sums of two of them."""
+"""Matrix products and convolutions, and the sums of two of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
 
-#: What still is the product, or a part of it.
+#: Operations after which a value is still the product, or a part of it.
 _PARTS = frozenset({"convert_element_type", "reshape", "slice", "split", "squeeze"})
-#: What a bias still is.
+#: Operations after which a value is still a bias.
 _SHAPED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 _SUMS = frozenset({"add", "add_any", "sub"})
 
 
 def shaped(program: Program, values: Iterable[int]) -> set[int]:
-    """The values, and all that are nothing but these in another type or shape, or literals."""
+    """The values, and everything that is only these in another type or shape, or literals."""
     found = set(values)
     for equation in program.equations:
         if equation.operation.primitive in _SHAPED and found.issuperset(equation.value_inputs):
@@ -25,7 +25,7 @@ def shaped(program: Program, values: Iterable[int]) -> set[int]:
 
 
 def biases(program: Program) -> dict[int, int]:
-    """For equations that make products the smaller argument that is added to each."""
+    """For equations that make products, the smaller argument added to each."""
     made = {
         equation.outputs[0]: index
         for index, equation in enumerate(program.equations)
@@ -52,10 +52,10 @@ def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int
     """Each sum of two products that only such sums read, as in the gates of a recurrent cell.
 
     Between a product and the sum there may be a bias, or a split into gates. XLA for NVIDIA
-    computes such a sum in whatever reads it, in the backward pass too, and stores both products
-    for that; in parts, where it has split their contraction. ``transform`` has it store the sum.
-    Backward both products read one cotangent, and XLA makes one product of the two that give the
-    gradients of their weights. Of other compilers it is not known.
+    computes such a sum in whatever reads it, in the backward pass too, and stores both products for
+    that (in parts, if it has split their contraction). ``transform`` makes it store the sum.
+    Backward, both products read one cotangent, and XLA merges the two products that give the
+    gradients of their weights. Other compilers are not known to do so.
 
     Returns:
       The number of the sum's equation, and those of the products, in the order they are read.
@@ -69,7 +69,7 @@ def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int
     }
     biases = shaped(program, program.arguments)
     sums: dict[int, tuple[int, int]] = {}
-    # Products of which something else is read.
+    # Products that something else reads.
     others: set[int] = set()
     for index, equation in enumerate(program.equations):
         primitive, read = equation.operation.primitive, equation.value_inputs
@@ -85,7 +85,7 @@ def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int
         else:
             others.update(of)
     others.update(made[value] for value in program.output_values if value in made)
-    # Of a sum that does not count, the other product is read by something else, too.
+    # If a sum does not count, its other product is also read by something else.
     while spoilt := [index for index, pair in sums.items() if not others.isdisjoint(pair)]:
         for index in spoilt:
             others.update(sums.pop(index))

@@ -17,17 +17,17 @@ from remat_opt.program.dataflow import Dataflow
 
 
 def read_in_place(flow: Dataflow, value: int, compiler: Compiler) -> int:
-    """The value that a product of matrices reads in place of its operand, often itself.
+    """The value that a matrix product reads in place of its operand, often the operand itself.
 
     Args:
-      flow: of the program.
+      flow: the program's dataflow.
       value: the operand, aliases resolved.
-      compiler: which one it is.
+      compiler: the compiler.
     """
     if not compiler.has("prologues"):
         return value
     types, arguments = flow.program.types, set(flow.program.arguments)
-    # What is made of arguments alone, such as a bias, is read beside.
+    # What is made only from arguments, such as a bias, is read in addition.
     alone, found = True, value
     while value in flow.maker:
         index = flow.maker[value]

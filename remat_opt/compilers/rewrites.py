@@ -1,7 +1,7 @@
-"""What ``transform`` is to write so that a compiler does as planned, by equation and value.
+"""What ``transform`` must write so that a compiler does as planned, by equation and value.
 
-``transform`` knows how to write each of these, and nothing of compilers. Which of them pay, and
-where, is said here.
+``transform`` knows how to write each of these, but nothing about compilers. This file says which of
+them pay, and where.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrites:
-    """What to write in another way.
+    """What to write differently.
 
     Attributes:
       apart: equations whose constants the compiler is not to share.
@@ -43,10 +43,10 @@ class Rewrites:
       activations: what products read that may be computed together with its cotangent.
       runs_again: whether all of it runs again under a checkpoint around it.
       ordered: whether no gradient of a product or a bias may be put off.
-      before_loops: whether gradients of what follows a loop must be there before it runs backward.
-      stored: whether what a checkpointed region hands on is to be stored.
-      in_turn: whether every product waits until the parts of its weight's gradient that come from
-        later ones are added.
+      before_loops: whether gradients of what follows a loop must exist before it runs backward.
+      stored: whether a checkpointed region's outputs must be stored.
+      in_turn: whether every product waits until the parts of its weight's gradient from later
+        products are added.
     """
 
     apart: frozenset[int]

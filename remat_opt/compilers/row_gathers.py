@@ -1,14 +1,13 @@
 """Gathers that pick one element of each row, as a cross-entropy picks the logit of each label.
 
 JAX's gradient of a gather is a scatter. XLA for NVIDIA scatters in place, into the array that holds
-the rest of the operand's cotangent; and an array that is written in place is not laid over the one
-that it is computed from. So the logits of a language model and their cotangent are alive together,
-the largest arrays of the program. The gradient of picking is elementwise just as well, zero but
-where an index says. ``transform`` writes it so, and the cotangent is computed in place of the
-logits.
+the rest of the operand's cotangent; and an array written in place does not overlap the one it is
+computed from. So the logits of a language model and their cotangent, the largest arrays of the
+program, are alive together. The gradient of picking can also be written elementwise: zero except
+where an index says. ``transform`` does so, and the cotangent is computed in place of the logits.
 
-XLA for TPU stores logits that were rounded in float32, too, for a gather that reads them so. There
-it picks from what was rounded (``picking``).
+XLA for TPU stores rounded logits also in float32, for a gather that reads them in that form. There,
+``transform`` picks from the rounded ones (``picking``).
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from remat_opt.compilers.effects import Held
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.record import Program
 
-#: For each dtype those that hold all that it holds.
+#: For each dtype, those that can hold all its values.
 _WIDER = {
     "bfloat16": ("float32", "float64"),
     "float16": ("float32", "float64"),
     "float32": ("float64",),
 }
-#: What the kernel of a product does to its result as well.
+#: What a product's kernel can also do to its result.
 _BY_THE_PRODUCT = frozenset({"add", "sub", "mul", "div", "reshape"})
 
 
 def held(program: Program, differentiated: Iterable[int], compiler: Compiler) -> Iterator[Held]:
-    """What a compiler holds for such gathers from what products write, in unchanged functions.
+    """What a compiler holds for such gathers from a product's result, in unchanged functions.
 
     Args:
       program: a traced function.
@@ -56,9 +55,9 @@ def held(program: Program, differentiated: Iterable[int], compiler: Compiler) ->
 
 
 def picking(program: Program, rules: Rules) -> dict[int, str]:
-    """The gathers to write in another way, each with the dtype of what it is to read.
+    """The gathers to write differently, each with the dtype it should read.
 
-    That is the one before a conversion to a wider one, where a rule says so.
+    If a rule says so, that is the one before a conversion to a wider one.
     """
     maker = program.makers()
     found = {}
@@ -91,7 +90,7 @@ def _before_conversion(program: Program, maker: Mapping[int, int], value: object
 def _is_written_by_product(
     program: Program, maker: Mapping[int, int], given: Set[int], value: int
 ) -> bool:
-    """Whether a product writes a value: with a bias or a scale at most, which are ``given``."""
+    """Whether a product writes a value, perhaps with a bias or a scale (``given``)."""
     while value in maker:
         equation = program.equations[maker[value]]
         if equation.operation.primitive in PRODUCTS:
@@ -106,7 +105,7 @@ def _is_written_by_product(
 
 
 def is_row_gather(operation: Operation) -> bool:
-    """Whether an operation reads one element along its operand's last axis, for all other axes."""
+    """Whether an operation reads one element along its operand's last axis, for all others."""
     if operation.primitive != "gather":
         return False
     (operand, indices), numbers = operation.inputs, operation.params["dimension_numbers"]

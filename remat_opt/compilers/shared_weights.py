@@ -1,18 +1,20 @@
 """Gradients of weights that several products read, such as those of an unrolled recurrent network.
 
-Each product contributes a part of the weight's size. XLA computes these parts when it can, and
-adds them at the end: 64 steps of an RNN hold 64 times its weights. ``transform`` has each part
-added before the next is computed. Then the sum waits, and one part beside it. The sum is where the
-gradient is returned in the end, which is not a temporary. But a checkpointed region has a sum of
-its own, which is added to the one outside when the region has run; and so has each region in it.
+Each product contributes a part, as large as the weight. XLA computes these parts when it can, and
+adds them at the end: 64 steps of an RNN hold 64 times its weights. ``transform`` makes XLA add each
+part before it computes the next. Then only the sum waits, with one part beside it. The sum lies
+where the gradient is finally returned, so it is not a temporary. But a checkpointed region has its
+own sum, which is added to the one outside when the region has run; and so does each region inside
+it.
 
-That is XLA for NVIDIA. Of the unchanged function it puts the products for parts off to the end of
-the backward pass, where what they read takes less than what they give. Then those parts wait
-together whose products have a common factor, and so are computed as one: of one weight or several.
-XLA for CPU puts nothing out before the end, and has a sum and a part all along, whatever the
-regions, and one more sum for each region around the innermost; of the unchanged function all parts
-wait. XLA for TPU adds parts as they come, in any program, and has sums in its vector memory as far
-as that reaches: those of flat regions were, of nested ones half were not.
+That is XLA for NVIDIA. In the unchanged function it puts the products for parts off to the end of
+the backward pass, if what they read takes less than what they make. Then the parts that wait
+together are those, of one weight or several, whose products have a common factor and so are
+computed as one. XLA for CPU writes no result before the end, so it holds a sum and a part
+throughout, whatever the regions, and one more sum for each region around the innermost; in the
+unchanged function all parts wait. XLA for TPU adds parts as they come, in any program, and keeps
+sums in its vector memory as far as they fit: those of flat regions did, half of those of nested
+ones did not.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class SharedWeight:
     Attributes:
       bytes: its size, and that of every part of its gradient.
       readers: the vertices whose backward steps compute a part, ascending; one for each part.
-      beside: for each reader the bytes of parts while its own is computed. Where it is computed
-        together with another weight's, these are both, and both once more, cut apart. Empty where
-        one part is there all along.
+      beside: for each reader, the bytes of parts while its own is computed. If it is computed
+        together with another weight's, these are both parts, and both again, cut apart. Empty if
+        one part is held throughout.
       read_bytes: what the product for one part reads.
       group: number of the group of weights whose parts are computed together.
     """
@@ -55,7 +57,7 @@ class SharedWeight:
 
     @property
     def parts_bytes(self) -> int:
-        """All parts, as the unchanged function holds them in the end."""
+        """All parts, as the unchanged function finally holds them."""
         return len(self.readers) * self.bytes
 
     def expected_sums(self, count: int) -> np.ndarray:
@@ -87,14 +89,14 @@ class SharedWeight:
 class SharedWeights(Effect):
     """All weights of a program that several products read.
 
-    The graph's workspaces are those of ``expected_sums``; in their place come what a schedule's
-    sums take, or the parts of the unchanged function.
+    The graph's workspaces are those of ``expected_sums``; a schedule's own sums, or the parts of
+    the unchanged function, replace them.
 
     Attributes:
-      weights: one after the other.
-      spared_bytes: of sums, that take no device memory: they lie in a TPU's vector memory.
+      weights: the weights.
+      spared_bytes: bytes of sums that take no device memory: they are in a TPU's vector memory.
       parts_wait: whether all parts of the unchanged function wait until they are added.
-      put_off: whether they are computed at the end, one group after the other, where what waits for
+      put_off: whether they are computed at the end, one group after the other, if what waits for
         that takes less.
     """
 
@@ -104,7 +106,7 @@ class SharedWeights(Effect):
     put_off: bool
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
-        """Writes sums and parts in place of those that are expected."""
+        """Writes sums and parts in place of the expected ones."""
         count = len(figures.workspace_bytes)
         figures.workspace_bytes[:] -= self.expected_sums(count)
         figures.workspace_bytes[:] += (
@@ -125,7 +127,7 @@ class SharedWeights(Effect):
 
     @property
     def parts_bytes(self) -> int:
-        """The parts that the unchanged function holds in the end."""
+        """The parts that the unchanged function finally holds."""
         if not self.parts_wait:
             return 0
         early = sum(one.parts_bytes for one in self.weights if not self._is_put_off(one))
@@ -135,14 +137,14 @@ class SharedWeights(Effect):
         return self.put_off and weight.read_bytes < weight.bytes
 
     def _together_bytes(self) -> int:
-        """Of the parts that are put off the most that wait at a time."""
+        """The most that waits at a time, of the parts that are put off."""
         groups: dict[int, int] = {}
         for weight in filter(self._is_put_off, self.weights):
             groups[weight.group] = groups.get(weight.group, 0) + weight.parts_bytes
         return max(groups.values(), default=0)
 
     def expected_sums(self, count: int) -> np.ndarray:
-        """For each of so many vertices what sums and parts take in its step, in any schedule.
+        """For each vertex, what sums and parts take in its step, in any schedule.
 
         It is what they take in a checkpointed region.
         """
@@ -152,13 +154,13 @@ class SharedWeights(Effect):
         return self._beyond(found)
 
     def sums(self, regions: Sequence[Region], count: int) -> np.ndarray:
-        """For each of so many vertices what sums and parts take in its backward step, in bytes.
+        """For each vertex, what sums and parts take in its backward step, in bytes.
 
-        The outermost sums are computed where the gradients are put out, and take nothing beside.
+        The outermost sums are computed where the gradients are returned, and take nothing more.
 
         Args:
-          regions: of the schedule.
-          count: of vertices.
+          regions: those of the schedule.
+          count: number of vertices.
         """
         found = np.zeros(count, dtype=np.int64)
         for weight in self.weights:
@@ -166,9 +168,9 @@ class SharedWeights(Effect):
         return self._beyond(found)
 
     def parts(self, count: int) -> np.ndarray:
-        """For each of so many vertices what the parts of the unchanged function take.
+        """For each vertex, what the parts of the unchanged function take.
 
-        Or what waits for them to be computed.
+        That is the parts, or what waits for them to be computed.
         """
         found = np.zeros(count, dtype=np.int64)
         for weight in self.weights if self.parts_wait else ():
@@ -197,8 +199,8 @@ def shared(
       program: a traced function.
       differentiated: numbers of the equations that have a backward step.
       stored_sums: the products of each of ``product_sums.stored_sums``.
-      compiler: which one it is.
-      vertex_of: for each value that is stored the vertex that holds it.
+      compiler: the compiler.
+      vertex_of: for each stored value, the vertex that holds it.
     """
     of: dict[int, list[int]] = {}
     weights = set(program.differentiated)
@@ -249,11 +251,11 @@ def shared(
 
 
 def _groups(program: Program, of: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """For each weight the first of those whose products mostly have the same factors.
+    """For each weight, the first of those whose products mostly have the same factors.
 
     Args:
       program: a traced function.
-      of: for each weight its products.
+      of: for each weight, its products.
     """
     readers: dict[int, set[int]] = {}
     for weight, indices in of.items():
@@ -272,13 +274,13 @@ def _groups(program: Program, of: Mapping[int, Sequence[int]]) -> dict[int, int]
 
 
 def _count_sums(reads: np.ndarray, of: Region, outside: int, number: np.ndarray) -> None:
-    """Counts the sums that are under way in the backward steps of a checkpointed region.
+    """Counts the sums in progress during the backward steps of a checkpointed region.
 
     Args:
-      reads: for each vertex whether it reads the weight.
+      reads: for each vertex, whether it reads the weight.
       of: the region, which has one sum.
       outside: the sums of the regions around it.
-      number: for each vertex the sums under way; where to write.
+      number: for each vertex, the sums in progress; written to.
     """
     later = 0
     for region in reversed(of.inside or (dataclasses.replace(of, checkpointed=False),)):
@@ -291,6 +293,6 @@ def _count_sums(reads: np.ndarray, of: Region, outside: int, number: np.ndarray)
 
 
 def _behind(reads: np.ndarray) -> np.ndarray:
-    """For each vertex of a region how many after it read the weight."""
+    """For each vertex of a region, how many after it read the weight."""
     behind: np.ndarray = reads[::-1].cumsum()[::-1] - reads
     return behind

@@ -1,20 +1,20 @@
 """Softmax in float32 whose weights a product reads in bfloat16: attention in mixed precision.
 
-Where the weights are rounded, XLA for TPU stores the exponentials: beside the scores, which are
-there until all of them are computed. From then on the exponentials alone are read, backward too.
-What the product's gradient writes is as narrow as the weights, and all that follows, to the
-products that the scores came from, is computed as those read it. (Of weights that are not rounded,
-the scores alone are stored, and a cotangent as wide as they are.)
+If the weights are rounded, XLA for TPU stores the exponentials, beside the scores, which stay until
+all exponentials are computed. From then on only the exponentials are read, also backward. What the
+product's gradient writes is as narrow as the weights, and everything after it, up to the products
+that made the scores, is computed as those read it. (If the weights are not rounded, only the scores
+are stored, and a cotangent as wide as they are.)
 
-Where the maxima of the rows are arrays of their own, there is one array, of scores or exponentials:
-what reads the others computes them. So ``transform`` stores them wherever they are computed. A GPT
-of three layers then takes 2,217 MiB on v5e instead of 2,632, and 904 instead of 1,144 with every
-layer under a checkpoint; the maxima are 1 MiB.
+If the row maxima are separate arrays, there is only one large array, of scores or exponentials:
+whatever reads the others computes them. So ``transform`` stores the maxima wherever they are
+computed. A GPT of three layers then takes 2,217 MiB on v5e instead of 2,632, and 904 instead of
+1,144 with every layer under a checkpoint; the maxima are 1 MiB.
 
-No checkpoint keeps these statistics of the rows. They are written while the scores are there; above
-them, they hold apart what is free around them for as long as they are kept. Twelve layers take
-1,562 MiB with maxima kept under one checkpoint for every two or three layers, 1,162 without; with
-an update of donated parameters in the same program, 1,568 and 1,214.
+No checkpoint keeps these row statistics. They are written above the scores while those exist, and
+as long as they are kept they split the free memory around them. Twelve layers take 1,562 MiB with
+maxima kept under one checkpoint for every two or three layers, 1,162 without; with an update of
+donated parameters in the same program, 1,568 and 1,214.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from remat_opt.compilers.compiler import Rules
 from remat_opt.program.record import Equation, Program
 
-#: What still are the weights: exponentials divided, masked, rounded, laid out.
+#: Operations after which a value is still the weights: exponentials divided, masked, rounded.
 _WEIGHTS = frozenset(
     "convert_element_type div mul name reduce_precision reshape select_n transpose".split()
 )
-#: What still is the maximum of a row, or minus infinity where it has none.
+#: Operations after which a value is still a row's maximum, or minus infinity if it has none.
 _MAXIMUM = frozenset(
     "broadcast_in_dim convert_element_type max reshape select_n stop_gradient".split()
 )
@@ -43,7 +43,7 @@ class Softmax:
       maxima: the largest score of each row.
       sums: of each row's exponentials.
       exponentials: the value that is summed and divided.
-      weights: what comes of it, which the product reads.
+      weights: what becomes of it, which the product reads.
     """
 
     maxima: int
@@ -53,9 +53,9 @@ class Softmax:
 
 
 def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
-    """Each softmax whose weights are narrower than its exponentials where products read them.
+    """Each softmax whose weights are narrower than its exponentials when products read them.
 
-    Of other compilers than that for TPU it is not known that it matters: none for these.
+    None for compilers other than XLA for TPU: for those it is not known to matter.
     """
     if not rules.has("softmax"):
         return
@@ -81,7 +81,7 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
 
 
 def _maxima(program: Program, equation: Equation, maker: Mapping[int, int]) -> int | None:
-    """The maxima of rows, where an exponential is of scores less the maximum of their row."""
+    """The row maxima, if an exponential is of scores minus the maximum of their row."""
     (operand,) = equation.inputs
     if not isinstance(operand, int) or operand not in maker:
         return None
@@ -105,7 +105,7 @@ def _maxima(program: Program, equation: Equation, maker: Mapping[int, int]) -> i
 def _narrower(
     program: Program, exponentials: int, readers: Mapping[int, Sequence[int]]
 ) -> Iterator[int]:
-    """What products read of some exponentials, where it is narrower than they are."""
+    """What products read of some exponentials, if it is narrower than they are."""
     full = program.types[exponentials]
     pending, seen = [exponentials], {exponentials}
     while pending:

@@ -1,18 +1,18 @@
-"""Which values of a program a compiler stores, and how large they are then.
+"""Which values of a program a compiler stores, and how large they are.
 
-XLA fuses: a cheap elementwise result lives inside the kernels that read it and is never
-written to memory. A planner that counts every jaxpr value keeps the wrong things. A value
-is taken as stored where
+XLA fuses: a cheap elementwise result lives inside the kernels that read it and is never written to
+memory. A planner that counts every jaxpr value keeps the wrong things. A value is assumed to be
+stored if
 
 * an opaque equation or a reduction makes it (dot, conv, sort, scan, reduce_sum, ...),
 * an opaque equation reads it,
 * it is an output of the program,
-* several vertices would have to read more bytes to compute it again than it has itself
+* several vertices would have to read more bytes to recompute it than it has itself
   (the sum that forms a residual stream), or
 * a rule about the compiler says so (``rules``).
 
-Reshapes and the like are other names for the same bytes. All other values belong to the
-cones of the vertices that read them: the transform emits them again where needed.
+Reshapes and the like are other names for the same bytes. All other values belong to the vertices
+that read them: the transform emits them again where needed.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ _REREAD_LIMIT = 1.25
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
 
-#: Equations that read no more than they give.
+#: Equations that read no more than they return.
 _SLICES = frozenset({"slice", "split", "dynamic_slice"})
 
 
 class Storage:
-    """What is stored of a program.
+    """What a compiler stores of a program.
 
     Attributes:
-      flow: of the program.
-      compiler: which one it is.
+      flow: the program's dataflow.
+      compiler: the compiler.
       outputs: the program's output values, aliases resolved.
-      softmaxes: those of which exponentials are stored.
-      scores: the scores that are stored of these, each with the weights that come of it.
-      weights_of: the same, or of unchanged functions of exponentials.
-      completed: for what a product writes the form of it that is stored in its place.
+      softmaxes: those whose exponentials are stored.
+      scores: their stored scores, each with the resulting weights.
+      weights_of: the same or, in unchanged functions, for exponentials.
+      completed: for what a product writes, the form stored in its place.
       product_sums: the sums of two products that are stored, with the products.
       stored: the values that are arrays.
-      leaves: for each fused value the arrays and arguments it is computed from.
+      leaves: for each fused value, the arrays and arguments it is computed from.
       roots: the equations that make arrays, or have effects, ascending.
-      vertex_of: for each array the number of its root among them.
+      vertex_of: for each array, the number of its root among them.
     """
 
     def __init__(self, flow: Dataflow, compiler: Compiler, *, unchanged: bool = False) -> None:
         """Finds what is stored.
 
         Args:
-          flow: of the program.
-          compiler: which one it is.
+          flow: the program's dataflow.
+          compiler: the compiler.
           unchanged: whether nothing is rewritten for it.
         """
         program = flow.program
@@ -109,26 +109,26 @@ class Storage:
     # --------------------------------------------------------------------------- how large
 
     def bytes_of(self, value: int) -> int:
-        """Bytes of a value where it is stored."""
+        """Bytes of a value if it is stored."""
         kind = self.flow.program.types[value]
         if value in self._rounded:
             kind = operands.as_operand(kind)
         return self._laid_out_bytes(value, kind) * (2 if value in self._divided else 1)
 
     def named_bytes(self, value: int) -> int:
-        """Bytes of a value where a checkpoint keeps it by name."""
+        """Bytes of a value if a checkpoint keeps it by name."""
         if self.compiler.has("widened") or self.compiler.has("divisors"):
             return self.compiler.buffer_bytes(self.flow.program.types[value])
         return self.bytes_of(value)
 
     def read_bytes(self, value: int) -> int:
-        """Bytes of a value as products read it that are given whole arrays."""
+        """Bytes of a value as read by products that take whole arrays."""
         return self._laid_out_bytes(value, self.flow.program.types[value])
 
     def cotangent_bytes(self, values: Iterable[int]) -> int:
         """Bytes of the gradients with respect to some values: products write them in full.
 
-        That of scores or exponentials is written as that of their weights.
+        That of scores or exponentials is written like that of their weights.
         """
         types = self.flow.program.types
         return sum(
@@ -145,7 +145,7 @@ class Storage:
         )
 
     def _laid_out_bytes(self, value: int, kind: ArrayType) -> int:
-        """Bytes of an array of some kind that is laid out like a value."""
+        """Bytes of an array of some type that is laid out like a value."""
         if self.compiler.has("widened"):
             kind = cpu_sums.widened(kind)
         axes, innermost = self._matrix_axes.get(value), self._lanes.get(value)
@@ -205,7 +205,7 @@ class Storage:
         forced.update(self.weights_of)
         forced -= self.completed.keys()
         forced.update(self.completed.values())
-        # One array of half the width for several products is less than what it is made of.
+        # One array of half the width for several products takes less than what it is made from.
         forced.update(value for value, readers in self._rounded.items() if readers > 1)
         forced.update(
             self.flow.source[value]
@@ -215,10 +215,10 @@ class Storage:
         return forced
 
     def _find(self) -> tuple[set[int], dict[int, frozenset[int]]]:
-        """The stored values, and for each fused one what it is computed from.
+        """The stored values, and for each fused one, what it is computed from.
 
-        What reads a value depends on what else is stored, so this is found twice: a value
-        that only goes into another one, which is stored itself, has one reader.
+        What reads a value depends on what else is stored, so this is computed twice: a value that
+        only goes into another stored one has one reader.
         """
         forced = self._forced()
         stored, leaves = self._with_shared(forced, self._reader_counts(forced))
@@ -238,7 +238,7 @@ class Storage:
           readers: how many vertices would read each fused value.
         """
         stored = set(forced)
-        # Of each leaf the bytes that are read, and how many equations lie in between.
+        # For each leaf, the bytes that are read, and how many equations lie in between.
         read_bytes: dict[int, dict[int, float]] = {}
         sizes: dict[int, int] = {}
         types = self.flow.program.types
@@ -295,12 +295,12 @@ class Storage:
             for value in self.flow.reads(index):
                 known = roots.setdefault(value, set())
                 if len(known) < 2:
-                    # Of any two of them at least one is new.
+                    # Of any two, at least one is new.
                     known.update(itertools.islice(reached, 2))
         return {value: min(2, len(found)) for value, found in roots.items()}
 
     def _scores(self) -> Iterator[tuple[int, int]]:
-        """The scores that are stored of a softmax whose maxima are, and the weights."""
+        """The stored scores of softmaxes with stored maxima, and the weights."""
         types = self.flow.program.types
         for one in self.softmaxes:
             for leaf in self.leaves.get(self.flow.source[one.weights], ()):

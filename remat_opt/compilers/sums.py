@@ -1,12 +1,12 @@
-"""Sums, whose addends have one cotangent: that of the sum.
+"""Sums: their addends share one cotangent, that of the sum.
 
-A sum hands its cotangent on as it is. Where nothing else reads an addend, that is the addend's
-cotangent, too, and no compiler makes another array of it. So skips that are summed up in the end
-have one cotangent together, and a branch has that of the residual stream that it is added to. An
-addend that others read as well has an array of its own from when what comes of them is added.
+A sum passes on its cotangent unchanged. If nothing else reads an addend, that is also the addend's
+cotangent, and no compiler makes another array of it. So skips that are summed at the end share one
+cotangent, and a branch shares that of the residual stream it is added to. An addend with other
+readers gets a separate array once their contributions are added.
 
-A product of an array with itself, as of features with one another, gives that array's cotangent as
-a sum of two products. Both are written before they are added.
+A product of an array with itself, as of features with one another, makes that array's cotangent a
+sum of two products. Both are written before they are added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORMS = frozenset({"expand_dims", "reshape", "squeeze"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """The vertices whose cotangent is that of another vertex, which is there as long.
+    """The vertices whose cotangent is that of another vertex, which lives as long.
 
     Attributes:
       holders: those others.
@@ -49,10 +49,10 @@ def sharing(
     """Finds the vertices that share the cotangent of a sum.
 
     Args:
-      flow: of the program.
-      vertex_of: for each stored value that may share its cotangent the vertex.
-      readers: for each vertex those that read it and have a cotangent, ascending.
-      compiler: which one it is.
+      flow: the program's dataflow.
+      vertex_of: for each stored value that may share its cotangent, the vertex.
+      readers: for each vertex, those that read it and have a cotangent, ascending.
+      compiler: the compiler.
     """
     holders: set[int] = set()
     found: set[int] = set()
@@ -65,7 +65,7 @@ def sharing(
         for value, alone in addends:
             if value in vertex_of and readers[vertex_of[value]]:
                 vertex = vertex_of[value]
-                # What is read later, too, has been backward already where the sum is.
+                # Later readers have already run backward when it is the sum's turn.
                 read_by.setdefault(readers[vertex][-1], {})[vertex] = alone
         given = [value for value, _ in addends if value not in flow.maker]
         for reader, members in sorted(read_by.items()):
@@ -91,12 +91,12 @@ def sharing(
 def squares(
     flow: Dataflow, vertex_of: Mapping[int, int], compiler: Compiler
 ) -> Iterator[tuple[int, int]]:
-    """Vertices of products of a stored value with itself, each with the vertex of that value.
+    """Vertices of products of a stored value with itself, each with that value's vertex.
 
     Args:
-      flow: of the program.
-      vertex_of: for each stored value its vertex.
-      compiler: which one it is.
+      flow: the program's dataflow.
+      vertex_of: for each stored value, its vertex.
+      compiler: the compiler.
     """
     for index in flow.linearization.derivatives if compiler.has("squares") else ():
         equation = flow.program.equations[index]
@@ -108,7 +108,7 @@ def squares(
 
 
 def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:
-    """The addends of each sum that is not an addend, each with whether nothing else reads it."""
+    """The addends of each outermost sum, each with whether nothing else reads it."""
     program, active = flow.program, flow.linearization.active_values
     sums = {
         index
@@ -122,7 +122,7 @@ def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:
                 reads.setdefault(value, []).append(index)
     outputs = set(program.output_values)
     found: dict[int, list[tuple[int, bool]]] = {}
-    # For each sum that is an addend, and nothing else, the sum that it ends up in.
+    # For each sum that is only an addend, the sum that it ends up in.
     whole: dict[int, int] = {}
     for index in sorted(sums, reverse=True):
         (result,) = program.equations[index].outputs

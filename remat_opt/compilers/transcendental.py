@@ -1,13 +1,13 @@
 """Transcendental functions whose results compilers store because recomputing is expensive.
 
-Most elementwise results are computed again inside each kernel that reads them. XLA for CPU never
-does so with a transcendental function, and XLA for NVIDIA only with what is a few instructions
-there, such as an exponential, or the polynomial of an ``erf``: a ``tanh`` that is read forward and
+Most elementwise results are recomputed inside each kernel that reads them. XLA for CPU never does
+so with a transcendental function, and XLA for NVIDIA only with one that takes a few instructions
+there, such as an exponential, or the polynomial of an ``erf``. A ``tanh`` that is read forward and
 backward, as in a GELU, is stored beside what is made of it. (Unchanged functions, compiled for
-h200: a GPT was predicted 5 % too small without, ViT-B/16 15 %; with it both are within 2 %. With
-exponentials among them the GPT was 13 % too large. Of layers ``(u * f(u)) @ w``, those with
+h200: without this, a GPT was predicted 5 % too small, ViT-B/16 15 %; with it, both are within 2 %.
+With exponentials included, the GPT was 13 % too large. Of layers ``(u * f(u)) @ w``, those with
 ``erfc``, ``sin``, ``tanh``, ``pow`` and ``atan2`` took 872 MiB, all others 616.) XLA for TPU
-computes all of them again.
+recomputes all of them.
 """
 
 from __future__ import annotations

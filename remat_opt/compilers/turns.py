@@ -1,13 +1,13 @@
-"""A product has two gradients: which comes first, and what is there then.
+"""A product has two gradients: which comes first, and what is alive then.
 
-That of the weight reads the product's operand, which is often there for it alone, as the result of
-an activation is that was recomputed. The cotangent of the operand is as large. So the gradient of
-the weight comes first, and the cotangent when the operand is gone: the two are never there at once.
+The weight's gradient reads the product's operand, which often exists just for it, like the
+recomputed result of an activation. The operand's cotangent is as large. So the weight's gradient
+comes first, and the cotangent once the operand is freed: the two are never alive at once.
 
-Not so where the activation has a function that is dear (``transcendental``). What is computed from
-it forward and backward would be two kernels, and its result an array between them. There the
-gradient of the weight waits for the cotangent, and one kernel computes the operand together with
-the cotangent of what it is made of.
+It is different if the activation contains an expensive function (``transcendental``). Two kernels
+would compute what follows from it, forward and backward, with its result as an array between them.
+There the weight's gradient waits for the cotangent, and one kernel computes the operand together
+with the cotangent of what it is made from.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from remat_opt.schedule import Schedule
 
 #: Equations that give their operand another type or shape.
 _FORMS = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
-#: Equations whose derivative reads nothing: what they read needs not be there for it.
+#: Equations whose derivative reads nothing, so that their inputs need not exist for it.
 _NOTHING_READ = _FORMS | {"add", "add_any", "neg", "sub"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """What a product reads, where it is computed elementwise with a function that is dear.
+    """An operand of a product that is computed elementwise with an expensive function.
 
     Attributes:
       product: the equation that reads it.
-      operand: it, as the product reads it.
-      weight: what the product multiplies it by, last of all the argument: each a form of the next.
+      operand: the operand, as the product reads it.
+      weight: what the product multiplies it by, each a form of the next; the argument is last.
       chain: the equations that compute it.
       dear: those of them whose results would be stored.
       sources: the values that these are computed from.
-      rest: equations that read the product, or what comes of it, and whose derivatives read
-        something: where they run again, the product does.
+      rest: equations that read the product, or what becomes of it, and whose derivatives read
+        something: if they run again, so does the product.
     """
 
     product: int
@@ -55,10 +55,10 @@ class Activation:
     rest: frozenset[int]
 
     def is_late(self, equations: Set[int], kept: Set[int]) -> bool:
-        """Whether it is computed together with its cotangent in a region with a checkpoint.
+        """Whether it is computed together with its cotangent in a checkpointed region.
 
         Args:
-          equations: of the region.
+          equations: those of the region.
           kept: those whose results it keeps.
         """
         return (
@@ -71,12 +71,12 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Late(Effect):
-    """Results of dear functions, which are no arrays where one kernel alone reads them.
+    """Results of expensive functions, which are not arrays if a single kernel reads them.
 
     Attributes:
-      activations: those there are.
-      vertices: for each the vertices of its dear functions.
-      roots: for each vertex the equations that are computed with it, its own among them.
+      activations: the activations.
+      vertices: for each, the vertices of its expensive functions.
+      roots: for each vertex, the equations computed with it, including its own.
     """
 
     activations: tuple[Activation, ...]
@@ -153,7 +153,7 @@ def activations(program: Program, rules: Rules) -> Iterator[Activation]:
             isinstance(operand, int)
             and dear
             and sources
-            # What else reads it would have it there before the cotangent is.
+            # Another reader would need it before the cotangent exists.
             and all(
                 inside.issuperset(readers.get(value, ()))
                 for one in chain
@@ -182,7 +182,7 @@ def _readers(program: Program) -> dict[int, set[int]]:
 
 
 def _weight(program: Program, maker: Mapping[int, int], value: object) -> tuple[int, ...]:
-    """A form of an argument, and what it is a form of, up to the argument."""
+    """A form of an argument, and what it is a form of, back to the argument."""
     found = []
     while isinstance(value, int):
         found.append(value)
@@ -204,7 +204,7 @@ def _rest(program: Program, product: int) -> Iterator[int]:
 
 
 def late(storage: Storage) -> Late | None:
-    """What is expected of a program's activations; None if it has none of these."""
+    """What to expect of a program's activations; None if it has none of these."""
     found, dear = [], []
     for one in activations(storage.flow.program, storage.compiler.rules):
         outputs = {v for i in one.dear for v in storage.flow.program.equations[i].outputs}
@@ -222,9 +222,9 @@ def late(storage: Storage) -> Late | None:
 
 
 def weight_places(program: Program) -> dict[int, int]:
-    """For products the place of the input that is an argument, as it is or in another form.
+    """For products, the position of the input that is an argument, perhaps in another form.
 
-    Only of those of which one of two inputs is.
+    Only products with exactly one such input are included.
     """
     forms = set(program.arguments)
     found = {}
@@ -252,18 +252,17 @@ def apart(
     predecessors: Sequence[Collection[int]],
     needs: Sequence[Collection[int]],
 ) -> dict[int, int]:
-    """For products' vertices the bytes of an operand, or of its cotangent, that are not there.
+    """For vertices of products, the bytes of an operand or its cotangent that are never alive.
 
-    The operand is an array that nothing else reads, forward or backward, so it goes with its
-    product's backward step, and its cotangent comes there. Not so with convolutions, where
-    both may be there.
+    The operand is an array that nothing else reads, forward or backward, so it is freed during its
+    product's backward step, where its cotangent is made. With convolutions, both may be alive.
 
     Args:
       storage: what is stored.
-      sizes: of each vertex the bytes of its value.
-      cotangent_bytes: likewise of its cotangent.
-      predecessors: of each vertex those that it reads.
-      needs: of each vertex those that its backward step reads.
+      sizes: for each vertex, the bytes of its value.
+      cotangent_bytes: likewise for its cotangent.
+      predecessors: for each vertex, those that it reads.
+      needs: for each vertex, those that its backward step reads.
     """
     if not storage.compiler.has("operands_first"):
         return {}

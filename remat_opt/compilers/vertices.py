@@ -1,4 +1,4 @@
-"""From what is stored to the graph that solvers see, and what depends on the schedule beside it."""
+"""From what is stored to the graph that solvers see, with what depends on the schedule."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from remat_opt.program.record import Program
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """One vertex, before what its cotangent takes is known.
+    """One vertex, before the cost of its cotangent is known.
 
     Attributes:
-      bytes: of its value.
-      named_bytes: of its value where a checkpoint keeps it by name.
-      seconds: of computing it.
+      bytes: size of its value.
+      named_bytes: size of its value if a checkpoint keeps it by name.
+      seconds: time to compute it.
       flops: likewise.
       predecessors: the vertices that it reads, ascending.
       needs: those that its backward step reads, ascending.
-      internal_bytes: of residuals that only running it provides.
+      internal_bytes: size of residuals that only running it provides.
       active: its values that have a cotangent.
       estimated_flops: those of ``flops`` that come from an estimate.
       copied_products: how many products it computes whose arrays are copied.
-      multiplies: whether it computes a product that reads operands as it computes them.
+      multiplies: whether it computes a product that computes its operands as it reads them.
       parameters: the differentiated arguments that it reads and has a derivative for.
-      sums_beside: whether its cotangent is summed up by the kernel that makes it.
+      sums_beside: whether the kernel that makes its cotangent also sums it.
     """
 
     bytes: int
@@ -70,9 +70,9 @@ class Vertices:
 
     Attributes:
       graph: what solvers see.
-      labels: for each vertex a short text such as ``conv_general_dilated f32[64,56,56,64]``.
+      labels: for each vertex, a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
-      parameter_gradients: of each parameter.
+      parameter_gradients: those of each parameter.
       effects: what depends on the schedule.
     """
 
@@ -174,7 +174,7 @@ def vertices(storage: Storage) -> Vertices:
 def _in_order(
     storage: Storage, predecessors: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[int, ...]]:
-    """What each vertex comes after: what it reads, and of side effects the one before."""
+    """What each vertex comes after: what it reads, and for a side effect, the one before."""
     last: tuple[int, ...] = ()
     for vertex, (root, read) in enumerate(zip(storage.roots, predecessors, strict=True)):
         if storage.flow.program.equations[root].effects:
@@ -216,7 +216,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             if index == root and root in found_places:
                 continue
             if flow.costs[index].fusion is costs.Fusion.FUSIBLE:
-                # What an elementwise derivative computes beside is no array: it reads the operands.
+                # Other results of an elementwise derivative are not arrays: it reads the operands.
                 if derivative.internal_bytes:
                     for value in member.value_inputs:
                         needs.update(storage.holders(value))
@@ -302,7 +302,7 @@ def _workspaces(
 
 
 def _copied_so_far(storage: Storage) -> list[int]:
-    """For each vertex the bytes of weights whose copies wait in its backward step, or for it."""
+    """For each vertex, the bytes of weight copies that wait in its backward step, or for it."""
     found = [0] * len(storage.roots)
     for vertex, size in convolutions.weight_copies(
         storage.flow.program,
@@ -315,7 +315,7 @@ def _copied_so_far(storage: Storage) -> list[int]:
 
 
 def _transposed(storage: Storage) -> Iterator[tuple[int, int]]:
-    """Convolutions, each with what it reads that is transposed for the gradient of its weight."""
+    """Convolutions, each with the operand that is transposed for the gradient of its weight."""
     if not storage.compiler.has("transposed_operands"):
         return
     for vertex, root in enumerate(storage.roots):
@@ -327,7 +327,7 @@ def _transposed(storage: Storage) -> Iterator[tuple[int, int]]:
 
 
 def _widened(storage: Storage) -> Iterator[tuple[int, int]]:
-    """Vertices that products read, with the bytes by which they grow where that is wider."""
+    """Vertices that products read, with the bytes by which they grow if read wider."""
     if not storage.compiler.has("widened"):
         return
     for root in storage.roots:

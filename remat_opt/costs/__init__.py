@@ -1,10 +1,10 @@
 """FLOPs, bytes and fusion kind of every primitive, by family; open to users' own.
 
-FLOPs follow the compiler's ``cost_analysis()`` (XLA's ``HloCostAnalysis``), so that a
-sum over a program can be held against what the compiler reports; ``tests/costs`` does.
-Where the compiler for CPU expands an operation into others, the rule says what it
-follows. Two things the compiler does not do: it counts the body of a loop once, where
-rules here multiply by the trip count, and it does not look into custom calls.
+FLOPs follow the compiler's ``cost_analysis()`` (XLA's ``HloCostAnalysis``), so that a program's
+total can be compared with what the compiler reports; ``tests/costs`` does so. If the CPU compiler
+expands an operation into others, the rule says what it follows. We differ in two ways: the compiler
+counts the body of a loop once, while the rules here multiply by the trip count, and it does not
+look into custom calls.
 """
 
 from remat_opt.costs import (  # noqa: F401  (imported for the rules they register)

@@ -10,9 +10,9 @@ from remat_opt.operation import Body
 def body_cost(body: Body) -> Cost:
     """One run of a body, ``repeats`` not applied.
 
-    FLOPs are the sum over its operations. Bytes are those of the operations that do not
-    fuse; where all of them fuse into one loop, it moves about as much as the operation
-    in it that moves most. The body is as fusible as its least fusible operation.
+    FLOPs are the sum over its operations. Bytes are those of the operations that do not fuse; if
+    all of them fuse into one loop, it moves about as much as the operation in it that moves most.
+    The body is as fusible as its least fusible operation.
     """
     costs = [cost(operation) for operation in body.operations]
     kinds = {each.fusion for each in costs}

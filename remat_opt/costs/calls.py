@@ -1,7 +1,7 @@
-"""Calls: one inner program, run once where it stands.
+"""Calls: one inner program, run once in place.
 
 The compiler inlines them, so a call fuses if everything in it does: ``relu`` is a
-``custom_jvp_call`` of a ``max``, and lives inside a fusion as the ``max`` would.
+``custom_jvp_call`` of a ``max``, and lives inside a fusion just as the ``max`` would.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from remat_opt.operation import Operation
 def call(operation: Operation) -> Cost:
     """The inner program's cost; a fusible one reads its inputs and writes its outputs.
 
-    Where there are several (a function and its ``fwd``), one of them runs: the
-    costliest counts. A ``shard_map`` counts one device's share.
+    If there are several (a function and its ``fwd``), one of them runs: the costliest counts. A
+    ``shard_map`` counts one device's share.
     """
     if not operation.bodies:
         return unknown_cost(operation)
@@ -39,9 +39,9 @@ def call(operation: Operation) -> Cost:
 
 @register("pallas_call")
 def kernel(operation: Operation) -> Cost:
-    """A hand-written kernel: the author's own ``cost_estimate`` where there is one.
+    """A hand-written kernel: the author's own ``cost_estimate`` if there is one.
 
-    Else, estimated, what one block takes, for all of the grid.
+    Otherwise estimated: what one block takes, times the size of the grid.
     """
     author = operation.params.get("cost_estimate")
     if author is None:

@@ -1,9 +1,9 @@
 """Collectives: data that moves between devices.
 
-They count no FLOPs; XLA counts one for each element of an all-reduce as if there were
-two devices. Bytes are those that leave and enter this device's memory. The time goes
-by the network: as many bytes are sent as the larger of what is read and written, which is
-about what a ring of devices does, so the figures are flagged as estimated.
+They count no FLOPs; XLA counts one for each element of an all-reduce as if there were two devices.
+Bytes are those that leave and enter this device's memory. The network decides the time: the bytes
+sent are the larger of those read and written, about what a ring of devices does, so the figures are
+flagged as estimated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def collective(operation: Operation) -> Cost:
 
 @register("device_put")
 def placement(operation: Operation) -> Cost:
-    """A move to another device or memory; nothing at all where no target is given."""
+    """A move to another device or memory; nothing at all if no target is given."""
     if any(target is not None for target in operation.params.get("devices", (True,))):
         return collective(operation)
     return _nothing()
@@ -44,7 +44,7 @@ def placement(operation: Operation) -> Cost:
 
 @register("reshard")
 def reshard(operation: Operation) -> Cost:
-    """A move to other devices; of a scalar, which all of them have, nothing at all."""
+    """A move to other devices; nothing at all for a scalar, which all of them have."""
     if any(kind.shape for kind in operation.inputs):
         return collective(operation)
     return _nothing()

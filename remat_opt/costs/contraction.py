@@ -37,8 +37,8 @@ def matrix_product(operation: Operation) -> Cost:
 def ragged_product(operation: Operation) -> Cost:
     """2 M N K, each row taken through its own group's matrix, as XLA's HandleRaggedDot.
 
-    CPU, for lack of a kernel, multiplies every row with every group and masks: there
-    it takes as many times more as there are groups.
+    CPU has no kernel, so it multiplies every row with every group and masks: the cost is multiplied
+    by the number of groups.
     """
     numbers = parameter(operation, "ragged_dot_dimension_numbers")
     (contracted, _), _ = numbers.dot_dimension_numbers

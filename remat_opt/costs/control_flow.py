@@ -22,7 +22,7 @@ def scan(operation: Operation) -> Cost:
 
 @register("while")
 def while_loop(operation: Operation) -> Cost:
-    """Condition and body as often as the body runs; where the program does not say, it is a guess.
+    """Condition and body as often as the body runs; a guess if the program does not say.
 
     The compiler's ``cost_analysis()`` counts each once.
     """
@@ -49,9 +49,9 @@ def _loop(operation: Operation, *, estimated: bool) -> Cost:
 
 @register("custom_linear_solve")
 def linear_solve(operation: Operation) -> Cost:
-    """What solves, and neither the products it is the inverse of nor what solves transposed.
+    """The solver, without the products it inverts and without the transposed solver.
 
-    Inside are products and solvers, each with its transposed, or without where it has none.
+    The equation holds products and solvers, each with its transpose, if it has one.
     """
     if not operation.bodies:
         return unknown_cost(operation)

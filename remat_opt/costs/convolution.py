@@ -1,10 +1,10 @@
 """Convolutions: two FLOPs for each product with a real input element.
 
-What meets padding, or a hole that ``lhs_dilation`` puts between input elements, is not
-counted. That matters most in gradients: the input gradient of a strided convolution is
-a dilated one, and counting the holes would make it stride**2 times too expensive. This is
-XLA's ``HloCostAnalysis::GetConvolutionFlops``, with its loop over output positions
-replaced by arithmetic.
+Products with padding, or with a hole that ``lhs_dilation`` puts between input elements, do not
+count. That matters most in gradients: the input gradient of a strided convolution is a dilated one,
+and counting the holes would make it stride**2 times too expensive. This is XLA's
+``HloCostAnalysis::GetConvolutionFlops``, with its loop over output positions replaced by
+arithmetic.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Axis:
 
 @register("conv_general_dilated")
 def convolution(operation: Operation) -> Cost:
-    """Exactly what ``cost_analysis()`` gives where the compiler keeps the convolution.
+    """Exactly what ``cost_analysis()`` gives if the compiler keeps the convolution.
 
     The CPU compiler turns one with a 1x1 kernel into a matrix product of the same FLOPs.
     """

@@ -1,12 +1,11 @@
 """Elementwise operations: every output element comes from the inputs' same element.
 
-XLA counts one FLOP per output element for those the hardware has, and one
-transcendental for those it has a series or a table for; complex numbers count as one
-element. The special functions at the bottom have no instruction of their own: their
-figures are what the CPU compiler of JAX 0.10 expands them to for float32, and other
-versions and devices differ by up to a few times. In half precision the CPU compiler
-counts its conversions to float32 and back as well; GPU and TPU do not need them, so
-they are left out here.
+XLA counts one FLOP per output element for those that the hardware has, and one transcendental for
+those with a series or a table; complex numbers count as one element. The special functions at the
+bottom have no instruction of their own: their figures are what the CPU compiler of JAX 0.10 expands
+them to for float32, and other versions and devices differ by up to a few times. In half precision
+the CPU compiler counts its conversions to float32 and back as well; GPU and TPU do not need them,
+so they are left out here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from remat_opt.operation import Operation
 
 
 def _elementwise(operation: Operation, flops: int, transcendentals: int) -> Cost:
-    """The cost at a number of FLOPs and transcendentals for each output element."""
+    """The cost of a number of FLOPs and transcendentals for each output element."""
     return Cost(
         flops=flops * operation.output_size,
         transcendentals=transcendentals * operation.output_size,
@@ -52,7 +51,7 @@ def transcendental(operation: Operation) -> Cost:
 
 @register("convert_element_type")
 def conversion(operation: Operation) -> Cost:
-    """One FLOP an element, or nothing where only the weak type changes."""
+    """One FLOP an element, or nothing if only the weak type changes."""
     same = operation.inputs[0].dtype == operation.outputs[0].dtype
     return _elementwise(operation, 0 if same else 1, 0)
 
@@ -100,7 +99,7 @@ _EXPANDED = {
     "zeta": (122, 11),
 }
 
-# These run a loop until the series converges; the figures are of one turn, and a guess.
+# These loop until the series converges; the figures are for one turn, and a guess.
 _ITERATED = {
     "igamma": (268, 6),
     "igammac": (268, 6),

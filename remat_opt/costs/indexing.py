@@ -11,7 +11,7 @@ from remat_opt.operation import Operation
 
 @register("gather")
 def gather(operation: Operation) -> Cost:
-    """No FLOPs: the arithmetic on indices stands in equations of its own.
+    """No FLOPs: the arithmetic on indices is in separate equations.
 
     It reads the elements it returns, not the whole operand. One that picks single
     elements (a label's logit) is small and fuses with what it picks from; one that
@@ -32,8 +32,7 @@ def gather(operation: Operation) -> Cost:
 def scatter(operation: Operation) -> Cost:
     """One step of the combiner for each update element; a plain ``scatter`` only writes.
 
-    The operand is counted as copied: whether the compiler may overwrite it is not
-    known to the equation.
+    The operand counts as copied: the equation does not know whether the compiler may overwrite it.
     """
     updates = operation.inputs[2]
     flops, transcendentals = combiner_cost(operation)
@@ -63,7 +62,7 @@ def dynamic_update(operation: Operation) -> Cost:
 
 @register("get", "swap", "addupdate")
 def reference(operation: Operation) -> Cost:
-    """Part of a mutable array is read, written or added to: as many elements as are handed over."""
+    """Reads, writes or adds to part of a mutable array: as many elements as are passed."""
     moved = operation.outputs or operation.inputs[1:2]
     elements, size = sum(one.size for one in moved), sum(one.bytes for one in moved)
     adds = operation.primitive == "addupdate"

@@ -55,7 +55,7 @@ def lu(operation: Operation) -> Cost:
 
 @register("qr", "geqrf", "geqp3", "householder_product")
 def qr(operation: Operation) -> Cost:
-    """2 m n**2 - 2/3 n**3 for the reflectors, and once more for forming Q.
+    """2 m n**2 - 2/3 n**3 for the reflectors, and the same again for forming Q.
 
     All m columns of Q take 4 (m**2 n - m n**2 + n**3 / 3) (section 5.2.2).
     """
@@ -68,7 +68,7 @@ def qr(operation: Operation) -> Cost:
     return _opaque(operation, count * (flops + forming), estimated=True)
 
 
-# Multiples of n**3, by what is asked for (Golub and Van Loan, sections 7.5 and 8.3).
+# Multiples of n**3, by the outputs asked for (Golub and Van Loan, sections 7.5 and 8.3).
 _EIGENVALUES_ONLY = {"eigh": 2, "eig": 10, "schur": 10}
 _WITH_VECTORS = {"eigh": 9, "eig": 27, "schur": 25}
 
@@ -85,7 +85,7 @@ def eigenvalues(operation: Operation) -> Cost:
 def singular_values(operation: Operation) -> Cost:
     """6 m n**2 + 20 n**3 with vectors, 2 m n**2 + 2 n**3 without (section 8.6).
 
-    With all m vectors of the longer side 4 m**2 n + 22 n**3.
+    With all m vectors of the longer side, it is 4 m**2 n + 22 n**3.
     """
     count, long, short = _matrices(operation)
     if len(operation.outputs) == 1:

@@ -1,10 +1,10 @@
 """Random bits and the keys they come from.
 
-One hash of the default generator (Threefry-2x32: 20 rounds of add, rotate, xor, and 5
-key injections) makes 32 random bits or one key; compiled for GPU or TPU it takes 121
-FLOPs. CPU rolls the rounds into a loop, of which ``cost_analysis()`` counts one turn
-(about 45 FLOPs): the work is the same. The hash fuses with what reads its bits. The
-other generators take fewer operations, so these figures are an upper bound for them.
+One hash of the default generator (Threefry-2x32: 20 rounds of add, rotate, xor, and 5 key
+injections) makes 32 random bits or one key; compiled for GPU or TPU it takes 121 FLOPs. CPU rolls
+the rounds into a loop, and ``cost_analysis()`` counts one turn of it (about 45 FLOPs): the work is
+the same. The hash fuses with what reads its bits. The other generators take fewer operations, so
+these figures are an upper bound for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _hashes(operation: Operation, count: int) -> Cost:
 
 @register("random_bits")
 def random_bits(operation: Operation) -> Cost:
-    """A hash for each number of up to 32 bits, two for one of 64."""
+    """One hash for each number of up to 32 bits, two for each of 64."""
     words = -(-int(parameter(operation, "bit_width")) // 32)
     return _hashes(operation, words * operation.output_size)
 
@@ -59,7 +59,7 @@ def seed(operation: Operation) -> Cost:
 
 @register("rng_bit_generator", "rng_uniform")
 def hardware_bits(operation: Operation) -> Cost:
-    """About 37 FLOPs a number, to which CPU expands it; GPU and TPU differ."""
+    """About 37 FLOPs a number, as CPU expands it; GPU and TPU differ."""
     return Cost(
         flops=37 * operation.outputs[-1].size,
         transcendentals=0,

@@ -1,4 +1,4 @@
-"""What a cost rule answers: a Cost, and how its operation takes part in fusion."""
+"""What a cost rule returns: a Cost, and how its operation takes part in fusion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 
 class Fusion(enum.Enum):
-    """What the compiler can do with an operation beside its neighbours.
+    """What the compiler can do with an operation and its neighbours.
 
     FUSIBLE: lives inside a fusion; its result is not materialised unless something
       forces it (an opaque reader, a region boundary, an output of the program).
@@ -31,7 +31,7 @@ class Cost:
         apart; ``seconds`` leaves them out, since they hide behind memory traffic.
       bytes_read: bytes read from memory if every input is materialised.
       bytes_written: bytes written if every output is materialised.
-      bytes_sent: bytes that go over the network between devices.
+      bytes_sent: bytes sent over the network between devices.
       fusion: how it takes part in fusion.
       estimated: whether the figures are a guess (unknown primitive, unknown trip
         count, an algorithm whose steps depend on the data, time spent on a network).

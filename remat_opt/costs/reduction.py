@@ -13,8 +13,8 @@ from remat_opt.operation import Operation
 
 
 def _reduction(operation: Operation, flops: int, transcendentals: int) -> Cost:
-    """The cost at a number of FLOPs and transcendentals for each step."""
-    # Of several arrays reduced together, all have one shape: the first stands for them.
+    """The cost of a number of FLOPs and transcendentals for each step."""
+    # Arrays reduced together all have one shape: the first stands for them.
     steps = max(operation.inputs[0].size - operation.outputs[0].size, 0)
     return Cost(
         flops=flops * steps,
@@ -37,6 +37,6 @@ def reduction(operation: Operation) -> Cost:
 
 @register("argmax", "argmin")
 def extreme_position(operation: Operation) -> Cost:
-    """A step compares and selects values and positions, and looks for NaN in floats."""
+    """A step compares and selects values and positions, and checks floats for NaN."""
     numbers_can_be_nan = operation.inputs[0].dtype.startswith(("float", "bfloat"))
     return _reduction(operation, 9 if numbers_can_be_nan else 7, 0)

@@ -19,19 +19,19 @@ _rules: dict[str, Rule] = {}
 
 
 class MissingParameterError(LookupError):
-    """A rule does not find a parameter it needs: this JAX names it otherwise."""
+    """A rule cannot find a parameter it needs: this version of JAX names it differently."""
 
 
 def register(*primitives: str, override: bool = False) -> Callable[[Rule], Rule]:
     """Makes the decorated function the cost rule of one or more primitives.
 
     Args:
-      *primitives: names as they stand in a jaxpr, e.g. ``"dot_general"``.
-      override: replace rules that exist already.
+      *primitives: names as in a jaxpr, e.g. ``"dot_general"``.
+      override: replace existing rules.
 
     Returns:
-      A decorator that returns the rule unchanged. A rule defined once more under the
-      same name in the same module (a notebook cell run again) replaces itself.
+      A decorator that returns the rule unchanged. A rule defined again under the same name in the
+      same module (a notebook cell run again) replaces itself.
 
     Raises:
       ValueError: no name is given, or one has a rule already and ``override`` is false.
@@ -60,7 +60,7 @@ def register(*primitives: str, override: bool = False) -> Callable[[Rule], Rule]
         raise ValueError('register() needs a primitive name: write @register("name").')
 
     def decorator(rule: Rule) -> Rule:
-        # Checked in full first, so that a refused call leaves no name half registered.
+        # Check everything first, so that a refused call registers nothing.
         for primitive in primitives:
             existing = _rules.get(primitive)
             if existing is not None and not override and _name(existing) != _name(rule):
@@ -77,7 +77,7 @@ def register(*primitives: str, override: bool = False) -> Callable[[Rule], Rule]
 
 
 def _name(rule: Rule) -> str:
-    """Where a rule is defined; a callable object goes by its class."""
+    """Where a rule is defined; for a callable object, its class counts."""
     named = rule if hasattr(rule, "__qualname__") else type(rule)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -90,8 +90,8 @@ def registered() -> frozenset[str]:
 def cost(operation: Operation) -> Cost:
     """FLOPs, bytes and fusion kind of one operation.
 
-    A primitive without a rule, or one whose parameters its rule cannot find, is
-    estimated: see ``unknown_cost``.
+    A primitive is estimated if it has no rule, or its rule cannot find a parameter: see
+    ``unknown_cost``.
 
     Raises:
       TypeError: the primitive's rule returned something other than a Cost.
@@ -110,11 +110,11 @@ def cost(operation: Operation) -> Cost:
 
 
 def unknown_cost(operation: Operation) -> Cost:
-    """The cost of a primitive nobody has a rule for: opaque, and flagged as estimated.
+    """The cost of a primitive without a rule: opaque, and flagged as estimated.
 
-    It counts as reading all inputs and writing all outputs, with one FLOP for each
-    element of whichever are more; programs inside it run once for each repeat. A
-    user whose primitive does more adds a rule with ``register``.
+    It counts as reading all inputs and writing all outputs, with one FLOP for each element of the
+    larger of the two; programs inside it run once for each repeat. If your primitive does more, add
+    a rule with ``register``.
     """
     inner = [(body.repeats, cost(step)) for body in operation.bodies for step in body.operations]
     elements = max(sum(array.size for array in operation.inputs), operation.output_size)
@@ -146,8 +146,8 @@ def parameter(operation: Operation, name: str) -> Any:
 def combiner_cost(operation: Operation) -> tuple[int, int]:
     """FLOPs and transcendentals of one step of a reduction, scan or scatter.
 
-    The step is the operation's own inner program where it has one (``reduce``,
-    ``scatter-add``); named reductions such as ``reduce_sum`` have none and take 1 FLOP.
+    The step is the operation's own inner program if it has one (``reduce``, ``scatter-add``); named
+    reductions such as ``reduce_sum`` have none and take 1 FLOP.
     """
     if not operation.bodies:
         return 1, 0

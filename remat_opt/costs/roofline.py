@@ -23,9 +23,9 @@ class Machine(Protocol):
 
 
 def seconds(cost: Cost, device: Machine, dtype: str) -> float:
-    """Least seconds one operation takes when run on its own.
+    """The least time one operation takes when run on its own, in seconds.
 
-    Compute, memory traffic and what is sent overlap, so the slowest of them decides. For an
+    Computation, memory traffic and network traffic overlap, so the slowest decides. For an
     operation inside a fusion, pass a Cost with the bytes that really move.
 
     Args:

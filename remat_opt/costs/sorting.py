@@ -31,5 +31,5 @@ def sort(operation: Operation) -> Cost:
 
 @register("top_k", "approx_top_k")
 def top_k(operation: Operation) -> Cost:
-    """N log2(k): a heap of k elements. A custom call, to which the compiler gives no FLOPs."""
+    """N log2(k): a heap of k elements. It is a custom call, without FLOPs to the compiler."""
     return _comparisons(operation, int(parameter(operation, "k")) + 1, estimated=True)

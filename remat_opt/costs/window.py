@@ -35,8 +35,8 @@ def pooling(operation: Operation) -> Cost:
 def pooling_gradient(operation: Operation) -> Cost:
     """(window - 1) comparisons and one addition for each incoming gradient element.
 
-    So XLA counts the operation itself. CPU has no kernel for it and expands it to
-    about ten times as many.
+    XLA counts the operation itself in this way. CPU has no kernel for it and expands it to about
+    ten times as many.
     """
     source = operation.inputs[0]
     return _opaque(operation, _window_size(operation) * source.size)
@@ -57,9 +57,9 @@ _BLOCK = 16
 def _cumulative_steps(length: int) -> int:
     """Steps the CPU compiler takes for a cumulative sum along one line.
 
-    Each output element of a line of at most one block is summed anew. A longer line is
-    cut into blocks; each block is summed, then the exclusive sums of the blocks' totals
-    are added to its elements.
+    Each output element of a line of at most one block is summed from scratch. A longer line is cut
+    into blocks; each block is summed, then the exclusive sums of the blocks' totals are added to
+    its elements.
     """
     if length <= _BLOCK:
         return length * (length - 1)
@@ -83,8 +83,8 @@ _LOG_SUM_EXP_STEP = (8, 2)
 def cumulation(operation: Operation) -> Cost:
     """About 17 FLOPs an element: what CPU really does, down to the last FLOP.
 
-    TPU windows likewise. For NVIDIA JAX asks for other programs, by version and length;
-    all are bound by memory traffic, which these FLOPs do not reach.
+    The same holds for TPU windows. For NVIDIA, JAX emits other programs, by version and length; all
+    are bound by memory traffic, which outweighs these FLOPs.
     """
     array = operation.inputs[0]
     length = array.shape[parameter(operation, "axis")]

@@ -41,15 +41,15 @@ _RENAMED = {
     "xor": "bitwise_xor",
     "regularized_incomplete_beta": "betainc",
 }
-#: Parameters that change nothing where they are None or False.
+#: Parameters that change nothing if they are None or False.
 _NEUTRAL = frozenset({"accuracy", "sharding", "out_sharding"})
 
-#: From an equation's parameters and its inputs as text.
+#: Takes an equation's parameters and its inputs as text to the call.
 _Writer = Callable[[Mapping[str, Any], Sequence[str]], Call]
 
 
 def _write(fn: str, *positional: str, **keywords: str) -> _Writer:
-    """A writer: inputs first, then these parameters by place, then these by keyword."""
+    """A writer: inputs first, then these parameters by position, then these by keyword."""
 
     def writer(params: Mapping[str, Any], inputs: Sequence[str]) -> Call:
         given = [text(params[name]) for name in positional]
@@ -286,7 +286,7 @@ def call(primitive: str, params: Mapping[str, Any], inputs: Sequence[str]) -> Ca
       inputs: its inputs as text.
 
     Raises:
-      UnprintableError: there is none.
+      UnprintableError: there is no such call.
 
     >>> str(call("reduce_sum", {"axes": (0,), "out_sharding": None}, ["x"]))
     'lax.reduce_sum(x, (0,))'
@@ -301,7 +301,7 @@ def call(primitive: str, params: Mapping[str, Any], inputs: Sequence[str]) -> Ca
 
 
 def bound(primitive: str, params: Mapping[str, Any], inputs: Sequence[str]) -> Call:
-    """The equation as a bound primitive, for lack of a function that makes it.
+    """The equation as a bound primitive, if no function makes it.
 
     Raises:
       UnprintableError: JAX does not export it.

@@ -1,7 +1,6 @@
 """One equation -> lines of Python, with the programs inside it as functions.
 
-What is written is what ``transform.equations`` runs; what one equation becomes is said once more
-here, as text.
+This writes what ``transform.equations`` runs: what one equation becomes is repeated here, as text.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ class Turn:
 
     Attributes:
       named: whether its outputs carry names.
-      ahead: values whose cotangents go on together from before it on.
+      ahead: values whose cotangents go on together, starting before it.
       before: arguments that pass a barrier with the inputs.
       behind: arguments whose cotangents wait for those of the outputs.
-      tied: places of the inputs whose cotangents go on together.
-      waited: values that are to be there before the inputs go on; None if these do not wait.
-      weight: the place of the input whose gradient comes first.
+      tied: positions of the inputs whose cotangents go on together.
+      waited: values that must exist before the inputs go on; None if these do not wait.
+      weight: the position of the input whose gradient comes first.
     """
 
     named: bool = False
@@ -59,25 +58,25 @@ class Turn:
 
 
 _FREE = Turn()
-#: Calls that are longer are written as functions where a function is wanted.
+#: Longer calls are written as functions where a function is needed.
 _LONGEST = 70
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """The body of one function that is being written.
+    """The body of a function being written.
 
     Attributes:
-      program: whose equations are written.
-      names: of its values.
+      program: the program whose equations are written.
+      names: the names of its values.
       distinct: the names in use.
-      ways: what is to be written in another way.
-      summed: the values that derivatives are taken for, or of.
-      loops: those that are opened.
-      label: begins what values are kept by.
-      takes_at: whether what the function is handed as ``at`` comes before that.
-      apart: whether scalar constants are to be arrays of their own.
-      module: what need not be said of where an equation comes from.
+      ways: what to write differently.
+      summed: the values that derivatives are taken of, or with respect to.
+      loops: the opened ones.
+      label: the prefix of the names that values are kept by.
+      takes_at: whether the function's argument ``at`` comes before that prefix.
+      apart: whether scalar constants must be separate arrays.
+      module: the part of an equation's origin that need not be mentioned.
     """
 
     program: Program
@@ -92,17 +91,17 @@ class Scope:
     module: str = ""
 
     def kept_as(self, value: int) -> str:
-        """The text of the name that a value is kept by."""
+        """The text of the name under which a value is kept."""
         written = quoted(f"{self.label}{self.names[value]}")
         return f"at + {written}" if self.takes_at else written
 
 
 class Equations:
-    """Writes equations; what they need beside goes to ``functions``.
+    """Writes equations; the helpers they need go to ``functions``.
 
     Args:
-      functions: of the file.
-      opened: writes an opened loop: from a scope, the position of its equation and its inputs to
+      functions: those of the file.
+      opened: writes an opened loop: takes a scope, the position of its equation and its inputs to
         the call that runs it.
     """
 
@@ -131,7 +130,7 @@ class Equations:
             *others: str,
             rebound: frozenset[int] = frozenset(),
         ) -> None:
-            """Inputs are handed on by a function; all but these values go by new names."""
+            """A function passes on the inputs; all but these values get new names."""
             given = (*(inputs[place] for place in places), *others)
             for place in places:
                 if equation.inputs[place] not in rebound:
@@ -158,12 +157,12 @@ class Equations:
         return lines
 
     def _together(self, scope: Scope, values: Iterable[int]) -> list[str]:
-        """The line from which on the cotangents of these values go on together."""
+        """The line that ties the cotangents of these values together."""
         read = [scope.names[value] for value in values]
         return assigned(read, Call(self.helper(support.cotangents_together), tuple(read)))
 
     def atom(self, scope: Scope, equation: Equation, place: int) -> str:
-        """What an equation reads at a place."""
+        """The input of an equation at a position."""
         atom = equation.inputs[place]
         if isinstance(atom, int):
             return scope.names[atom]
@@ -173,15 +172,15 @@ class Equations:
             return f"lax.optimization_barrier(jnp.asarray({written}, {quoted(str(kind.dtype))}))"
         return written
 
-    # --- programs that are run as they are ---------------------------------------------------
+    # --- programs that run as they are ----------------------------------------------------
 
     def flat(self, program: Program, wanted: str, *, apart: bool = False) -> str:
-        """Writes a program without a plan as a function of flat arguments; its name.
+        """Writes a program without a plan as a function of flat arguments; returns its name.
 
         Args:
           program: the program.
-          wanted: the name that is wanted.
-          apart: whether its scalar constants are to be arrays of their own.
+          wanted: the wanted name.
+          apart: whether its scalar constants must be separate arrays.
         """
         distinct = self.functions.distinct()
         arguments = [distinct.name("x", numbered=True) for _ in program.arguments]
@@ -200,7 +199,7 @@ class Equations:
         apart: bool = False,
         without: int | None = None,
     ) -> list[str]:
-        """The lines of a program's equations in order, but for one."""
+        """The lines of a program's equations in order, except one."""
         scope = Scope(program=program, names=names, distinct=distinct, apart=apart)
         return [
             line
@@ -217,7 +216,7 @@ class Equations:
         ]
 
     def output(self, names: Mapping[int, str], atom: Atom) -> str:
-        """What a program gives."""
+        """The results of a program."""
         if isinstance(atom, int):
             return names[atom]
         kind = jax.typeof(atom.value)
@@ -271,14 +270,14 @@ class Equations:
         return lines
 
     def named(self, scope: Scope, value: int, written: str) -> Call:
-        """What gives a value the name that it is kept by."""
+        """The line that names a value, to keep it."""
         name = scope.kept_as(value)
         if scope.program.types[value].dtype.startswith("complex"):
             return Call(self.helper(support.named_parts), (written, name))
         return Call("checkpoint_name", (written, name))
 
     def plain(self, equation: Equation, inputs: Sequence[str], results: Sequence[str]) -> list[str]:
-        """The lines of an equation as it is."""
+        """The lines of an unchanged equation."""
         expression, several = self.call(equation, inputs)
         return assigned(results, expression, one=not several)
 
@@ -294,14 +293,14 @@ class Equations:
     def as_function(
         self, equation: Equation, made: Call, arguments: Sequence[str], behind: str = ""
     ) -> str:
-        """A call that makes an equation as a function of these arguments."""
+        """An equation as a function of these arguments."""
         if len(str(made)) <= _LONGEST:
             return f"lambda {', '.join(arguments)}: {made}{behind}"
         lines = wrapped(made, "return ", behind)
         return self.functions.defined_once(f"{word_of(equation)}_of", arguments, lines)
 
     def call(self, equation: Equation, inputs: Sequence[str]) -> tuple[Call, bool]:
-        """The call that makes an equation, and whether it gives several results."""
+        """The call that makes an equation, and whether it returns several results."""
         primitive, params = equation.operation.primitive, equation.jax_equation.params
         several = bool(equation.jax_equation.primitive.multiple_results)
         if primitive == "custom_jvp_call":
@@ -322,7 +321,7 @@ class Equations:
         if primitive in PRODUCTS and has_usual_type(equation):
             params = {**params, "preferred_element_type": None}
         if primitive == "reshape" and params["dimensions"] is None:
-            # ``lax.reshape`` to the shape that is there makes no equation.
+            # ``lax.reshape`` to the same shape makes no equation.
             same = equation.operation.inputs[0].shape == tuple(params["new_sizes"])
             return (bound if same else call)(primitive, params, inputs), several
         return call(primitive, params, inputs), several
@@ -367,7 +366,7 @@ class Equations:
         return Call(f"jax.checkpoint({', '.join([body, *options])})", tuple(inputs))
 
     def _custom_jvp(self, equation: Equation, *, apart: bool = False) -> str:
-        """Writes a function with its derivative; its name."""
+        """Writes a function with its derivative; returns its name."""
         params = equation.jax_equation.params
         wanted = rule_name(params)
         kinds = equation.operation.inputs

@@ -1,4 +1,4 @@
-"""The functions of a file that is being written: their names, their text, each one once."""
+"""The functions of a file being written: their names and their text, each once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OF_SUPPORT = frozenset(name for name, _ in inspect.getmembers(support, inspect.
 
 
 class Functions:
-    """The functions of a file; in ``texts`` they are in an order in which they can be run.
+    """The functions of a file; ``texts`` has them in an order that can run.
 
     Attributes:
       texts: the functions.
-      helpers: the names of what they call of ``support``.
+      helpers: the names of what they call in ``support``.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Functions:
         self._known: dict[str, str] = {}
 
     def helper(self, function: Callable[..., Any]) -> str:
-        """A function of ``support`` that is needed; its name."""
+        """Notes that a function of ``support`` is needed; returns its name."""
         self.helpers.add(function.__name__)
         return function.__name__
 
@@ -41,7 +41,7 @@ class Functions:
         return self._top.name(wanted)
 
     def distinct(self, taken: Iterable[str] = ()) -> Distinct:
-        """Gives the names of values in a function; none of them is that of a function."""
+        """Gives names to values in a function, none of them a function's name."""
         return Distinct(taken, self._functions, self._values)
 
     def define(
@@ -56,8 +56,8 @@ class Functions:
         """Adds a function.
 
         Args:
-          function: its name, which ``name`` has given.
-          arguments: of it.
+          function: its name, as given by ``name``.
+          arguments: its arguments.
           lines: its body.
           said: its docstring.
           decorator: lines before it.
@@ -67,7 +67,7 @@ class Functions:
         self.texts.append("\n".join([*head, *(f"{INDENT}{line}" for line in (*body, *lines))]))
 
     def defined_once(self, wanted: str, arguments: Sequence[str], lines: Sequence[str]) -> str:
-        """Adds a function, unless one that is the same is there; its name."""
+        """Adds a function, unless the same one is there; returns its name."""
 
         def write(function: str) -> None:
             self.define(function, arguments, lines)
@@ -75,7 +75,7 @@ class Functions:
         return self.once("\n".join([*arguments, *lines]), wanted, write)
 
     def once(self, key: str, wanted: str, write: Callable[[str], None]) -> str:
-        """The name of what has this key; the first time it is given a name and written."""
+        """The name of the function with this key, which is named and written the first time."""
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self.name(wanted)

@@ -1,8 +1,8 @@
-"""An equation whose own derivative reads its output by the name that it is kept by.
+"""An equation whose own derivative reads its kept, named output.
 
-JAX's derivative of ``tanh`` computes the output and reads that; where the output is kept by name,
-the equation would run again for it. So it is written with a derivative in which it is not run, as
-``transform.equations`` runs it. Where JAX's own derivative reads no output, the name is enough.
+JAX's derivative of ``tanh`` computes the output and reads that: even if the output is kept by name,
+the equation would run again. So it is written with a derivative in which it does not run, as
+``transform.equations`` does. If JAX's own derivative reads no output, the name is enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from remat_opt.program.record import Constant, Equation, Program
 if TYPE_CHECKING:
     from remat_opt.export.equations import Equations, Scope
 
-#: Equations whose derivative is the same, run by run, whether their output is a named one or not.
+#: Equations whose derivative gives the same results whether or not their output is named.
 _BILINEAR = PRODUCTS | {"add", "add_any", "mul", "sub"}
 
 
@@ -39,8 +39,8 @@ def lines(
 
     Args:
       equations: what writes equations.
-      scope: where it is written.
-      index: of the equation.
+      scope: the function being written.
+      index: the equation's number.
       inputs: what it reads, as text.
       results: the names of its outputs.
     """
@@ -82,7 +82,7 @@ def lines(
 def _derivatives(equations: Equations, scope: Scope, equation: Equation) -> list[str] | None:
     """Functions that give the output's tangent from each input's; None if JAX's own will do.
 
-    JAX's own does for what is linear in each input.
+    JAX's own will do for what is linear in each input.
     """
     places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
     kinds = [equation.operation.inputs[place] for place in places]
@@ -120,7 +120,7 @@ def _derivatives(equations: Equations, scope: Scope, equation: Equation) -> list
 
 
 def _is_equation(program: Program, equation: Equation) -> bool:
-    """Whether a derivative is the equation itself, of the tangent."""
+    """Whether a derivative is the equation itself, applied to the tangent."""
     if len(program.equations) != 1:
         return False
     (one,) = program.equations
@@ -134,7 +134,7 @@ def _is_equation(program: Program, equation: Equation) -> bool:
 def _derivative(
     equations: Equations, equation: Equation, program: Program, again: int | None, number: int
 ) -> str:
-    """Writes the derivative along one input as a function; its name."""
+    """Writes the derivative along one input as a function; returns its name."""
     distinct = equations.functions.distinct()
     arguments = [distinct.name("tangent"), distinct.name("output")]
     inputs = [distinct.name("x", numbered=True) for _ in program.arguments[1:]]

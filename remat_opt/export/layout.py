@@ -1,4 +1,4 @@
-"""Lines of Python: assignments, calls that are broken where they are too long, decorators."""
+"""Lines of Python: assignments, calls (broken if too long), decorators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from remat_opt.export.literals import quoted
 
 WIDTH = 100
 INDENT = "    "
-#: So many arguments are not given a line each.
+#: This many arguments, or more, do not get a line each.
 _MANY = 6
 
 
@@ -47,20 +47,20 @@ def listed(items: Sequence[str]) -> str:
 
 
 def returned(results: Sequence[str]) -> str:
-    """What returns these: a tuple if they are several."""
+    """The return statement for these: a tuple if there are several."""
     return f"return {results[0]}" if len(results) == 1 else f"return {listed(results)}"
 
 
 def assigned(
     results: Sequence[str], expression: Call, *, one: bool = False, unpack: bool = False
 ) -> list[str]:
-    """Lines that assign what a call gives.
+    """Lines that assign the result of a call.
 
     Args:
       results: the names.
       expression: the call.
-      one: whether it gives one value that is not a tuple.
-      unpack: whether it gives a tuple only of several values.
+      one: whether it returns one value that is not a tuple.
+      unpack: whether it returns a tuple only for several values.
     """
     if not results:
         return wrapped(expression, "", "")
@@ -73,7 +73,7 @@ def assigned(
 
 
 def wrapped(expression: Call, before: str, behind: str) -> list[str]:
-    """A call in one line where it fits, else its arguments in lines of their own."""
+    """A call in one line if it fits, else with its arguments on separate lines."""
     room = WIDTH - 2 * len(INDENT)
     one_line = f"{before}{expression}{behind}"
     if len(one_line) <= room or not expression.arguments:
@@ -89,7 +89,7 @@ def wrapped(expression: Call, before: str, behind: str) -> list[str]:
 
 
 def _filled(words: Sequence[str], before: str) -> list[str]:
-    """Words with commas behind them, as many a line as there is room for."""
+    """Words followed by commas, as many on a line as fit."""
     lines = [before]
     for word in words:
         if lines[-1] != before and len(lines[-1]) + len(word) + 2 > WIDTH - 2 * len(INDENT):

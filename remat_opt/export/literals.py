@@ -1,4 +1,4 @@
-"""Values that parameters of equations and literals hold, as Python text."""
+"""Values of equation parameters and literals, as Python text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-#: Literal arrays of at most so many elements are written out.
+#: Literal arrays of at most this many elements are written out.
 MOST_ELEMENTS = 64
 
 
@@ -24,7 +24,7 @@ def text(value: Any) -> str:
     """The Python text of a value, for code that imports jax, jnp, lax and np.
 
     Raises:
-      UnprintableError: there is none, as for a function or a mesh.
+      UnprintableError: it has none, as for a function or a mesh.
 
     >>> text((1, None, np.dtype("float32"), float("-inf")))
     '(1, None, jnp.float32, -jnp.inf)'
@@ -76,7 +76,7 @@ def dtype_text(name: str) -> str:
     """A dtype as an attribute of ``jax.numpy``.
 
     Raises:
-      UnprintableError: it is none, as that of random keys.
+      UnprintableError: it is not one, as for random keys.
 
     >>> dtype_text("bfloat16"), dtype_text("bool")
     ('jnp.bfloat16', 'jnp.bool_')
@@ -89,10 +89,10 @@ def dtype_text(name: str) -> str:
 
 
 def constant_text(value: Any, dtype: str, *, weak: bool) -> str:
-    """A literal of a program: a Python number where its type is weak, else one of its dtype.
+    """A literal of a program: a Python number if its type is weak, else one of its dtype.
 
     Raises:
-      UnprintableError: a large array.
+      UnprintableError: it is a large array.
 
     >>> constant_text(np.float32(0.1), "float32", weak=True)
     '0.1'
@@ -103,7 +103,7 @@ def constant_text(value: Any, dtype: str, *, weak: bool) -> str:
     if array.size > MOST_ELEMENTS:
         raise UnprintableError(f"an array of {array.size} elements")
     if array.ndim:
-        # By rows, each number with all digits that its dtype has.
+        # By rows, each number with all digits of its dtype.
         return f"np.array({_rows(array)}, {dtype_text(dtype)})"
     number = _scalar(array)
     return number if weak or dtype == "bool" else f"{dtype_text(dtype)}({number})"
@@ -121,7 +121,7 @@ def _scalar(array: np.ndarray) -> str:
         return repr(value.item())
     if array.dtype.kind == "c":
         return repr(complex(value))
-    # Of a float32 the shortest text that reads back as the same float32.
+    # The shortest text that reads back as the same float32.
     written = str(value) if array.dtype.kind == "f" else repr(float(value))
     return _number(float(value), written if "." in written or "e" in written else f"{written}.0")
 

@@ -1,4 +1,4 @@
-"""Names for the values of a program: arguments after their paths, others after what makes them."""
+"""Names for a program's values: arguments after their paths, others after what makes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHORT = {
     "transpose": "transposed",
     "while": "loop",
 }
-#: What exported code imports, or has as names of its own.
+#: Names that exported code imports or defines.
 RESERVED = frozenset(
     {"checkpoint_name", "constants", "count", "functools", "jax", "jnp", "lax", "np"}
     | set(keyword.kwlist)
@@ -53,7 +53,7 @@ def identifier(text: str) -> str:
 
 
 def snake_case(text: str) -> str:
-    """The name of a module or function as that of a function in Python.
+    """The name of a module or function as a Python function name.
 
     >>> snake_case("BatchNorm"), snake_case("_layer_norm")
     ('batch_norm', 'layer_norm')
@@ -71,13 +71,13 @@ def word_of(equation: Equation) -> str:
 
 
 class Distinct:
-    """Gives each name once, with a number where it is taken.
+    """Gives each name once, with a number if it is taken.
 
     Args:
       taken: names that are in use.
-      elsewhere: those of another kind, which may become more: functions for values, and values for
-        functions.
-      told: is told of every name that is given.
+      elsewhere: those of the other kind, whose number may grow: functions for values, and values
+        for functions.
+      told: called with every name that is given.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Distinct:
         return wanted not in self._taken and wanted not in self._elsewhere
 
     def name(self, wanted: str, *, numbered: bool = False) -> str:
-        """A name like the one that is wanted.
+        """A name like the wanted one.
 
         Args:
           wanted: an identifier.
-          numbered: whether to give it a number even where it is free.
+          numbered: whether to give it a number even if it is free.
         """
         found = wanted
         while numbered or not self.is_free(found):
@@ -130,7 +130,7 @@ def value_names(program: Program, arguments: Sequence[str], distinct: Distinct) 
 
 
 def rule_name(params: Mapping[str, Any]) -> str:
-    """The name of the function that a ``custom_jvp_call`` calls, as far as its program tells."""
+    """The name of the function that a ``custom_jvp_call`` calls, if its program shows it."""
     body = params["call_jaxpr"]
     equations = getattr(body, "jaxpr", body).eqns
     name = equations[0].params.get("name") if len(equations) == 1 else None

@@ -16,9 +16,9 @@ _NUMBERED = re.compile(r"(.*?\D)(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a path: what comes before its number, the number, and what comes behind.
+    """One step of a path: what comes before its number, the number, and what comes after.
 
-    The text is that of the step where it has no number.
+    If the step has no number, the first part is all its text.
     """
 
     before: str
@@ -62,7 +62,7 @@ class Path:
 
 
 def paths_of(root: str, argument: Any) -> list[Path] | None:
-    """Paths to the leaves of an argument; None where a node is none that code can step into."""
+    """Paths to the leaves of an argument; None if code cannot step into a node."""
     found = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
         steps, words = [], [identifier(root)]

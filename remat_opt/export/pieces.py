@@ -1,8 +1,8 @@
-"""What of a region belongs together: by block, by module, by the functions of the user's.
+"""What belongs together in a region: by block, by module, by the user's functions.
 
-A region is a list of equations. Those in a row that come from the same block, module or function
-are a piece of it, in which those of an inner module or function are pieces again. A piece is what
-may become a function of its own; here it is told only what is in it, and what goes in and out.
+A region is a list of equations. Consecutive ones from the same block, module or function form a
+piece, in which those of an inner module or function are pieces again. A piece may become a separate
+function; here we only determine its contents, and what goes in and out.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from remat_opt.program.record import Equation, Program
 from remat_opt.transform.steps import Rewriting, Step
 from remat_opt.transform.turns import ties
 
-#: A piece has at least so many equations.
+#: The least number of equations in a piece.
 _LEAST = 3
 #: Blocks are cut in no more places than this.
 _MOST_CUTS = 4
 
-#: A module or a function, with the line that called the function; of a block "" and its number.
+#: A module or a function, with the line that called the function; for a block, "" and its number.
 Level = tuple[str, int]
 _NO_BLOCK: Level = ("", -1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """Equations in a row, of one region.
+    """Consecutive equations of one region.
 
     Attributes:
-      path: the levels that they have in common, the outermost first.
+      path: the levels that they have in common, outermost first.
       indices: the equations.
-      parts: the same, those that are pieces in turn together.
+      parts: the same, grouped where some form inner pieces.
       inputs: the values that go in.
-      outputs: those that come out: made in it, or handed on by it, and read later on.
+      outputs: those that come out: made in it, or passed on by it, and read later on.
     """
 
     path: tuple[Level, ...]
@@ -50,12 +50,12 @@ class Piece:
     outputs: tuple[int, ...]
 
     def pieces(self) -> Iterator[Piece]:
-        """Those that it consists of."""
+        """The pieces that it consists of."""
         return (part for part in self.parts if isinstance(part, Piece))
 
     @property
     def in_block(self) -> str:
-        """What it is of a block that has no name; "" if it is in none, or in several."""
+        """Its unnamed block and part; "" if it is in none, or in several."""
         numbers = [number for name, number in self.path if not name]
         if not numbers or numbers[0] == _NO_BLOCK[1]:
             return ""
@@ -63,13 +63,13 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """What its equations are of: the innermost module or function that has them all."""
+        """The innermost module or function that contains all its equations."""
         names = [name for name, _ in self.path if name]
         return names[-1] if names else ""
 
 
 def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
-    """How each equation of a step is to be written, as ``rewriting._runner`` has it."""
+    """How to write each equation of a step, as ``rewriting._runner`` runs it."""
     program, ways = rewriting.program, rewriting.ways
     waits = ties(rewriting, step)
     known = set(step.inputs)
@@ -94,10 +94,10 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
 
 
 def paths_of(program: Program, regions: Iterable[Sequence[int]] = ()) -> list[tuple[Level, ...]]:
-    """For each equation its block, its part of that, and the modules or functions that made it.
+    """For each equation, its block, the part of that, and the modules or functions that made it.
 
-    What all of them have in common is left out. Blocks that are the same code have the same parts:
-    they are cut where regions begin in any of them, unless there are too many such places.
+    What all of them have in common is left out. Blocks with the same code have the same parts: they
+    are cut where regions begin in any of them, unless there are too many such places.
 
     Args:
       program: a traced function.
@@ -119,7 +119,7 @@ def paths_of(program: Program, regions: Iterable[Sequence[int]] = ()) -> list[tu
 
 
 def _parts(program: Program, regions: Iterable[Sequence[int]]) -> dict[int, int]:
-    """For equations of blocks that are cut the number of their part."""
+    """For equations in cut blocks, the number of their part."""
     runs = blocks.blocks(program)
     block_of = {index: run for run in runs for index in run}
     kinds = {
@@ -166,13 +166,13 @@ class Region:
 
     Args:
       program: a traced function.
-      step: of it.
-      turns: of its equations.
-      paths: of the program's equations.
+      step: one of its steps.
+      turns: those of its equations.
+      paths: those of the program's equations.
 
     Attributes:
       step: the step.
-      turns: of its equations.
+      turns: those of its equations.
       whole: all of it.
     """
 
@@ -204,7 +204,7 @@ class Region:
         return (*sorted(turn.ahead), *read, *(turn.waited or ()), *sorted(turn.behind))
 
     def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:
-        """Equations in a row as a piece, which consists of these parts."""
+        """Consecutive equations as a piece consisting of these parts."""
         start, stop = self._position[indices[0]], self._position[indices[-1]] + 1
         inputs = dict.fromkeys(
             value
@@ -231,7 +231,7 @@ class Region:
         )
 
     def _split(self, indices: Sequence[int]) -> tuple[int | Piece, ...]:
-        """Equations in a row as parts: those that come from the same place are a piece."""
+        """Consecutive equations as parts: those from the same place are a piece."""
         shared = _common([self._paths[index] for index in indices])
         groups = [
             (level, list(group))

@@ -1,4 +1,4 @@
-"""What the printer has to know of an equation: where it comes from, what its parameters say."""
+"""What the printer must know about an equation: its origin, and what its parameters say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat_opt.program.tracing import inner_program
 
 
 def has_usual_type(equation: Equation) -> bool:
-    """Whether a product gives elements of the type of its operands, as it does by itself."""
+    """Whether a product's result has its operands' dtype, as by default."""
     wanted = equation.jax_equation.params["preferred_element_type"]
     return wanted is not None and {str(wanted)} == {
         kind.dtype for kind in equation.operation.inputs
@@ -26,16 +26,16 @@ def has_usual_type(equation: Equation) -> bool:
 
 
 def scan_options(scan: internals.Scan) -> list[str]:
-    """What a ``scan`` says beside its lengths, as keyword arguments."""
+    """What a ``scan`` says besides its lengths, as keyword arguments."""
     options = ["reverse=True"] if scan.reverse else []
     return options + ([f"unroll={scan.unroll}"] if scan.unroll > 1 else [])
 
 
 def scan_inputs(scan: internals.Scan, inputs: Sequence[str]) -> tuple[str, str, str]:
-    """Its constants, its carry and what is stacked, each as a list."""
+    """Its constants, its carry and its stacked inputs, each as a list."""
     first, last = scan.constants, scan.constants + scan.carries
     constants, carry, stacked = inputs[:first], inputs[first:last], inputs[last:]
-    # Carries and stacks are arrays, as they are in the program.
+    # Carries and stacks are arrays, as in the program.
     return (
         f"[{', '.join(map(_array, constants))}]",
         f"[{', '.join(map(_array, carry))}]",
@@ -48,7 +48,7 @@ def _array(written: str) -> str:
 
 
 def scan_reach(equation: Equation, scan: internals.Scan, summed: Set[int]) -> str:
-    """Where derivatives go, as ``planned_scan`` takes it."""
+    """Where derivatives go, in the form that ``planned_scan`` takes."""
     given = {
         place
         for place, atom in enumerate(equation.inputs)
@@ -63,14 +63,14 @@ def scan_reach(equation: Equation, scan: internals.Scan, summed: Set[int]) -> st
 
 
 def program_of(closed: Any) -> Program:
-    """An inner program as one of its own."""
+    """An inner program as a separate program."""
     return inner_program(closed, (), "an inner program")
 
 
 def same_as(
     program: Program, equation: Equation, places: Sequence[int], literals: Mapping[int, Any]
 ) -> int | None:
-    """The equation of a derivative that is the one whose derivative it is, if there is one."""
+    """The equation in a derivative that repeats the differentiated one, if there is one."""
     given = dict(zip(places, program.arguments[1:], strict=True))
 
     def is_same(place: int, atom: Atom) -> bool:
@@ -93,7 +93,7 @@ def policy_text(policy: Any) -> str:
     """A policy of an inner checkpoint.
 
     Raises:
-      UnprintableError: it is no named one.
+      UnprintableError: it is not a policy of names.
     """
     for name in dir(jax.checkpoint_policies):
         if getattr(jax.checkpoint_policies, name) is policy:

@@ -1,10 +1,9 @@
 """A program and its regions -> functions, and the calls that run them in order.
 
-What is written is what ``transform.rewriting`` runs. What is the same code is written once: pieces
-(``pieces``) that come more than once become functions, named after their module or function, and
-regions that differ in their values and in what they keep alone share one. For this, all that is
-kept anywhere in a function has a name in it, and the policy of each region says which of the names
-it keeps.
+This writes what ``transform.rewriting`` runs. The same code is written once: pieces (``pieces``)
+that occur more than once become functions, named after their module or function, and regions that
+differ only in their values and in what they keep share one. For this, a function names everything
+that any caller keeps, and the policy of each region says which of the names it keeps.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Printer:
         self.platform = platform
         self.functions = Functions()
         self.equations = Equations(self.functions, self._opened)
-        # Loops are written once, however often the text of what is around them is asked for.
+        # Loops are written once, however often the surrounding text is requested.
         self._loops: dict[tuple[int, int], list[str]] = {}
 
     def chain(
@@ -64,21 +63,21 @@ class Printer:
         Args:
           program: the program.
           arguments: the text of its arguments and constants.
-          stages: of the program.
-          loops: those of it that are opened.
+          stages: the program's stages.
+          loops: its opened loops.
           named: equations whose outputs carry names for a policy around all of it.
-          label: begins the names of what is kept.
-          words: for values of which it is known what to call them.
+          label: the prefix of the names of what is kept.
+          words: words for values whose names are known.
 
         Returns:
-          The lines that run the regions, the text of every value that is known behind them, and
-          the names of what is kept, by equation.
+          The lines that run the regions, the text of every value known after them, and the names of
+          what is kept, by equation.
         """
         one = _Chain(self, Same(), program, stages, loops, named, words or {})
         return one.run(arguments, label)
 
     def _opened(self, scope: Scope, index: int, inputs: Sequence[str]) -> Call:
-        """A scan in its parts, as ``transform.loops`` runs it, or a choice and its branches."""
+        """A scan in parts, as ``transform.loops`` runs it, or a choice and its branches."""
         equation, loop = scope.program.equations[index], scope.loops[index]
         key = (id(scope.program), index)
         if key not in self._loops:
@@ -104,7 +103,7 @@ class Printer:
     def _branches(
         self, equation: Equation, choice: Choice, summed: Set[int], label: str
     ) -> list[str]:
-        """Writes each branch of a choice, as ``transform.choices`` runs it; their names."""
+        """Writes each branch of a choice, as ``transform.choices`` runs it; returns their names."""
         programs = bodies.branches_of(equation, summed)
         found = []
         for number, (program, branch) in enumerate(
@@ -183,7 +182,7 @@ def _leaves(steps: Sequence[Step]) -> Iterator[tuple[int, ...]]:
 
 
 class _Chain:
-    """One program that is being written, with its regions."""
+    """One program being written, with its regions."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class _Chain:
         self.steps = steps_of(program, stages, frozenset(named))
         self.makers = program.makers()
         self.arguments: Mapping[int, str | Path] = {}
-        # By the numbers of a region and those it is in.
+        # By the numbers of a region and those around it.
         self.regions: dict[tuple[int, ...], Region] = {}
         self._paths = paths_of(program, _leaves(self.steps))
         self._keys: dict[Piece, str] = {}
@@ -223,7 +222,7 @@ class _Chain:
     def run(
         self, arguments: Mapping[int, str | Path], label: str, begin: str = ""
     ) -> tuple[list[str], dict[int, str], dict[int, tuple[str, ...]]]:
-        """Writes all regions; see ``Printer.chain``. ``begin`` begins the names of functions."""
+        """Writes all regions; see ``Printer.chain``. ``begin`` is the prefix of function names."""
         self.arguments = arguments
         self._begin = begin
         items = self._calls(self.steps, (), label)
@@ -235,7 +234,7 @@ class _Chain:
     # --- what is the same -------------------------------------------------------------------
 
     def _collect(self, steps: Sequence[Step], around: tuple[int, ...]) -> None:
-        """Goes through all regions and counts what comes more than once."""
+        """Goes through all regions and counts what occurs more than once."""
         for number, step in enumerate(steps):
             place = (*around, number)
             if step.inside:
@@ -267,7 +266,7 @@ class _Chain:
             self._note_names(region, part)
 
     def _count(self, piece: Piece, *, told: bool) -> None:
-        """Counts the pieces of one; ``told`` is whether these are called where names matter."""
+        """Counts the pieces of one; ``told`` is whether they are called where names matter."""
         for part in piece.pieces():
             key = self._keys[part]
             seen = self.same.uses(key) > 0
@@ -278,9 +277,9 @@ class _Chain:
                 self._count(part, told=True)
 
     def _key(self, region: Region, piece: Piece) -> str:
-        """The code of a piece, but for names; what has the same is the same code.
+        """The code of a piece, without names; equal results mean equal code.
 
-        But what is named and has no derivative is not written as what has one.
+        Named values without a derivative are written differently from those with one.
         """
         scope = self._scope(piece, Distinct(), ["x"] * len(piece.inputs))
         lines = [f"def ({', '.join(scope.names[value] for value in piece.inputs)}):"]
@@ -298,7 +297,7 @@ class _Chain:
         return "\n".join([*lines, returned([scope.names[value] for value in piece.outputs])])
 
     def _shared(self, piece: Piece) -> bool:
-        """Whether a piece of another becomes a function of its own."""
+        """Whether a piece of another becomes a separate function."""
         key = self._keys[piece]
         return self.same.inside[key] > 0 and self.same.uses(key) > 1
 
@@ -336,12 +335,12 @@ class _Chain:
         """Writes a piece as a function, once.
 
         Args:
-          region: where it is.
+          region: the region that contains it.
           piece: the piece.
-          wanted: its name, where nothing tells what it is of.
-          label: begins the names in it, unless it is told.
+          wanted: its name, if nothing says what it is part of.
+          label: the prefix of the names in it, unless the caller passes one.
           said: its docstring.
-          decorated: whether it is to be under the region's checkpoint.
+          decorated: whether to put it under the region's checkpoint.
         """
         key = self._keys[piece]
         takes_at = bool(self.same.named[key]) and key in self.same.told
@@ -365,7 +364,7 @@ class _Chain:
         name = self.functions.name(wanted)
         arguments = ["at"] if takes_at else []
         arguments += [scope.names[value] for value in piece.inputs]
-        # A label is part of the names where the function is not told.
+        # The label is part of the names, unless the caller passes one.
         self.functions.define(
             name,
             arguments,
@@ -378,7 +377,7 @@ class _Chain:
         return found
 
     def _body(self, region: Region, piece: Piece, scope: Scope, labels: Labels) -> list[str]:
-        """The lines of a piece; to ``labels`` are added the names in it."""
+        """The lines of a piece; the names in it are added to ``labels``."""
         named = self.same.named[self._keys[piece]]
         place = {index: n for n, index in enumerate(piece.indices)}
         lines: list[str] = []
@@ -423,7 +422,7 @@ class _Chain:
         return lines
 
     def _wanted(self, piece: Piece, otherwise: str = "block") -> str:
-        """What to call a piece: after what it is of, without the number that tells it apart."""
+        """What to call a piece: after its module or function, without the distinguishing number."""
         if not piece.name and piece.in_block:
             return piece.in_block
         name = snake_case(re.sub(r"_?\d+$", "", piece.name))
@@ -437,7 +436,7 @@ class _Chain:
             for value in piece.inputs
             if isinstance(given := self.arguments.get(value), Path)
         }
-        # The same number of words for all, as few as tell them apart as far as words do.
+        # The same number of words for all, as few as distinguish them (if words can).
         most = max((len(words) for words in paths.values()), default=1)
         told = [len({words[-n:] for words in paths.values()}) for n in range(1, most + 1)]
         length = told.index(max(told)) + 1
@@ -519,7 +518,7 @@ class _Chain:
         return policy_decorator(self._kept(region, labels, label))
 
     def _checkpointed(self, region: Region, function: Function, label: str, wanted: str) -> str:
-        """Puts a function under the checkpoint of a region; what that is called."""
+        """Puts a function under the checkpoint of a region; returns the result's name."""
         names = self._kept(region, function.labels, label)
         run = function.name
         if function.takes_at:
@@ -533,7 +532,7 @@ class _Chain:
         return self.functions.once(f"{run} {names}", wanted, write)
 
     def _unchecked(self, region: Region, wanted: str) -> list[Item]:
-        """The calls of a region without a checkpoint: of its pieces, where some are shared."""
+        """The calls of a region without a checkpoint: calls of its pieces, if some are shared."""
         pieces: list[Piece] = []
         between: list[int | Piece] = []
 
@@ -554,7 +553,7 @@ class _Chain:
             else:
                 between.append(part)
         close()
-        # A function renews its arguments for itself alone; what comes out of it is another matter.
+        # A function rebinds its arguments only locally; what comes out of it is another matter.
         if len(pieces) == 1 or any(set(one.inputs) & set(one.outputs) for one in pieces):
             pieces = [region.whole]
         items = []
@@ -597,11 +596,11 @@ class _Chain:
             for value in self.program.equations[index].outputs
         ]
         if not sizes:
-            return "Keeps nothing but what it is handed; all is computed again."
+            return "Keeps only its inputs; everything is computed again in the backward pass."
         kept = format_bytes(sum(sizes))
         return f"Keeps {kept} by name; the rest is computed again in the backward pass."
 
 
 def _is_apart(steps: Sequence[Step], step: Step) -> bool:
-    """Whether a policy round the steps is to tell the names in one from those in another."""
+    """Whether a policy around the steps must distinguish names in one from those in another."""
     return len(steps) > 1 and not step.inside and step.named != step.kept

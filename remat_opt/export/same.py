@@ -1,11 +1,11 @@
-"""What is known of pieces of regions that are the same code, and the functions they become."""
+"""What is known about pieces of regions with the same code, and the functions they become."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
 
-#: Names of the outputs of named equations, by the place of these in their function.
+#: Names of the outputs of named equations, by the equations' positions in their function.
 Labels = dict[int, tuple[str, ...]]
 
 
@@ -14,8 +14,8 @@ class Function:
     """A piece as a function.
 
     Attributes:
-      name: of the function.
-      takes_at: whether it is told what to put before the names in it, as its first argument.
+      name: the function's name.
+      takes_at: whether its first argument is a prefix for the names in it.
       labels: the names in it.
     """
 
@@ -25,15 +25,15 @@ class Function:
 
 
 class Same:
-    """What is known of pieces that are the same code, by that code.
+    """What is known about pieces with the same code, by that code.
 
     Attributes:
       as_region: how often they are a region.
       inside: how often they are called otherwise.
-      told: those of which the names are to differ by who calls them.
-      named: places of the equations that have a name in any of them.
-      reached: places and inputs of equations that have a derivative in any of them.
-      written: the functions; also by what begins the names in them, where they are not told.
+      told: those whose names must differ by caller.
+      named: positions of the equations that have a name in any of them.
+      reached: positions and inputs of the equations that have a derivative in any of them.
+      written: the functions; if callers do not pass a prefix, also by their prefix.
     """
 
     def __init__(self) -> None:
@@ -45,5 +45,5 @@ class Same:
         self.written: dict[tuple[str, str], Function] = {}
 
     def uses(self, key: str) -> int:
-        """How often a piece comes."""
+        """How often a piece occurs."""
         return self.as_region[key] + self.inside[key]

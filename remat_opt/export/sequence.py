@@ -1,8 +1,8 @@
 """Calls in order -> lines: values get names, and what repeats becomes a loop.
 
-A value's name is free again behind its last reader. So calls that hand on a value from one to the
-next hand it on by the same name, and stretches in which only the numbers of arguments differ
-(``layers[3]``, then ``layers[4]``) are written as a ``for`` loop.
+A value's name is free again after its last reader. So calls that pass a value from one to the next
+use the same name for it, and stretches that differ only in the numbers of arguments (``layers[3]``,
+then ``layers[4]``) are written as a ``for`` loop.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from remat_opt.export.layout import INDENT, assigned
 from remat_opt.export.naming import Distinct, snake_case
 from remat_opt.export.paths import Path
 
-#: A loop goes over at most so many calls at a time.
+#: The most calls in the body of a loop.
 _LONGEST = 12
-#: So many arrays of one part of an argument, such as a layer, have that part get a name.
+#: With this many arrays, a part of an argument, such as a layer, gets a name.
 _MANY = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A call that is to be written.
+    """A call to be written.
 
     Attributes:
       function: what is called.
       first: arguments that are not values.
-      reads: the values it is handed.
-      writes: those it gives; what is read and given is renewed.
-      unpack: whether it gives a tuple only of several values.
+      reads: the values it receives.
+      writes: the values it returns; those both read and returned are rebound.
+      unpack: whether it returns a tuple only for several values.
     """
 
     function: str
@@ -52,7 +52,7 @@ class _Written:
     results: tuple[str, ...]
 
     def shape(self) -> object:
-        """What two calls have in common that differ in the numbers of arguments alone."""
+        """What two calls have in common if they differ only in the numbers of arguments."""
         arguments = tuple(
             (one.root, tuple((step.before, step.behind) for step in one.steps))
             if isinstance(one, Path)
@@ -62,7 +62,7 @@ class _Written:
         return self.item.function, self.item.first, self.item.unpack, arguments, self.results
 
     def numbers(self) -> list[int]:
-        """Those in its arguments."""
+        """The numbers in its arguments."""
         return [
             step.number
             for one in self.arguments
@@ -83,13 +83,13 @@ def lines_of(
 
     Args:
       items: the calls.
-      given: the text of the values that are there before.
-      hint: gives a word for a value.
-      distinct: gives names beside those in use.
-      wanted: the values that are asked for behind the last call.
+      given: the text of the values that exist before.
+      hint: suggests a word for a value.
+      distinct: gives names that are not in use.
+      wanted: the values needed after the last call.
 
     Returns:
-      The lines, and the text of every value that is known behind them.
+      The lines, and the text of every value known after them.
     """
     roots = {one.root if isinstance(one, Path) else one for one in given.values()}
     names = distinct(roots)
@@ -114,7 +114,7 @@ def _named(
     last = {value: place for place, item in enumerate(items) for value in item.reads}
     last |= dict.fromkeys(wanted, len(items))
     known = dict(given)
-    # Names that were given for a word, in order; those in use by the value that has them.
+    # Names given for a word, in order, and names in use by value.
     pools: dict[str, list[str]] = {}
     holder: dict[str, int] = {}
     found = []
@@ -142,13 +142,13 @@ def _named(
 
 
 def _is_regular(apart: Sequence[int]) -> bool:
-    """Whether numbers stay as they are, or go on by one stride."""
+    """Whether numbers stay as they are, or advance by one stride."""
     strides = set(apart) - {0}
     return not strides or (len(strides) == 1 and min(strides) > 0)
 
 
 def _repetition(written: Sequence[_Written], start: int) -> tuple[int, int]:
-    """How many calls, and how often in a row they come from here on."""
+    """How many calls repeat from here on, and how often."""
     best = (1, 1)
     for period in range(1, min(_LONGEST, (len(written) - start) // 2) + 1):
         first = written[start : start + period]
@@ -175,7 +175,7 @@ class _Writer:
     """Writes calls, or loops of calls.
 
     Args:
-      names: those in use.
+      names: the names in use.
     """
 
     def __init__(self, names: Distinct) -> None:
@@ -184,12 +184,12 @@ class _Writer:
         self._roots: dict[str, str] = {}
 
     def lines(self, written: Sequence[_Written], period: int, count: int) -> list[str]:
-        """The lines of calls that come a number of times.
+        """The lines of calls that repeat a number of times.
 
         Args:
-          written: the calls; behind them, if they come more than once, those of the second time.
+          written: the calls; if they repeat, followed by those of the second time.
           period: how many there are.
-          count: how often they come.
+          count: how often they occur.
         """
         first = written[:period]
         if count == 1:
@@ -241,7 +241,8 @@ class _Writer:
                     for a in one.arguments
                 ]
             )
-        # What many arrays are parts of gets a name; after its argument, where others are called so.
+        # What many arrays are part of gets a name, which includes the argument's if two would
+        # clash.
         starts: Counter[str] = Counter()
         words: dict[str, str] = {}
         for argument in itertools.chain.from_iterable(arguments):
@@ -283,7 +284,7 @@ class _Writer:
 
 
 def _start(path: Path, steps: Sequence[str]) -> tuple[str, str]:
-    """A path to its first number, if more comes behind, and a word for what is there."""
+    """A path up to its first number, if more follows, and a word for what is there."""
     place = next((n for n, step in enumerate(path.steps) if step.number is not None), None)
     if place is None or place + 1 == len(steps):
         return "", ""

@@ -30,7 +30,7 @@ from remat_opt.program.record import Program
 from remat_opt.program.tracing import Call, array_type
 from remat_opt.units import format_bytes, format_share
 
-#: What ``support`` and exported code import, and so what the header of a file says.
+#: What ``support`` and exported code import: the header of a file.
 _IMPORTS = """\
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Source:
 
 
 def source_of(plan: Plan, program: Program, call: Call) -> Source:
-    """A planned program as code; it is read back, and must trace to the same equations.
+    """A planned program as code, which is read back and must trace to the same equations.
 
     Args:
       plan: what was decided.
@@ -136,7 +136,7 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
 
 
 def _by_number(root: str, word: str, values: Sequence[int]) -> dict[int, Path]:
-    """The arrays of a sequence, by their places in it."""
+    """The arrays of a sequence, by position."""
     return {
         value: Path(root, (PathStep("[", number, "]"),), (word,))
         for number, value in enumerate(values)
@@ -156,16 +156,16 @@ def _header(plan: Plan, function: str) -> str:
         f"{format_share(predicted.recomputed_share)} of the FLOPs of a forward pass."
     )
     use = (
-        f"Use {function} in the place of the original: its arguments must have the same "
-        "shapes and dtypes, and derivatives are to be taken for the same ones. Static arguments "
-        "are left out: they are as they were when this was written."
+        f"Use {function} in place of the original: its arguments must have the same shapes "
+        "and dtypes, and the same ones must be differentiated. Static arguments are left out: "
+        "their values are those at the time of writing."
     )
     paragraphs = [textwrap.fill(one, 96) for one in (said, figures, use)]
     return '"""' + "\n\n".join(paragraphs) + '\n"""\n\n' + _IMPORTS.rstrip()
 
 
 def _helpers(names: set[str]) -> list[str]:
-    """The text of helpers and of those that they call, in the order of their file."""
+    """The text of helpers and of those they call, in the order of their file."""
     functions = dict(inspect.getmembers(support, inspect.isfunction))
     own = {
         name: inspect.getsource(function)
@@ -236,7 +236,7 @@ def _parameters(call: Call) -> list[str]:
 
 
 def _arguments(call: Call, distinct: Distinct) -> tuple[list[str], list[str | Path]]:
-    """The text of all arrays, and the lines that take apart what code cannot step into."""
+    """The text of all arrays, and the lines that unpack what code cannot step into."""
     lines: list[str] = []
     found: list[str | Path] = []
     given = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
@@ -273,10 +273,10 @@ def _words_of_results(program: Program) -> dict[int, str]:
 
 
 def _tree_text(tree: Any, leaves: Sequence[str]) -> str:
-    """A tree with these texts for leaves, as an expression.
+    """A tree with these texts as leaves, as an expression.
 
     Raises:
-      UnprintableError: a node is of a type of the user's.
+      UnprintableError: a node has a user-defined type.
     """
 
     def among(first: str, parts: Sequence[str], last: str) -> str:
@@ -315,7 +315,7 @@ class _Leaf:
     text: str
 
 
-#: What code may differ in from the function it stands for: how calls are grouped, what is kept.
+#: How code may differ from the function it stands for: how calls are grouped, what is kept.
 _GROUPING = frozenset(
     "checkpoint remat2 remat name optimization_barrier custom_jvp_call jit pjit closed_call "
     "core_call copy copy_p clamp convert_element_type".split()

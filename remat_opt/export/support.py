@@ -1,8 +1,8 @@
-"""What exported code calls beside JAX: each function is copied into it where it is used.
+"""What exported code calls besides JAX: each function is copied into it if used.
 
-So each stands on its own: it names nothing but the modules that exported code imports, and other
-functions of this file, which are copied along. None uses what JAX does not export. They do what
-those of the same names in ``transform`` do, and compile to the same bytes.
+So each is self-contained: it refers only to the modules that exported code imports, and to other
+functions of this file, which are copied along. None uses anything that JAX does not export. They do
+what those of the same names in ``transform`` do, and compile to the same bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def zero_of(value: Any) -> Any:
 
 
 def tied(tangents: Sequence[Any]) -> tuple[Any, ...]:
-    """Tangents as they are; of their cotangents none goes on before all are computed."""
+    """Tangents as they are; none of their cotangents goes on before all are computed."""
     there = [one for one in tangents if not isinstance(one, SymbolicZero)]
     behind = iter(lax.optimization_barrier(there)) if there else iter(())
     return tuple(one if isinstance(one, SymbolicZero) else next(behind) for one in tangents)
 
 
 def stored(*values: Any) -> tuple[Any, ...]:
-    """The values as arrays of their own; their cotangents are as they were."""
+    """The values as separate arrays; their cotangents are unchanged."""
 
     @jax.custom_jvp
     def barrier(*given: Any) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ def stored(*values: Any) -> tuple[Any, ...]:
 
 
 def behind_barrier(*values: Any) -> tuple[Any, ...]:
-    """The values, none before all are computed; and their cotangents likewise."""
+    """The values, none available before all are computed; likewise their cotangents."""
 
     @jax.custom_jvp
     def barrier(*given: Any) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ def behind_barrier(*values: Any) -> tuple[Any, ...]:
 
 
 def cotangents_together(*values: Any) -> tuple[Any, ...]:
-    """The values; of their cotangents none goes on before all are computed."""
+    """The values; none of their cotangents goes on before all are computed."""
 
     @jax.custom_jvp
     def same(*given: Any) -> tuple[Any, ...]:
@@ -125,14 +125,14 @@ def picked(
 
 
 def kept(name: str, equation: Callable[..., Any], derivatives: Sequence[Any], *inputs: Any) -> Any:
-    """Runs an equation whose derivative, too, reads the output that is kept by name.
+    """Runs an equation whose derivative also reads the output that is kept by name.
 
     Args:
-      name: of the output, for a policy.
-      equation: from the inputs to the output.
-      derivatives: for each input the function that gives, from the input's tangent, the output and
-        all inputs, the tangent of the output; None where no derivative is taken.
-      *inputs: of the equation.
+      name: the output's name, for a policy.
+      equation: takes the inputs to the output.
+      derivatives: for each input, the function that takes the input's tangent, the output and
+        all inputs to the output's tangent; None if no derivative is taken.
+      *inputs: the equation's inputs.
     """
 
     def named(*given: Any) -> Any:
@@ -166,7 +166,7 @@ def flat_scan(
     reverse: bool = False,
     unroll: int = 1,
 ) -> list[Any]:
-    """A scan of a body from constants, carry and entries to the next carry and entries made."""
+    """A scan; its body takes constants, carry and entries to the next carry and new entries."""
 
     def iteration(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         made = body(*constants, *carry, *entries)
@@ -191,15 +191,15 @@ def planned_scan(
     """A scan whose iterations keep what a plan says, in parts that follow one another.
 
     Args:
-      parts: of each its length; the parts of a chunk, where it is run in chunks, each under one
-        checkpoint; the names that every iteration keeps; and the body, from constants, carry and
-        entries to the next carry and the entries made.
+      parts: for each, its length; the parts of a chunk, if it runs in chunks, each under one
+        checkpoint; the names that every iteration keeps; and the body, which takes constants, carry
+        and entries to the next carry and new entries.
       constants: what every iteration reads.
-      carry: what the first iteration is handed.
-      stacked: of which each iteration reads one entry.
+      carry: what the first iteration receives.
+      stacked: inputs of which each iteration reads one entry.
       reverse: whether the last entries come first.
-      unroll: how many iterations are written out in a row.
-      reach: places that derivatives reach: among constants with ``stacked``, in the carry, and
+      unroll: how many iterations are unrolled.
+      reach: positions that derivatives reach: among constants and ``stacked``, in the carry, and
         among what iterations make.
     """
     length, inside, names, body = parts[0]
@@ -234,7 +234,7 @@ def parts_in_order(
     carry: Sequence[Any],
     place: Any,
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Runs iterations in parts: the carry, what is made, and what is read."""
+    """Runs iterations in parts; returns the carry, what is made, and what is read."""
     length, done = sum(part[0] for part in parts), 0
     found = []
     for part in parts:
@@ -259,7 +259,7 @@ def one_part(
     carry: Sequence[Any],
     first: Any,
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Runs the iterations of a part; their gradients are added where those of others are."""
+    """Runs the iterations of a part; their gradients are added to those of other parts in place."""
     length, inside, names, body = part
     reads_varying, carried, made_varying = reach
     size = sum(one[0] for one in inside) if inside else 1
@@ -271,7 +271,8 @@ def one_part(
     ) -> tuple[list[Any], list[Any], list[Any]]:
         entries = []
         for one in reads[constant_count:]:
-            # In the mesh of what is explicitly sharded: JAX 0.12 puts its gradient into zeros.
+            # Inside the mesh of explicitly sharded arrays: JAX 0.12 puts their gradients into
+            # zeros.
             mesh = jax.typeof(one).sharding.mesh
             if mesh.empty or not mesh.are_all_axes_explicit:
                 mesh = jax.sharding.get_abstract_mesh()
@@ -332,7 +333,7 @@ def one_part(
                 ([reads[n] for n in moved], [carry[n] for n in carried]),
                 (to_reads, to_carry),
             )
-            # Copies, which cost nothing: what is only handed on, ``scan`` would not carry.
+            # Copies, which cost nothing: ``scan`` would not carry what is only passed on.
             handed_on = [jnp.copy(one) for one in to_reads]
             state = carry_out, [to_next[n] for n in carried], handed_on
             return state, (made, [to_made[n] for n in made_varying])

@@ -1,1 +1,1 @@
-"""Hand-written checkpoints that do nothing, found in the traced program: one file for each idea."""
+"""Finds hand-written checkpoints that do nothing, in the traced program: one file per idea."""

@@ -1,4 +1,4 @@
-"""Functions with a rule of their own for the backward pass, under a policy of names."""
+"""Functions with a custom backward rule, under a policy of names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat_opt.units import format_bytes
 
 
 def residuals_without_names(found: Survey) -> Iterator[Finding]:
-    """What a ``custom_vjp`` keeps for its backward rule has no name: the function runs again."""
+    """The residuals of a ``custom_vjp`` have no name, so the function runs again."""
     for block in found.blocks:
         checkpoint = block.checkpoint
         if checkpoint is None or not checkpoint.listed:

@@ -1,4 +1,4 @@
-"""Names that nobody keeps: spelt in another way, given to nothing, or passed by."""
+"""Names that keep nothing: misspelt, given to nothing, or bypassed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
 from remat_opt.linting.survey import Block, Checkpoint, Finding, Survey, line_of
 
-#: What reads none of its inputs going backward: where only these read a value, it is not needed.
+#: Primitives that read no input going backward: a value that only these read is not needed.
 _NEEDS_NOTHING = frozenset(
     "add add_any broadcast_in_dim concatenate convert_element_type copy name neg pad "
     "reduce_sum reshape rev slice squeeze sub transpose".split()
 )
-#: What makes an array another array of the same values.
+#: Primitives that turn an array into another one with the same values.
 _MOVES = frozenset("convert_element_type reshape squeeze transpose".split())
 
 
@@ -41,7 +41,7 @@ def names_without_values(found: Survey) -> Iterator[Finding]:
 
 
 def values_without_readers(found: Survey) -> Iterator[Finding]:
-    """What ``checkpoint_name`` gives back is thrown away, and the value itself is used."""
+    """The result of ``checkpoint_name`` is thrown away, and the value itself is used."""
     for block in found.blocks:
         for equation in block.equations:
             name = _jax_checkpoints.name_of(equation)
@@ -58,7 +58,7 @@ def values_without_readers(found: Survey) -> Iterator[Finding]:
 
 
 def values_passed_by(found: Survey) -> Iterator[Finding]:
-    """A value is kept by name, and is computed again all the same for who reads it without."""
+    """A value is kept by name, but computed again for a reader that bypasses the name."""
     for block in found.blocks:
         if block.checkpoint is None:
             continue
@@ -87,7 +87,7 @@ def values_passed_by(found: Survey) -> Iterator[Finding]:
 
 
 def values_kept_twice(found: Survey) -> Iterator[Finding]:
-    """A value is kept, and so is what it is after it was reshaped or converted."""
+    """A value is kept, and so is a reshaped or converted copy of it."""
     for block in found.blocks:
         checkpoint = block.checkpoint
         if checkpoint is None:
@@ -113,7 +113,7 @@ def values_kept_twice(found: Survey) -> Iterator[Finding]:
                 yield Finding(
                     check="kept-twice",
                     message=f"{name!r} is kept, and so is the value at {line_of(origin)}, of which "
-                    "it is made by nothing but reshaping or conversion: both are stored",
+                    "it is only a reshaped or converted copy: both are stored",
                     remedy="keep one of them: name the one that the backward pass reads, and take "
                     "the other out of the policy",
                     source=line_of(equation),
@@ -121,7 +121,7 @@ def values_kept_twice(found: Survey) -> Iterator[Finding]:
 
 
 def _before_moves(makers: Mapping[Any, Any], equation: Any) -> Iterator[Any]:
-    """The equations whose results an equation reads after one move or more, the nearest first."""
+    """The equations whose results an equation reads through one or more moves, nearest first."""
     moved = False
     while not isinstance(equation.invars[0], internals.Literal):
         equation = makers.get(equation.invars[0])
@@ -135,7 +135,7 @@ def _before_moves(makers: Mapping[Any, Any], equation: Any) -> Iterator[Any]:
 
 
 def _needed(block: Block, checkpoint: Checkpoint, equation: Any) -> bool:
-    """Whether the backward pass needs what an equation gives, be it after a move."""
+    """Whether the backward pass needs an equation's result, perhaps after a move."""
 
     def needs(reader: Any) -> bool:
         name = _jax_checkpoints.name_of(reader)
@@ -147,7 +147,7 @@ def _needed(block: Block, checkpoint: Checkpoint, equation: Any) -> bool:
 
 
 def _inside(found: Survey, checkpoint: Checkpoint) -> Iterator[Block]:
-    """All that runs under a checkpoint; its policy enters loops, calls and other checkpoints."""
+    """Everything that runs under a checkpoint; its policy enters loops, calls and checkpoints."""
     for block in found.blocks:
         around = block.checkpoint
         while around is not None and around is not checkpoint:

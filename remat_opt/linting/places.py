@@ -8,19 +8,19 @@ from remat_opt import _jax_checkpoints
 from remat_opt import _jax_internals as internals
 from remat_opt.linting.survey import Checkpoint, Finding, Survey, flops, row
 
-#: From this share of all FLOPs on a checkpoint is around everything.
+#: With at least this share of all FLOPs, a checkpoint counts as around everything.
 _NEARLY_ALL = 0.95
-#: From this share on, a checkpoint round a loop is: beside the loop there is a head at most.
+#: The same for a checkpoint around a loop: besides the loop there is at most a head.
 _MOST = 0.75
-#: Up to this share of the FLOPs of a checkpoint, what follows it is nothing to speak of.
+#: Up to this share of a checkpoint's FLOPs, what follows it is negligible.
 _NEXT_TO_NOTHING = 0.01
 
 
 def round_everything(found: Survey) -> Iterator[Finding]:
     """One checkpoint around the whole loss: it is recomputed as soon as the forward pass ends.
 
-    A policy that keeps something does help, except where a loop does the work: it says what the
-    loop keeps, but what is recomputed is that of all of its iterations at once.
+    A policy that keeps something does help, except if a loop does the work: the policy says what
+    the loop keeps, but the rest is recomputed for all its iterations at once.
     """
     total = sum(map(flops, found.row))
     for one in found.row:
@@ -50,7 +50,7 @@ def round_everything(found: Survey) -> Iterator[Finding]:
 
 
 def round_the_last(found: Survey) -> Iterator[Finding]:
-    """A checkpoint around the last block: it is recomputed at once after it was computed."""
+    """A checkpoint around the last block: it is recomputed right after it was computed."""
     numbers = [n for n, one in enumerate(found.row) if found.checkpoint_at(one) is not None]
     if len(numbers) < 2:
         return
@@ -78,7 +78,7 @@ def _loop_of(checkpoint: Checkpoint) -> bool:
 
 
 def _keeps_something(found: Survey, checkpoint: Checkpoint) -> bool:
-    """Whether a policy keeps any value: of those of names, one that is there."""
+    """Whether a policy keeps any value; a policy of names must list one that exists."""
     if checkpoint.listed is None:
         return not _jax_checkpoints.saves_nothing(checkpoint.policy)
     return any(

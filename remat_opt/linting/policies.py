@@ -9,7 +9,7 @@ from remat_opt.linting.survey import Finding, Survey
 
 
 def policies_that_keep_everything(found: Survey) -> Iterator[Finding]:
-    """``save_anything_except_these_names`` takes no notice of its names."""
+    """``save_anything_except_these_names`` ignores its names."""
     for checkpoint in found.checkpoints:
         if _jax_checkpoints.is_save_anything_except(checkpoint.policy):
             yield Finding(

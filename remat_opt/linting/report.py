@@ -20,7 +20,7 @@ from remat_opt.program import tracing
 from remat_opt.view import report
 from remat_opt.view.plan_text import printable
 
-#: All checks, in the order in which their findings are told.
+#: All checks, in the order in which their findings are listed.
 CHECKS: tuple[Callable[[Survey], Iterator[Finding]], ...] = (
     places.round_everything,
     places.round_the_last,

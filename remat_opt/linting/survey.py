@@ -1,6 +1,6 @@
-"""The checkpoints and names of a function, as its jaxpr has them: what checks look at.
+"""The checkpoints and names in a function's jaxpr: what the checks look at.
 
-Nothing is left out: an equation that nothing reads may be the very thing that is looked for.
+Nothing is left out: an equation that nothing reads may be just what a check looks for.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Checkpoint:
     """One ``jax.checkpoint``.
 
     Attributes:
-      equation: JAX's.
-      policy: as it was given; None for none.
+      equation: JAX's own equation.
+      policy: as given; None if none was given.
       listed: the names that a policy of names was made with; None for other policies.
       body: what runs under it.
-      flops: of the body.
+      flops: FLOPs of the body.
       outer: the checkpoint around it, if any.
       source: the user's line.
     """
@@ -64,7 +64,7 @@ class Block:
 
     Attributes:
       equations: in order.
-      results: what it gives.
+      results: its results.
       checkpoint: the innermost checkpoint that it runs under, if any.
     """
 
@@ -77,7 +77,7 @@ class Block:
         return [one for one in self.equations if any(other is variable for other in one.invars)]
 
     def is_result(self, variable: Any) -> bool:
-        """Whether a variable is handed out."""
+        """Whether a variable is one of the results."""
         return any(one is variable for one in self.results)
 
 
@@ -86,11 +86,11 @@ class Survey:
     """What there is in a function.
 
     Attributes:
-      name: of the function.
-      blocks: all of its jaxprs, the outermost first.
+      name: the function's name.
+      blocks: all of its jaxprs, outermost first.
       checkpoints: all of its checkpoints, in order.
-      row: the equations of the function itself, with those of calls in their places.
-      differentiated: whether derivatives are taken inside, so that checkpoints have been split.
+      row: the function's own equations, with calls replaced by their equations.
+      differentiated: whether derivatives are taken inside, which splits checkpoints.
     """
 
     name: str
@@ -108,8 +108,8 @@ def survey(closed: Any, name: str) -> Survey:
     """Goes through a jaxpr.
 
     Args:
-      closed: of the function.
-      name: of the function.
+      closed: the function's jaxpr.
+      name: the function's name.
     """
     blocks: list[Block] = []
     checkpoints: list[Checkpoint] = []
@@ -148,12 +148,12 @@ def survey(closed: Any, name: str) -> Survey:
 
 
 def flops(equation: Any) -> int:
-    """Floating-point operations of an equation, loops in it as often as they run."""
+    """Floating-point operations of an equation; loops count as often as they run."""
     return costs.cost(tracing.operation(equation)).flops
 
 
 def line_of(equation: Any) -> str:
-    """The user's line of an equation, or else of the first one inside that has one."""
+    """The user's line of an equation, or of the first one inside that has one."""
     line = internals.source_line(equation, only_users=True)
     for _, body in internals.inner_jaxprs(equation.params):
         for inside in internals.parts(body)[3]:
@@ -162,7 +162,7 @@ def line_of(equation: Any) -> str:
 
 
 def row(equations: Sequence[Any]) -> Iterator[Any]:
-    """The equations, with those of calls in the places of the calls."""
+    """The equations, with calls replaced by their equations."""
     for equation in equations:
         body = internals.inlinable_body(equation)
         if body is None:

@@ -1,15 +1,15 @@
-"""Memory as compiled, moment by moment of the replay.
+"""Memory as compiled, matched to the moments of the replay.
 
-The replay runs vertices; a compiled program runs instructions. Their names tell which equation they
-are of, in which region, and whether they run forward, again or backward, and an equation belongs to
-the vertex that it is computed for. So each moment of the replay has the instructions that do its
-work, and the most that is alive during them is what the replay's figure is to be.
+The replay runs vertices; a compiled program runs instructions. Their names show their equation, its
+region, and whether they run forward, again or backward, and an equation belongs to the vertex that
+it is computed for. So each moment of the replay has the instructions that do its work, and the most
+that is alive during them is what the replay should predict.
 
-Names are not all there is to know. A kernel that does the work of several moments carries one name,
-mostly that of the last: what is alive during it counts for the moments before it, too. An
-instruction without an equation's name, such as a copy or the update of a weight, counts to what
-runs before it. Instructions that the compiler has moved far from their turn would count to a moment
-that they have nothing to do with: they are told by their place among the others, and left out.
+Names are not everything. A kernel that does the work of several moments has one name, mostly that
+of the last: what is alive during it also counts for the moments before. An instruction without an
+equation's name, such as a copy or the update of a weight, counts towards what runs before it.
+Instructions that the compiler has moved far from their turn would count towards a moment that they
+have nothing to do with. Their position among the others gives them away, and they are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat_opt.measurement.buffers import CompiledMemory, attributed
 from remat_opt.scopes import AGAIN, origin
 from remat_opt.simulator import Moment
 
-#: What the names call a phase, and what the replay does.
+#: The phase in names, and what it is in the replay.
 _PHASES = {"forward": "forward", "recomputed": "recompute", "backward": "backward"}
 
 _Places = defaultdict[tuple[str, int, int, int], list[int]]
@@ -34,11 +34,11 @@ class Alignment:
     """What is alive as compiled, one entry for each moment of a replay.
 
     Attributes:
-      compiled_bytes: the most temporary bytes that are alive during the moment's instructions, or
-        during those of the kernel that does its work; None where no name of its region is found.
+      compiled_bytes: the most temporary bytes alive during the moment's instructions, or during the
+        kernel that does its work; None if no name of its region is found.
       named: whether instructions have the moment's own name.
-      kept_bytes: for vertices with values that wait, as the forward pass ends, for the backward
-        pass, the bytes of them, wherever they lie. A fusion's results are of the vertex it is named
+      kept_bytes: for vertices with values that wait for the backward pass when the forward pass
+        ends, their bytes, wherever they are. A fusion's results belong to the vertex it is named
         after.
     """
 
@@ -48,12 +48,12 @@ class Alignment:
 
 
 def align(memory: CompiledMemory, moments: Sequence[Moment], roots: Sequence[int]) -> Alignment:
-    """Sets what is alive as compiled beside the replay, for each of its moments.
+    """Finds what is alive as compiled at each moment of the replay.
 
     Args:
-      memory: of the program, compiled as the schedule says.
-      moments: of the replay of the schedule.
-      roots: for each vertex the position of the equation that makes it, ascending.
+      memory: that of the program, compiled according to the schedule.
+      moments: those of the schedule's replay.
+      roots: for each vertex, the position of the equation that makes it, ascending.
     """
     places: _Places = defaultdict(list)
     for place, moment in enumerate(moments):
@@ -82,12 +82,12 @@ def align(memory: CompiledMemory, moments: Sequence[Moment], roots: Sequence[int
 
 
 def _place(op_name: str, places: _Places, roots: Sequence[int]) -> int | None:
-    """The number of the moment that an instruction does the work of, if its name tells."""
+    """The number of the moment whose work an instruction does, if its name shows it."""
     for name in op_name.split(";"):
         found = origin(name)
         if found.equation is None or not found.region or found.phase not in _PHASES:
             continue
-        # A checkpoint inside another is the one whose region stands before the word.
+        # Of nested checkpoints, it is the one whose region comes before the word.
         depth = len(origin(name.rpartition(AGAIN)[0]).region) - 1 if AGAIN in name else 0
         key = (
             _PHASES[found.phase],
@@ -101,16 +101,16 @@ def _place(op_name: str, places: _Places, roots: Sequence[int]) -> int | None:
 
 
 def _vertex(equation: int, roots: Sequence[int]) -> int:
-    """The vertex that an equation is computed for: the next one, as what it is fused into is."""
+    """The vertex that an equation is computed for: the next one, into which it is fused."""
     return min(bisect.bisect_left(roots, equation), len(roots) - 1)
 
 
 def _in_turn(named: Sequence[tuple[int, int]]) -> dict[int, int]:
     """The steps whose moments are in the order of the replay, with their moments.
 
-    Of all sequences of steps whose moments do not go back, a longest one.
+    A longest sequence of steps whose moments do not go back.
     """
-    # Patience sorting: for each length the step that ends a sequence with the earliest moment.
+    # Patience sorting: for each length, the step that ends a sequence at the earliest moment.
     ends: list[int] = []
     moments: list[int] = []
     before: list[int | None] = []
@@ -134,11 +134,11 @@ def _in_turn(named: Sequence[tuple[int, int]]) -> dict[int, int]:
 def _with_fused(
     moments: Sequence[Moment], compiled_bytes: Sequence[int | None]
 ) -> tuple[int | None, ...]:
-    """The figures with those of the next moment of the same pass where there is none, or the last.
+    """Fills missing figures with those of the next moment of the same pass, or the last.
 
     Args:
-      moments: of the replay.
-      compiled_bytes: of those with instructions of their own.
+      moments: those of the replay.
+      compiled_bytes: the figures of moments with their own instructions.
     """
     found = list(compiled_bytes)
     for places in (range(len(found) - 1, -1, -1), range(len(found))):
@@ -154,7 +154,7 @@ def _with_fused(
 
 
 def _kept_bytes(memory: CompiledMemory, turn: int, roots: Sequence[int]) -> dict[int, int]:
-    """Bytes that are there before the first step of the backward pass and read in it."""
+    """Bytes that exist before the first backward step and are read in the backward pass."""
     found: Counter[int] = Counter()
     for one in attributed(memory):
         buffer = one.buffer

@@ -1,13 +1,13 @@
-"""Memory over time as compiled: what lies where, from when to when, in the compiler's own words.
+"""Memory over time as compiled: what is where, and from when to when, as the compiler says.
 
 With ``xla_dump_to``, XLA writes what it decided about one program. Three of those texts are read
-here: the scheduled program, with names; the order in which its instructions run and from where to
-where each value lives (``live-range``); and each allocation with the values in it, with sizes and
-offsets (``buffer-assignment``). They say all there is to know of a program's memory, without a rule
-about what compilers fuse or share. CPU, GPU and TPU write the same formats, of JAX 0.10 and 0.12
-alike, but for a few words.
+here: the scheduled program, with names; the order in which its instructions run and how long each
+value lives (``live-range``); and each allocation with the values in it, with sizes and offsets
+(``buffer-assignment``). They contain everything about a program's memory, so we need no rules about
+what compilers fuse or share. CPU, GPU and TPU write the same formats in JAX 0.10 and 0.12, except
+for a few words.
 
-What one has to know of them:
+What you need to know about them:
 
 *   The order has the instructions of loops' bodies, branches and calls in it, before the one that
     runs them. Here a *step* is one instruction of the entry computation; what lives inside a call
@@ -18,7 +18,7 @@ What one has to know of them:
 *   From JAX 0.12 on, the program's text has no ``get-tuple-element``; the order has.
 *   A TPU has several memories. What is counted is its main one, as budgets are about it.
 *   Results and donated arguments have allocations of their own, in which temporaries lie while
-    they are not written, or no longer read. These are told, but not counted.
+    they are not written, or no longer read. These are listed, but not counted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _MOMENT = re.compile(r"\s+(\d+):(\S+)$")
 _LIFE = re.compile(r"\s+(?P<name>[^\s{]+)(?P<index>\{[\d, ]*\}):(?P<first>\d+)-(?P<last>\d+)$")
 _SECTIONS = ("InstructionSequence:", "BufferLiveRange:")
 
-#: Instructions that hand a value on, be it to another place: where they have no name of their own
-#: it is what they read that says where it comes from.
+#: Instructions that pass a value on, perhaps to another place: if they have no name of their own,
+#: the value's origin is that of what they read.
 _HANDING_ON = frozenset(
     "async-done async-start async-update bitcast copy copy-done copy-start custom-call "
     "get-tuple-element opt-barrier slice tuple".split()
@@ -67,7 +67,7 @@ class Step:
     Attributes:
       name: what the compiler calls it.
       opcode: what it does.
-      op_name: what JAX says of where it comes from; "" where nothing.
+      op_name: what JAX says about its origin; "" if nothing.
     """
 
     name: str
@@ -80,23 +80,23 @@ class Buffer:
     """One value in main memory.
 
     Attributes:
-      instruction: what defines it, in the compiler's words.
+      instruction: the compiler's name of what defines it.
       index: which part of the instruction's result it is, if that is a tuple.
       size_bytes: its size.
-      offset_bytes: where in its allocation it lies.
-      allocation_number: which allocation it lies in.
-      allocation: what that allocation is: of temporaries, of an argument or of a result.
-      kind: what the value is. One of kind "temporary" in an argument's or a result's allocation
-        lies there while the argument is no longer read, or the result not yet written.
-      first_step: the first step of the entry at which it counts.
+      offset_bytes: its position in its allocation.
+      allocation_number: the number of its allocation.
+      allocation: what that allocation is for: temporaries, an argument or a result.
+      kind: what the value is. A "temporary" in the allocation of an argument or a result is there
+        once the argument is no longer read, or until the result is written.
+      first_step: the first step of the entry computation at which it counts.
       last_step: the last one.
-      counts: whether it is alive at any step's fullest moment. Where it is not, it lives inside a
-        call alone, whose step both steps are, or gives its place to another at once.
-      op_name: what JAX says of the instruction; "" where nothing.
-      made_by: ``op_name`` of what makes it, the likeliest first: of the root of a fusion, of the
-        fusion itself, of others inside it; where all are silent, of what it is a copy of.
-      read_by: ``op_name`` of what reads it, copies and tuples of it aside.
-      type: its element type and shape, such as ``f32[8,4]``; "" where unknown.
+      counts: whether it is alive at any step's fullest moment. If not, it lives only inside a call,
+        whose step both steps are, or gives its place to another at once.
+      op_name: what JAX says about the instruction; "" if nothing.
+      made_by: ``op_name`` of what makes it, likeliest first: the root of a fusion, the fusion
+        itself, others inside it; if none has one, what it is a copy of.
+      read_by: ``op_name`` of what reads it, apart from copies and tuples of it.
+      type: its element type and shape, such as ``f32[8,4]``; "" if unknown.
       source: the user's line of what makes it, as ``file.py:line (function)``; "" if unknown.
     """
 
@@ -122,13 +122,13 @@ class CompiledMemory:
     """Memory over time of one compiled program.
 
     Attributes:
-      heap_bytes: size of the allocations of temporaries in main memory.
-      peak_live_bytes: the most temporary bytes that are alive at once; what is missing to
-        ``heap_bytes`` are holes.
-      peak_step: the first step at which so many are.
-      timeline: int64, shape (steps,): temporary bytes that are alive at each step.
+      heap_bytes: size of the allocations for temporaries in main memory.
+      peak_live_bytes: the most temporary bytes alive at once; the difference from ``heap_bytes`` is
+        holes.
+      peak_step: the first step at which this many are alive.
+      timeline: int64, shape (steps,): temporary bytes alive at each step.
       instructions: the steps, in the order in which they run.
-      buffers: all values in allocations of temporaries, results and arguments.
+      buffers: all values in allocations for temporaries, results and arguments.
       source: which texts it was read from.
     """
 
@@ -153,11 +153,11 @@ class CompiledMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """A buffer, and where it comes from.
+    """A buffer and its origin.
 
     Attributes:
       buffer: the buffer.
-      origin: equation, region and phase, as far as names tell.
+      origin: equation, region and phase, as far as names show them.
     """
 
     buffer: Buffer
@@ -166,7 +166,7 @@ class Attribution:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Value:
-    """A value as the buffer assignment has it, with its life in moments of the whole order."""
+    """A value from the buffer assignment, with its life in moments of the whole order."""
 
     name: str
     index: tuple[int, ...]
@@ -188,10 +188,10 @@ def parse_memory(
       live_ranges: text of ``*after_optimizations-live-range.txt``.
       assignment: text of ``*after_optimizations-buffer-assignment.txt``.
       device: name of the device compiled for, for messages.
-      source: what to say of where the texts come from.
+      source: what to say about the texts' origin.
 
     Raises:
-      CompileError: if a text is not of the form that is known.
+      CompileError: a text does not have the known form.
     """
     module = read_program(program)
     order, lives, length = _live_ranges(live_ranges, device)
@@ -233,10 +233,10 @@ def parse_memory(
 
 
 def attributed(memory: CompiledMemory) -> tuple[Attribution, ...]:
-    """Where each buffer comes from: the equation, its region, and whether it is recomputed.
+    """The origin of each buffer: the equation, its region, and whether it is recomputed.
 
-    The first name in ``made_by`` that has an equation decides; where none has, the first that has
-    a region, and else the first.
+    The first name in ``made_by`` with an equation decides; if there is none, the first with a
+    region; otherwise the first.
     """
     return tuple(
         Attribution(buffer=buffer, origin=_likeliest(buffer.made_by)) for buffer in memory.buffers
@@ -244,7 +244,7 @@ def attributed(memory: CompiledMemory) -> tuple[Attribution, ...]:
 
 
 def split(memory: CompiledMemory, step: int) -> dict[Origin, int]:
-    """Temporary bytes that are alive at a step, by where they come from, the most first."""
+    """Temporary bytes alive at a step, by origin, largest first."""
     found: Counter[Origin] = Counter()
     for buffer in memory.alive(step):
         found[_likeliest(buffer.made_by)] += buffer.size_bytes
@@ -344,7 +344,7 @@ def _assignment(
 
 
 def _allocation_kind(words: str) -> Kind | None:
-    """What an allocation is; None for constants, what threads use, and other memories."""
+    """What an allocation is for; None for constants, thread-local memory, and other memories."""
     color = _COLOR.search(words)
     if color is not None and color[1] != "0":
         return None
@@ -363,12 +363,12 @@ def _steps(
     found = [(entry[name], moment) for moment, name in enumerate(order) if name in entry]
     if not found or len(found) < sum(one.opcode != "get-tuple-element" for one in entry.values()):
         raise _unknown(device, "the order lacks instructions of the program")
-    # What may come after the last one, as values that are handed out do, is of its step.
+    # Anything after the last one, such as returned values, belongs to its step.
     return [one for one, _ in found], np.array([moment for _, moment in found], np.int64)
 
 
 def _fullest(live: NDArray[np.int64], step_ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each step the moment, after the step before, at which most bytes are alive."""
+    """For each step, the moment since the previous step at which most bytes are alive."""
     starts = [0, *(step_ends[:-1] + 1).tolist()]
     return np.array(
         [
@@ -380,11 +380,11 @@ def _fullest(live: NDArray[np.int64], step_ends: NDArray[np.int64]) -> NDArray[n
 
 
 def _in_turn(values: Sequence[_Value]) -> list[tuple[int, int]]:
-    """From when to when each value counts, so that no place counts twice at any moment.
+    """The span in which each value counts, so that no place counts twice at any moment.
 
-    Values share a place in the moment in which one takes the place of another, and where loops and
-    calls hand one array in and out. The later one counts from when it is there, unless it is part
-    of the earlier one or ends before that does; then it counts from when that is gone.
+    Values share a place in the moment when one replaces another, and where loops and calls pass one
+    array in and out. The later one counts from its start, unless it is part of the earlier one or
+    ends before it; then it counts from when that is gone.
     """
     lives = [(value.first, value.last) for value in values]
     places: defaultdict[int, list[int]] = defaultdict(list)
@@ -392,7 +392,7 @@ def _in_turn(values: Sequence[_Value]) -> list[tuple[int, int]]:
         places[value.number].append(position)
     for positions in places.values():
         active: list[int] = []
-        # Of those that begin at once the largest first: the others are parts of it.
+        # Of those that begin together, the largest first: the others are parts of it.
         for here in sorted(positions, key=lambda p: (values[p].first, -values[p].size, p)):
             value = values[here]
             active = [p for p in active if lives[p][1] >= value.first]
@@ -413,7 +413,7 @@ def _in_turn(values: Sequence[_Value]) -> list[tuple[int, int]]:
 
 
 class _Sources:
-    """Looks for names of what makes a value."""
+    """Finds the names of what makes a value."""
 
     def __init__(self, module: Module, home: Mapping[str, tuple[Instruction, str]]) -> None:
         self._module = module
@@ -427,12 +427,12 @@ class _Sources:
         self._reading: defaultdict[str, list[Instruction]] = defaultdict(list)
         for body in module.computations.values():
             for one in body:
-                # Behind the operands a line has other names: of computations, mostly.
+                # After the operands a line has other names, mostly of computations.
                 for operand in dict.fromkeys(one.operands):
                     self._reading[operand].append(one)
 
     def readers(self, name: str, depth: int = 0) -> list[str]:
-        """Names of what reads an instruction's result, be it handed on or not."""
+        """Names of what reads an instruction's result, passed on or not."""
         found: list[str] = []
         for one in self._reading.get(name, ()):
             if one.opcode in _HANDING_ON and one.opcode != "custom-call":
@@ -447,9 +447,9 @@ class _Sources:
         return next(filter(None, lines), "")
 
     def names(self, name: str, index: Sequence[int], depth: int = 0) -> list[tuple[str, int]]:
-        """Names of what makes a part of an instruction's result, the likeliest first.
+        """Names of what makes a part of an instruction's result, likeliest first.
 
-        Each with the frame that it comes from.
+        Each comes with its frame.
         """
         if depth > _FURTHEST or name not in self._home:
             return []
@@ -498,7 +498,7 @@ class _Sources:
 
 
 def _own_names(one: Instruction) -> list[str]:
-    """The names in an ``op_name``: XLA puts those of what it merges one behind the other."""
+    """The names in an ``op_name``: XLA joins those of what it merges."""
     return [name for name in one.op_name.split(";") if name]
 
 

@@ -13,8 +13,8 @@ Three things to know about the figures:
 *   On a CPU, JAX before 0.11 undoes rematerialisation (see :func:`compiler_options`). The program
     is measured with that turned off, and the record says so in ``notes``.
 
-Whether the program's recomputation survived the compiler is read off the compiled program itself
-(``recomputation``), and what is alive when off what the compiler writes about it (``buffers``).
+The compiled program itself shows whether the program's recomputation survived the compiler
+(``recomputation``); the compiler's own files show what is alive when (``buffers``).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from remat_opt.progress import doing
 from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation
 from remat_opt.units import format_bytes
 
-#: What XLA says where it finds no tiles for a product of its own without the device, the options
-#: that leave products to the library, and what to say then.
+#: What XLA says if it finds no tiles for one of its products without the device, the options that
+#: leave products to the library, and what to say then.
 _NO_TILES = "output tile sizes"
 _LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 _TILES_NOTE = (
@@ -52,12 +52,12 @@ _TILES_NOTE = (
     "program where the device is not attached"
 )
 
-#: The device a machine of each platform is taken for when it is not a known one: the
-#: smallest of its kind, so that nothing is planned that it could not do.
+#: The device that an unknown machine of each platform counts as: the smallest of its kind, so that
+#: no plan asks too much of it.
 _GENERIC_DEVICES = {"cpu": "cpu", "cuda": "a100", "tpu": "v5e"}
 
-#: The packages that hold the compiler of a platform; the first that is installed counts.
-#: Not libtpu: ``TPU_LIBRARY_PATH`` may name another, and it tells its version itself.
+#: The packages that hold the compiler of a platform; the first one installed counts. Not libtpu:
+#: ``TPU_LIBRARY_PATH`` may name another, and it reports its own version.
 _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("jaxlib",),
     "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"),
@@ -65,8 +65,8 @@ _COMPILER_PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
-#: The pass that recomputes of the compiler's own accord where memory runs short, by platform, where
-#: it can be left out: XLA for TPU has one of its own.
+#: The compiler's own rematerialisation pass, used if memory runs short, by platform, if it can be
+#: left out: XLA for TPU has a different one.
 OWN_REMATERIALISATION = {"cuda": "rematerialization"}
 _BARRIER_PASS = "cse_barrier_expander"
 _BARRIER_NOTE = (
@@ -97,8 +97,8 @@ class Measurement:
       temporary_bytes: everything else in device memory while it runs.
       host_bytes: arguments, outputs and temporaries in host memory, as offloading makes.
       alias_bytes: outputs that reuse the buffers of donated arguments.
-      flops: the compiler's count, or None where it gives none. A loop's body counts once.
-      recomputation: what happened to the program's recomputation; None if it has none.
+      flops: the compiler's count, or None if it gives none. A loop's body counts once.
+      recomputation: what the compiler did with the program's recomputation; None if there is none.
       compile_seconds: how long tracing, lowering and compiling took. The only figure that
         differs from one run to the next; not part of equality.
       jax_version: version of JAX.
@@ -138,7 +138,7 @@ class Measurement:
         """Reads what :meth:`to_dict` wrote.
 
         Raises:
-          PlanFileError: if a field is missing, unknown or of the wrong type.
+          PlanFileError: a field is missing, unknown or of the wrong type.
         """
         fields = {field.name for field in dataclasses.fields(cls)} - {"memory"}
         if not isinstance(data, Mapping) or set(data) != fields:
@@ -181,17 +181,17 @@ def measure(
       static_argnums: as in ``jax.jit``.
       static_argnames: as in ``jax.jit``.
       donate_argnums: as in ``jax.jit``.
-      with_buffers: whether to read what is alive when, too (``memory``). Where it cannot be read,
-        a note says why.
+      with_buffers: whether to read also what is alive when (``memory``). If it cannot be read, a
+        note says why.
       as_written: whether to compile without the compiler's own rematerialisation, if it is among
         ``OWN_REMATERIALISATION``.
       **kwargs: its keyword arguments, likewise.
 
     Raises:
-      DeviceError: if the device is unknown or cannot take these arguments.
-      MissingPackageError: if compiling for it needs a package that is not installed.
-      CompileError: if the compiler refuses the program, as for lack of memory. Its ``memory`` is
-        what was alive when, where that was asked for and the compiler came so far.
+      DeviceError: the device is unknown or cannot take these arguments.
+      MissingPackageError: compiling for it needs a package that is not installed.
+      CompileError: the compiler refuses the program, as for lack of memory. Its ``memory`` is what
+        was alive when, if that was asked for and the compiler got that far.
     """
     target = resolve_device(device, meshes.mesh_of((args, kwargs)))
     start = time.perf_counter()
@@ -211,7 +211,7 @@ def measure(
                 compiled, notes = _compile(lowered, target, folder, as_written)
         except CompileError as error:
             if folder is not None:
-                # XLA writes down what it decided before it finds that it does not fit.
+                # XLA writes down what it decided before it finds that the program does not fit.
                 with contextlib.suppress(CompileError):
                     error.memory = read_memory(lowered.as_text("hlo"), folder, target)
             raise
@@ -264,8 +264,8 @@ def compile_for(
     """Compiles ``fn`` for a device, attached or not; see :func:`measure` for arguments.
 
     Returns:
-      What ``jax.jit(fn).lower(...).compile()`` gives: ``as_text()`` is the program after
-      all of the compiler's passes. It can be run only where the device is attached.
+      What ``jax.jit(fn).lower(...).compile()`` gives: ``as_text()`` is the program after all
+      compiler passes. It can run only if the device is attached.
     """
     target = resolve_device(device, meshes.mesh_of((args, kwargs)))
     jitted = jax.jit(
@@ -288,7 +288,7 @@ def _lower(
         return jitted.lower(*args, **kwargs)
     if not (target.attached and any(map(_spans_devices, jax.tree.leaves((args, kwargs))))):
         args, kwargs = jax.tree.map(lambda leaf: _placed(leaf, place, target), (args, kwargs))
-    # Arguments alone do not place a function that has none, or only Python numbers.
+    # A function without arguments, or with only Python numbers, is not placed by them.
     with jax.default_device(place):
         return jitted.lower(*args, **kwargs)
 
@@ -304,7 +304,7 @@ def _compile(
     Args:
       lowered: the program.
       target: the device.
-      folder: where XLA is to write what it decides about memory, if anywhere.
+      folder: where XLA should write what it decides about memory, if anywhere.
       as_written: whether to leave out the compiler's own rematerialisation, if possible.
     """
     options = compiler_options(target)
@@ -320,7 +320,7 @@ def _compile(
                 if target.platform != "cuda" or target.attached or _NO_TILES not in str(error):
                     raise
             for path in folder.iterdir() if folder is not None else ():
-                # What was written of the program that did not compile.
+                # Files left by the program that did not compile.
                 if path.is_file():
                     path.unlink()
             return lowered.compile(compiler_options=options | _LIBRARY_PRODUCTS), (_TILES_NOTE,)
@@ -329,12 +329,12 @@ def _compile(
 
 
 def _jax_device(device: Device) -> Any:
-    """What JAX knows the device as, attached or not."""
+    """JAX's object for the device, attached or not."""
     return _attached_jax_device(device) if device.attached else compile_only_devices(device)[0]
 
 
 def _peers(place: Any, device: Device, count: int) -> Sequence[Any]:
-    """The devices that a mesh of so many can be laid over."""
+    """The devices over which a mesh of this size can be laid."""
     if device.attached:
         return tuple(place.client.devices())
     return compile_only_devices(device, count)
@@ -403,11 +403,12 @@ def _recomputation_notes(found: Recomputation) -> list[str]:
 def _temporary_bytes(memory: Any, device: Device) -> int:
     """Temporaries in device memory: the size of the compiler's heap.
 
-    XLA for TPU reports the heap plus its fragmentation, which the heap has in it already. From
-    JAX 0.11 on it also tells all that it allocates, and what of it stays allocated throughout:
-    arguments and outputs. The rest is the heap, to the byte, with and without donation, host
-    memory, loops and a mesh. Before, what is alive at the peak has to do, arguments and outputs
-    in it: where that is all temporaries, half its sum with what is reported is the heap.
+    XLA for TPU reports the heap plus its fragmentation, although the heap already includes that.
+    From JAX 0.11 on it also reports everything it allocates, and how much of it stays allocated
+    throughout: arguments and outputs. The rest is the heap, to the byte, with and without donation,
+    host memory, loops and a mesh. Before, we must use what is alive at the peak, including
+    arguments and outputs: if that is all temporaries, the heap is half the sum of it and the
+    reported figure.
     """
     reported: int = memory.temp_size_in_bytes
     if device.platform != "tpu":
@@ -419,17 +420,17 @@ def _temporary_bytes(memory: Any, device: Device) -> int:
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
     live = memory.peak_memory_in_bytes - others
-    # Temporaries that lie in results' buffers, and host memory, count in the peak as well.
+    # The peak also counts temporaries in results' buffers, and host memory.
     return (reported + live) // 2 if 0 < live <= reported else reported
 
 
 def compiler_options(device: Device) -> dict[str, str | bool]:
-    """Compiler options without which a plan has no effect on a device; mostly none.
+    """Compiler options without which a plan has no effect on a device; usually none.
 
-    On a CPU with JAX before 0.11, the pass ``cse_barrier_expander`` removes the barriers
-    that ``jax.checkpoint`` puts around recomputation, and common subexpression elimination
-    then merges it with what it repeats. To run there, pass these options on:
-    ``jax.jit(step, compiler_options=compiler_options(device))``.
+    On a CPU with JAX before 0.11, the pass ``cse_barrier_expander`` removes the barriers that
+    ``jax.checkpoint`` puts around recomputation, and common subexpression elimination then merges
+    it with the original. To run there, pass these options on: ``jax.jit(step,
+    compiler_options=compiler_options(device))``.
     """
     if device.platform != "cpu" or jax.__version_info__ >= (0, 11):
         return {}
@@ -438,7 +439,7 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
 
 def _without(one: str) -> dict[str, str | bool]:
     """Compiler options that leave out one pass."""
-    # The option replaces what XLA_FLAGS says, so passes that are disabled there are kept.
+    # The option replaces XLA_FLAGS, so keep the passes that are disabled there.
     flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
     passes = [name for name in ",".join(flags).split(",") if name and name != one]
     return {_DISABLED_PASSES: ",".join([*passes, one])}
@@ -449,10 +450,10 @@ def resolve_device(device: str | Device, mesh: Any = None) -> Device:
 
     Args:
       device: a name that ``device.available()`` lists, "attached", or a ``Device``.
-      mesh: what arguments are laid out on, if on a mesh: "attached" then means its devices.
+      mesh: the mesh that arguments are laid out on, if any: "attached" then means its devices.
 
     Raises:
-      DeviceError: if there is none of that name.
+      DeviceError: there is none of that name.
     """
     if isinstance(device, Device):
         return device
@@ -464,12 +465,12 @@ def resolve_device(device: str | Device, mesh: Any = None) -> Device:
 def attached_device() -> Device:
     """The first of ``jax.devices()``, as a record.
 
-    Rates are those of the known device of that kind, or of the smallest known one of its
-    platform. Memory is what the backend says a program can have, where it says so (on a
-    CPU: the machine's), so that ``budget="fit"`` fits here.
+    Rates are those of the known device of that kind, or of the smallest known one of its platform.
+    Memory is what the backend says a program can have, if it says so (on a CPU: the machine's), so
+    that ``budget="fit"`` fits here.
 
     Raises:
-      DeviceError: if it is of a platform this package knows nothing of.
+      DeviceError: it is of a platform unknown to this package.
     """
     place = jax.devices()[0]
     platform = meshes.PLATFORMS.get(place.platform, place.platform)
@@ -500,7 +501,7 @@ def _memory_bytes(place: Any) -> int | None:
 
 
 def _attached_jax_device(device: Device) -> Any:
-    """JAX's device for one that is attached: its default if it is of that platform."""
+    """JAX's device for an attached one: its default device, if of that platform."""
     default = jax.devices()[0]
     if meshes.PLATFORMS.get(default.platform, default.platform) == device.platform:
         return default
@@ -514,7 +515,7 @@ def _attached_jax_device(device: Device) -> Any:
 
 
 def _placed(leaf: Any, place: Any, device: Device) -> Any:
-    """An argument as shape and dtype on ``place``; Python numbers and static values as is."""
+    """An argument as shape and dtype on ``place``; Python numbers and static values unchanged."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     if _spans_devices(leaf):
@@ -538,7 +539,7 @@ def _spans_devices(leaf: Any) -> bool:
 
 
 def _memory_kind(leaf: Any) -> str | None:
-    """Host memory where the argument is meant to lie there, else the device's default."""
+    """Host memory if the argument is meant to be there, else the device's default."""
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     return kind if kind == "pinned_host" else None
 
@@ -552,12 +553,12 @@ def _flops(compiled: jax.stages.Compiled) -> int | None:
 
 def compiler_version(device: Device) -> str:
     """What the compiler for a device calls itself."""
-    # The compilers for CPU and GPU say nothing of use about themselves; their packages do.
+    # The compilers for CPU and GPU say nothing useful about themselves; their packages do.
     for package in _COMPILER_PACKAGES[device.platform]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{package} {importlib.metadata.version(package)}"
     place = _jax_device(device)
-    # Several lines, among them a build date.
+    # Several lines, including a build date.
     return " ".join(place.client.platform_version.split())
 
 

@@ -1,9 +1,8 @@
 """Devices to compile for without having them.
 
-``jax.experimental.topologies`` makes such devices in the running process, also when JAX is
-imported and its backends are up, so that no subprocess is needed. What it needs is a
-loaded compiler plug-in, and this file is about loading one late, quietly, and only when
-asked for:
+``jax.experimental.topologies`` makes such devices in the running process, even when JAX is imported
+and its backends are up, so no subprocess is needed. It does need a loaded compiler plug-in, and
+this file loads one late, quietly, and only on request:
 
 1.  JAX's own backends come up first (``jax.devices()``), as the user's settings say. A
     plug-in loaded before that would take part in choosing the user's default backend.
@@ -36,24 +35,24 @@ from remat_opt.errors import CompileError, DeviceError, MissingPackageError
 
 _CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
 
-#: How many GPUs one machine has at most.
+#: The most GPUs in one machine.
 _GPUS_OF_MACHINE = 8
 
-#: XLA's C++ logs, of which only fatal ones are of use here: failures also come as exceptions.
+#: XLA's C++ logs: only fatal ones are useful here, since failures also come as exceptions.
 _QUIET_XLA = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 _TPU_ENVIRONMENT = {
     **_QUIET_XLA,
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
-    # Where no TPU is, do not ask Google Cloud's metadata server about it: minutes of waiting.
+    # Without a TPU, do not ask Google Cloud's metadata server about it: that takes minutes.
     "TPU_SKIP_MDS_QUERY": "1",
-    # Answers to two questions libtpu otherwise complains about on stderr. The topology's
-    # name, not this, decides what is compiled for.
+    # Without these two, libtpu complains on stderr. The topology's name, not this, decides what is
+    # compiled for.
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    # Only one process may hold /tmp/libtpu_lockfile, which guards the chips. Compiling
-    # touches none, must not fail while others train or compile, nor keep them out.
+    # Only one process may hold /tmp/libtpu_lockfile, which guards the chips. Compiling touches no
+    # chip, so it must neither fail while others train or compile, nor keep them out.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
@@ -61,16 +60,16 @@ _CUDA_ENVIRONMENT = {**_QUIET_XLA, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
 def compile_only_devices(device: Device, count: int = 1) -> tuple[Any, ...]:
-    """Devices of JAX's that programs can be lowered and compiled for, but not run on.
+    """JAX devices that programs can be lowered and compiled for, but not run on.
 
     Args:
       device: one with a TPU or GPU target.
-      count: how many are needed. Of GPUs there are as many as that; of TPUs, as the slice has.
+      count: how many are needed. GPUs come in this number; TPUs in that of the slice.
 
     Raises:
-      MissingPackageError: if the compiler plug-in is not installed.
-      DeviceError: if the device has no target of this kind.
-      CompileError: if the plug-in cannot be loaded or refuses the target.
+      MissingPackageError: the compiler plug-in is not installed.
+      DeviceError: the device has no target of this kind.
+      CompileError: the plug-in cannot be loaded or refuses the target.
     """
     jax.devices()
     try:
@@ -105,7 +104,7 @@ def _tpu_devices(topology: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _gpu_devices(target_config: str, count: int) -> tuple[Any, ...]:
-    # One partition, of so many processes, with so many GPUs each.
+    # One partition: the number of processes, and the GPUs of each.
     shape = f"1x{-(-count // _GPUS_OF_MACHINE)}x{min(count, _GPUS_OF_MACHINE)}"
     with _environment(_CUDA_ENVIRONMENT):
         try:
@@ -135,7 +134,7 @@ def _load_cuda_plugin() -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets those environment variables that are not set, and unsets them at the end."""
+    """Sets those environment variables that are not yet set, and unsets them at the end."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:

@@ -1,4 +1,4 @@
-"""What XLA writes about one program while it compiles it, and how to get at it."""
+"""What XLA writes about a program while compiling it, and how to get at it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat_opt.device import Device
 from remat_opt.errors import CompileError
 from remat_opt.measurement.buffers import CompiledMemory, parse_memory
 
-#: What XLA writes about memory: the last of the names of three files, the first alike in all.
+#: What XLA writes about memory: the endings of three file names with a common beginning.
 _DUMPED = "after_optimizations"
 _ASSIGNMENT, _LIVE_RANGES = "-buffer-assignment.txt", "-live-range.txt"
 _MODULE = re.compile(r"HloModule ([^\s,]+)")
@@ -23,11 +23,11 @@ _MODULE = re.compile(r"HloModule ([^\s,]+)")
 
 @contextlib.contextmanager
 def dump_folder() -> Iterator[Path]:
-    """A folder for XLA to write to, which is removed at the end.
+    """A folder for XLA to write to, removed at the end.
 
-    What JAX has compiled before it takes from its cache, and nothing is written: options about
-    dumps are no part of the cache's key. So the cache is off meanwhile. JAX looks only once
-    whether it is on, hence the resets; where none is configured, nothing is touched.
+    JAX takes programs that it compiled before from its cache, and then nothing is written: dump
+    options are not part of the cache's key. So the cache is off meanwhile. JAX checks only once
+    whether it is on, hence the resets; if no cache is configured, nothing is touched.
     """
     settings = jax.config.values
     cached = bool(
@@ -47,12 +47,12 @@ def dump_folder() -> Iterator[Path]:
 
 
 def read_memory(text: str, folder: Path, device: Device) -> CompiledMemory:
-    """What XLA wrote to ``folder`` about the program; it may have compiled others for it.
+    """What XLA wrote to ``folder`` about the program; it may also have compiled helpers.
 
     Args:
-      text: of the program, compiled or not, which begins with its name.
+      text: the program's text, compiled or not, which begins with its name.
       folder: where XLA wrote to.
-      device: the machine that was compiled for.
+      device: the machine compiled for.
     """
     program = _MODULE.match(text)
     found = []

@@ -1,9 +1,8 @@
 """The text of a compiled program, read into plain records.
 
-XLA writes one computation after the other, each with its instructions, the entry last; where the
-program is scheduled, instructions stand in the order in which they run. Before them stand tables of
-the lines of source code that instructions come from: each has a frame, and each frame the one that
-called it.
+XLA writes one computation after the other, each with its instructions, the entry last; in a
+scheduled program, instructions are in execution order. Before them come tables of the source lines
+that instructions come from: each has a frame, and each frame the one that called it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from remat_opt.naming import file_title
 
 _PRODUCTS = frozenset({"dot", "convolution", "ragged-dot"})
-#: Libraries that compilers hand products to.
+#: Libraries to which compilers delegate products.
 _PRODUCT_CALLS = ("__cublas$", "__cudnn$", "__onednn$")
 
-#: What runs computations of their own.
+#: Opcodes that run other computations.
 _CALLERS = frozenset("async-start call conditional custom-call fusion while".split())
 
 _INSTRUCTION = re.compile(
@@ -39,7 +38,7 @@ _TABLES = {
     "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)\b"),
     "StackFrames": re.compile(r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}$"),
 }
-#: This package, whose lines are nobody's own.
+#: This package, whose lines are never the user's.
 _PACKAGE = __file__.replace("\\", "/").rsplit("/", 2)[0] + "/"
 
 
@@ -50,13 +49,13 @@ class Instruction:
     Attributes:
       name: what it is called in the text.
       opcode: what it does.
-      op_name: what JAX says of where it comes from; "" where nothing.
-      operands: the names it reads, in order; after them all others that its line has.
+      op_name: what JAX says about its origin; "" if nothing.
+      operands: the names it reads, in order, followed by all others in its line.
       called: the computations that it runs.
-      is_product: whether it is a product of matrices or a convolution.
+      is_product: whether it is a matrix product or a convolution.
       is_root: whether it is the result of its computation.
-      types: of its result, one for each part of a tuple, such as ``f32[8,4]``.
-      frame: the number of the line of source code that it comes from; 0 where unknown.
+      types: the types of its result, one for each part of a tuple, such as ``f32[8,4]``.
+      frame: the number of the source line that it comes from; 0 if unknown.
     """
 
     name: str
@@ -92,12 +91,12 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """Instructions by the computation that they are in; of the program asked for, not all.
+    """Instructions by computation; for the program asked for, not all of them.
 
     Attributes:
       computations: the instructions of each.
-      entry: the one that runs first.
-      frames: by number the line, and the number of the frame that called it; 0 for none.
+      entry: the computation that runs first.
+      frames: by number, the line and the number of the frame that called it; 0 for none.
     """
 
     computations: Mapping[str, Sequence[Instruction]]
@@ -109,13 +108,13 @@ class Module:
         while frame in self.frames:
             location, caller = self.frames[frame]
             yield location
-            # A caller is numbered before what it calls.
+            # A caller has a lower number than what it calls.
             frame = caller if caller < frame else 0
 
     def users_line(self, frame: int) -> str:
         """The innermost line outside installed packages, as ``file.py:line (function)``.
 
-        The innermost of all where there is no such line; "" where nothing is known.
+        If there is no such line, the innermost of all; "" if unknown.
         """
         stack = list(self.stack(frame))
         found = next((one for one in stack if one.is_users), stack[0] if stack else None)
@@ -145,7 +144,7 @@ def read_program(text: str) -> Module:
 def _frames(
     tables: Mapping[str, Mapping[int, tuple[str, ...]]],
 ) -> dict[int, tuple[Location, int]]:
-    """The frames, as the four tables tell them."""
+    """The frames, from the four tables."""
     files, functions, locations, frames = tables.values()
     lines = {
         number: Location(
@@ -156,7 +155,7 @@ def _frames(
         for number, (file, function, line) in locations.items()
     }
     return {
-        # XLA counts callers from 1, where 1 is none.
+        # XLA counts callers from 1, and 1 means none.
         number: (lines[int(place)], int(caller) - 1)
         for number, (place, caller) in frames.items()
         if int(place) in lines
@@ -164,7 +163,7 @@ def _frames(
 
 
 def _instruction(match: re.Match[str], line: str) -> Instruction:
-    # The compiler's configuration, at the end, is long and says nothing of this.
+    # The compiler's configuration, at the end, is long and irrelevant here.
     attributes, _, rest = line[match.end() :].partition(", metadata={")
     op_name, frame = _OP_NAME.search(rest), _FRAME.search(rest)
     opcode = match["opcode"]

@@ -1,7 +1,7 @@
 """Meshes to compile for: of attached devices, or of a pod that you do not have.
 
-The shardings of arguments say which mesh they are for. If that mesh is abstract, or has other
-devices than those to compile for, its axes are mapped onto the latter.
+The shardings of arguments say which mesh they are for. If that mesh is abstract, or its devices are
+not those to compile for, its axes are mapped onto the latter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from remat_opt.device import Device
 from remat_opt.errors import DeviceError
 from remat_opt.measurement.compile_only import compile_only_devices
 
-#: Our names for JAX's platforms, where they differ.
+#: Our names for JAX's platforms, if different.
 PLATFORMS = {"gpu": "cuda"}
 
-#: Our names for what ``jax.Device.device_kind`` says: of a TPU in full, of a GPU a part.
+#: Our names for ``jax.Device.device_kind``: the full text for a TPU, part of it for a GPU.
 _TPU_KINDS = {
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -43,7 +43,7 @@ _GPU_KINDS = {
 
 
 def known_name(device_kind: str) -> str | None:
-    """The name of the device in our table that JAX calls so."""
+    """Our table's name for the device that JAX calls this."""
     if device_kind in _TPU_KINDS:
         return _TPU_KINDS[device_kind]
     kinds = (name for part, name in _GPU_KINDS.items() if part in device_kind)
@@ -90,10 +90,10 @@ def make_mesh(
 
 
 def mesh_of(tree: Any) -> Any | None:
-    """The mesh of several devices that a tree is laid out on; one of devices before abstract ones.
+    """The mesh of several devices that a tree is laid out on; concrete before abstract ones.
 
     Args:
-      tree: of arrays, shapes and whatever else functions are given.
+      tree: arrays, shapes and whatever else functions receive.
     """
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     found = [
@@ -103,10 +103,10 @@ def mesh_of(tree: Any) -> Any | None:
 
 
 def device_of(mesh: Any) -> Device | None:
-    """The device that a mesh is made of, where that is known and is not what is attached.
+    """The device that a mesh is made of, if known and not the attached one.
 
     Args:
-      mesh: of devices, or abstract; None for no mesh.
+      mesh: a mesh of devices, or an abstract one; None for no mesh.
     """
     told = None if mesh is None else mesh.abstract_mesh.abstract_device
     if told is None or told.device_kind == jax.devices()[0].device_kind:
@@ -116,11 +116,11 @@ def device_of(mesh: Any) -> Device | None:
 
 
 def on_device(mesh: Any, device: Device, places: Sequence[Any]) -> Mesh:
-    """The mesh itself where it is one of such devices, or else its axes laid over them.
+    """The mesh itself if it is made of these devices, else its axes laid over them.
 
     Args:
-      mesh: of devices, or abstract.
-      device: what is compiled for.
+      mesh: a mesh of devices, or an abstract one.
+      device: the device compiled for.
       places: JAX's devices of that kind.
 
     Raises:
@@ -133,7 +133,7 @@ def on_device(mesh: Any, device: Device, places: Sequence[Any]) -> Mesh:
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """A tree with shapes in place of arrays, laid out on a mesh as they are on theirs.
+    """A tree with shapes in place of arrays, laid out on a mesh as the arrays are on theirs.
 
     What is on no mesh is left to the compiler.
     """

@@ -1,14 +1,13 @@
-"""What the memory of a compiled step is spent on: every array has a share that it counts to.
+"""What the memory of a compiled step is spent on: every array counts towards one share.
 
-Arguments are there from first to last: parameters, the optimizer's state, and inputs such as the
-batch; so are the *results* that do not lie in donated arguments. Of the temporaries, *activations*
-are made going forward and read going backward; *recomputed* is what is computed again for the
-backward pass, by ``jax.checkpoint``, a plan, or the compiler of its own accord. These two are
-what rematerialisation trades for one another. *Gradients* are what the backward pass hands to the
-optimizer. All else is *workspace*: what lives within one pass only, and copies. Between arrays
-there may be *holes*.
+Arguments exist throughout: parameters, the optimizer's state, and inputs such as the batch; so do
+the *results* that are not in donated arguments. Of the temporaries, *activations* are made going
+forward and read going backward; *recomputed* is what is computed again for the backward pass, by
+``jax.checkpoint``, a plan, or the compiler of its own accord. Rematerialisation trades these two
+for one another. *Gradients* are what the backward pass hands to the optimizer. Everything else is
+*workspace*: what lives within one pass only, and copies. Between arrays there may be *holes*.
 
-The names that JAX gives to instructions say which pass they are part of.
+The names that JAX gives to instructions show which pass they are part of.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ Share = Literal[
     "workspace",
     "holes",
 ]
-#: All shares, those that are there from first to last before the others.
+#: All shares; those held throughout come first.
 SHARES: tuple[Share, ...] = get_args(Share)
-#: Those that are there from first to last.
+#: The shares held throughout.
 RESIDENT: tuple[Share, ...] = SHARES[:4]
 
-#: In the names of what compilers compute again of their own accord.
+#: Found in the names of what compilers recompute of their own accord.
 _OWN = ".remat"
 
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|custom_[jv][vj]p)\(")
 _CALL = re.compile(r"p?jit\((\w*)\)+$")
-#: Parts of names that say how something runs, not whose it is.
+#: Parts of names that say how something runs, not what it belongs to.
 _HOW = frozenset(
     "body branch checkpoint closed_call cond rematted_computation remat remat2 while".split()
 )
@@ -56,16 +55,16 @@ _DIGITS = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Arrays that are alike, in one share.
+    """Similar arrays in one share.
 
     Attributes:
-      share: what they count to.
-      bytes: of all of them together.
-      count: how many they are.
-      label: what makes them: a primitive in words, a function, or the argument's name; with
-        "again" where the compiler computes it again of its own accord.
+      share: the share they count towards.
+      bytes: their total size.
+      count: how many there are.
+      label: what makes them: a primitive in words, a function, or the argument's name; with "again"
+        if the compiler recomputes it of its own accord.
       type: element type and shape, such as ``f32[8,4]``.
-      module: the modules that they are made in, with ``*`` for numbers that differ.
+      module: the modules that make them, with ``*`` for numbers that differ.
       source: the user's line, as ``file.py:line (function)``; "" if unknown.
     """
 
@@ -83,10 +82,10 @@ class Shares:
     """Where the memory of a compiled step goes.
 
     Attributes:
-      at_peak: bytes of each share at the peak, holes among them: all that the device must have.
-      timelines: int64, shape (steps,): for each share of temporaries the bytes that are alive.
+      at_peak: bytes of each share at the peak, including holes: all that the device must have.
+      timelines: int64, shape (steps,): for each share of temporaries, the bytes alive.
       peak_step: the step at which most is alive.
-      held: what is alive then, the most bytes first.
+      held: what is alive then, largest first.
     """
 
     at_peak: Mapping[Share, int]
@@ -100,8 +99,8 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
 
     Args:
       memory: as compiled.
-      roles: for the name of each argument, such as ``params['w']``, what it counts to. Of an
-        argument that has no entry, the first entry that begins with the same word counts.
+      roles: by the name of each argument, such as ``params['w']``, the share it counts towards. An
+        argument without an entry uses the first entry that begins with the same word.
     """
     words: dict[str, Share] = {}
     for name, role in roles.items():
@@ -142,10 +141,10 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
 
 
 def _share(buffer: Buffer, backward: int) -> Share:
-    """What a temporary counts to; ``backward`` is the step at which the backward pass begins."""
+    """The share of a temporary; ``backward`` is the step at which the backward pass begins."""
     made = next((origin(name).phase for name in buffer.made_by), "other")
     if not buffer.made_by and buffer.first_step < backward:
-        # The compiler's own: a copy, such as one that is padded for a product.
+        # The compiler's own: a copy, such as one padded for a product.
         made = "forward"
     if made == "recomputed" or (_OWN in buffer.instruction and made == "forward"):
         return "recomputed"
@@ -158,7 +157,7 @@ def _share(buffer: Buffer, backward: int) -> Share:
 
 
 def _resident(memory: CompiledMemory) -> list[Buffer]:
-    """Arguments, and results in places of their own: one for each allocation, as large as it is."""
+    """Arguments, and results in separate places: one for each allocation, with its size."""
     places: defaultdict[int, list[Buffer]] = defaultdict(list)
     for buffer in memory.buffers:
         if buffer.allocation != "temporary":
@@ -172,7 +171,7 @@ def _resident(memory: CompiledMemory) -> list[Buffer]:
 
 
 def _together(alive: Sequence[tuple[Share, Buffer]]) -> tuple[Held, ...]:
-    """Arrays of one share, line and type, made in modules that differ in their numbers alone."""
+    """Arrays of one share, line and type, from modules that differ only in their numbers."""
     groups: defaultdict[tuple[str, ...], list[tuple[Held, Buffer]]] = defaultdict(list)
     for share, buffer in alive:
         one = _held(share, buffer)
@@ -205,7 +204,7 @@ def _held(share: Share, buffer: Buffer) -> Held:
         if not label:
             label = buffer.instruction
         elif "/" not in name:
-            # Named after an argument that it is made of.
+            # Named after the argument it is made from.
             label = f"copy of {label}"
         if _OWN in buffer.instruction:
             label = f"{label}, again"
@@ -221,14 +220,14 @@ def _held(share: Share, buffer: Buffer) -> Held:
 
 
 def module_and_label(op_name: str) -> tuple[str, str]:
-    """The modules and what is done, as ``op_name`` has them.
+    """The modules and the operation, from an ``op_name``.
 
     >>> module_and_label("jit(step)/transpose(jvp(Net))/Block_0/jit(relu)/max")
     ('Net/Block_0', 'relu')
     >>> module_and_label("jit(step)/jvp(Net)/Block_0/dot_general")
     ('Net/Block_0', 'matrix product')
     """
-    # First is the function that was compiled.
+    # The compiled function comes first.
     parts = _TRANSFORMED.sub("", op_name).split("/")
     parts = [part for part in parts if part]
     if not parts:
@@ -239,7 +238,7 @@ def module_and_label(op_name: str) -> tuple[str, str]:
     if between and (call := _CALL.match(between[-1])) is not None and call[1].strip("_"):
         label = call[1].strip("_")
     modules = [part.rstrip(")") if not _CALL.match(part) else "" for part in between]
-    # What an einsum is of has a scope of its own.
+    # An einsum has a separate scope for its operands.
     kept = [
         part
         for part in modules

@@ -2,13 +2,12 @@
 
 A gradient alone is not training. Its results lend their buffers to temporaries until they are
 written; in a step that updates donated parameters there are no such buffers, and gradients are
-temporaries themselves. So what a plan, or a policy of ``jax.checkpoint``, is worth is measured in
-the step in which it is to run: the step as it stands, with one thing run in place of the loss.
+temporaries themselves. So the worth of a plan, or of a policy of ``jax.checkpoint``, is measured in
+the step in which it will run: the unchanged step, with something else run in place of the loss.
 
-Whoever calls a decorated function inside ``with running(how):`` gets what ``how`` makes of it.
-JAX keeps the traces of functions under ``jax.jit``, and would hand out one that was made before.
-So each ``running`` is a context of JAX's of its own (``jax.make_user_context``), which is part of
-the keys of its caches.
+A call of a decorated function inside ``with running(how):`` runs what ``how`` makes of it. JAX
+keeps the traces of functions under ``jax.jit``, and would reuse an earlier one. So each ``running``
+is a separate JAX context (``jax.make_user_context``), which is part of JAX's cache keys.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 from remat_opt.timeline import Resident
 
-#: From the loss to a function with its results, to run in its place.
+#: Takes the loss to a function with the same results, to run in its place.
 How = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-#: From (which loss, the function in it, its signature) to what runs in its place; None for the
+#: Takes (which loss, the function in it, its signature) to what runs in its place; None for the
 #: decorated function itself.
 _Instead = Callable[[object, Callable[..., Any], Signature], Callable[..., Any] | None]
 
-#: The number of the innermost ``running``; a number, as JAX's caches hold on to it.
+#: The number of the innermost ``running``; a number, since JAX's caches hold on to it.
 _innermost = jax.make_user_context(default_value=None)
 _instead: dict[int, _Instead] = {}
 _numbers = itertools.count()
@@ -53,7 +52,7 @@ _MARK = "remat_opt_call_"
 
 
 def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The way to run a loss that changes nothing."""
+    """Runs a loss unchanged."""
     return fn
 
 
@@ -72,12 +71,12 @@ def _replacing(instead: _Instead) -> Iterator[None]:
 def running(how: How, loss: object = None) -> Iterator[None]:
     """While this is open, calls of a decorated loss run something else.
 
-    Inside what runs in its place, decorated functions are themselves again.
+    Inside the replacement, decorated functions are themselves again.
 
     Args:
       how: gives what to run in place of the undecorated function, such as the function
         itself, or ``lambda fn: jax.checkpoint(fn)``.
-      loss: which loss, as ``LossCall.loss`` has it; every one if None.
+      loss: which loss, as in ``LossCall.loss``; every one if None.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -101,15 +100,15 @@ def running(how: How, loss: object = None) -> Iterator[None]:
 def instead_of(
     loss: object, fn: Callable[..., Any], signature: Signature
 ) -> Callable[..., Any] | None:
-    """What a call of a decorated function has to run in its place, or None for itself.
+    """What a call of a decorated function must run instead, or None for itself.
 
     Args:
-      loss: which one it is: the same object for a method however it is bound.
+      loss: which one it is: the same object for a method, however bound.
       fn: the undecorated function.
       signature: how its arguments are read.
     """
     number = _innermost.value
-    # Gone where a trace outlives its context.
+    # Gone if a trace outlives its context.
     if number is None or number not in _instead:
         return None
     found = _instead[number](loss, fn, signature)
@@ -126,11 +125,11 @@ def instead_of(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossCall:
-    """A call of a decorated loss, as it was seen in a step.
+    """A call of a decorated loss, as seen in a step.
 
     Attributes:
       loss: which one; for ``running``.
-      fn: the undecorated function. Bound to what may have been a tracer, if it is a method.
+      fn: the undecorated function. If it is a method, its instance may have been a tracer.
       bound: the call itself, with shapes for its arrays.
       signature: how its arguments are read.
       program: what the call traces to.
@@ -148,7 +147,7 @@ class LossCall:
 
 
 class Recorded:
-    """The calls of decorated losses that a trace has come across.
+    """The calls of decorated losses that a trace came across.
 
     Attributes:
       seen: whether there was any, differentiated or not.
@@ -167,7 +166,7 @@ class Recorded:
         """Those that were differentiated, in order.
 
         Args:
-          traced: of the step: how often each call runs is read off it.
+          traced: the step's trace, which shows how often each call runs.
         """
         times = _times(one.operation for one in traced.equations)
         places = _places(traced) if self._differentiated else {}
@@ -182,13 +181,13 @@ class Recorded:
             for number, call in enumerate(self._calls)
             if number in self._differentiated
         ]
-        # A call that only asks for shapes is traced, and never runs.
+        # A call that only asks for shapes is traced but never runs.
         return tuple(call for call in found if call.times)
 
     def instead(
         self, loss: object, fn: Callable[..., Any], signature: Signature
     ) -> Callable[..., Any]:
-        """The function itself, noted down when it is called."""
+        """The function itself, recorded when it is called."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             call = tracing.bind_static(fn, signature, args, kwargs)
@@ -212,17 +211,17 @@ class Recorded:
             if not program.closed_over:
                 positional, keywords = jax.tree.unflatten(tree, marked)
                 return call.fn(*positional, **keywords)
-            # The function itself would read what it closes over without its mark.
+            # The function itself would read what it closes over without the marks.
             outputs = policies.as_it_is(program)(program.constant_values, marked)
             return release(jax.tree.unflatten(program.output_tree, outputs))
 
         return run
 
     def _marked(self, number: int, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments, so that it shows whether they are differentiated and how often they run.
+        """Marks the arguments, to show whether they are differentiated and how often the call runs.
 
-        A derivative of the mark tells the first; its name, in the program of the step, the second,
-        and where on a mesh they lie.
+        The mark's derivative shows the first. Its name, in the step's program, shows the second,
+        and how they are laid out on a mesh.
         """
         places = [p for p, leaf in enumerate(leaves) if _has_derivative(leaf)]
 
@@ -256,7 +255,7 @@ def _marks(number: int, call: LossCall) -> list[str]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorded]:
-    """While this is open, calls of decorated losses run undecorated and are noted down."""
+    """While this is open, calls of decorated losses run undecorated and are recorded."""
     found = Recorded()
     with _replacing(found.instead):
         yield found
@@ -271,7 +270,7 @@ def _is_whole_number(leaf: Any) -> bool:
 
 
 def _places(step: Program) -> dict[str, Spec]:
-    """How what is marked in a step is split over its mesh."""
+    """How the marked values of a step are split over its mesh."""
     specs = propagation.specs(step)
     return {
         name: specs.get(value, ())
@@ -283,7 +282,7 @@ def _places(step: Program) -> dict[str, Spec]:
 def _names(operation: Operation) -> list[str]:
     """The marks that an equation puts on its outputs, in order.
 
-    Where the derivative of a mark is not taken in the trace of the step itself, it is a call still.
+    If the derivative of a mark is not taken in the step's own trace, the mark is still a call.
     """
     found = [operation] if operation.primitive == "name" else []
     if operation.primitive == "custom_jvp_call":
@@ -294,10 +293,10 @@ def _names(operation: Operation) -> list[str]:
 
 
 def _placed(program: Program, step: Program, specs: Sequence[Spec | None]) -> Program:
-    """The program of a loss, whose arguments lie where they do in the step."""
+    """The program of a loss, with its arguments laid out as in the step."""
     if step.placement is None:
         return program
-    # Nothing is known of what it closes over.
+    # The layout of what it closes over is unknown.
     constants, closed_over = (None,) * len(program.constants), (None,) * len(program.closed_over)
     placement = dataclasses.replace(
         step.placement, kinds=program.kinds, specs=(*constants, *specs, *closed_over)
@@ -325,10 +324,10 @@ def _times(operations: Iterable[Operation]) -> Counter[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A function as it is to be compiled, with a decorated loss inside.
+    """A function to compile, with a decorated loss inside.
 
     Attributes:
-      fn: the step: it differentiates the loss and does what else there is to do.
+      fn: the step: it differentiates the loss and does everything else.
       args: its positional arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
       kwargs: its keyword arguments.
       static_argnums: as in ``jax.jit``.
@@ -345,7 +344,7 @@ class Step:
 
     @property
     def static_positions(self) -> tuple[int, ...]:
-        """The positional arguments that are static, those too that are so by their names."""
+        """The positional arguments that are static, by position or by name."""
         signature = Signature(
             argnums=(), static_argnums=self.static_argnums, static_argnames=self.static_argnames
         )
@@ -372,7 +371,7 @@ class Step:
           how: what to run, as for ``running``.
           loss: which loss.
           device: the machine to compile for.
-          with_buffers: whether to read what is alive when, too.
+          with_buffers: whether to read also what is alive when.
 
         Raises:
           CompileError: the compiler refuses it, as for lack of memory.
@@ -387,8 +386,8 @@ class Step:
 
         Args:
           device: the machine to compile for.
-          with_buffers: whether to read what is alive when, too.
-          as_written: whether to leave out the compiler's own rematerialisation, where it can be.
+          with_buffers: whether to read also what is alive when.
+          as_written: whether to leave out the compiler's own rematerialisation, if possible.
 
         Raises:
           CompileError: the compiler refuses it, as for lack of memory.
@@ -426,11 +425,11 @@ class Step:
         return program, found.calls(program)
 
     def resident(self, program: Program, device: Device) -> Resident:
-        """Arguments and outputs, less the outputs that may lie in donated arguments.
+        """Arguments and outputs, without the outputs that may use donated arguments.
 
         Args:
-          program: of the step.
-          device: where they lie.
+          program: the step's program.
+          device: the device that holds them.
         """
         program = propagation.per_device(program)
         buffer_bytes = Compiler(device=device).buffer_bytes
@@ -466,7 +465,7 @@ class Step:
 
 
 def donated_by(fn: Callable[..., Any], step: Step) -> tuple[int, ...]:
-    """The positional arguments that a function under ``jax.jit`` donates; none for another.
+    """The positional arguments that a function under ``jax.jit`` donates; none for others.
 
     Args:
       fn: a function, under ``jax.jit`` or not.
@@ -484,7 +483,7 @@ def donated_by(fn: Callable[..., Any], step: Step) -> tuple[int, ...]:
 
 
 def the_one(calls: Sequence[LossCall]) -> LossCall:
-    """The call to plan for: of several of one loss the one that computes most.
+    """The call to plan for: of several calls of one loss, the one that computes most.
 
     Raises:
       RematError: the calls are of different losses.

@@ -1,9 +1,9 @@
-"""Whether recomputation survived the compiler, read off two texts of one program.
+"""Whether recomputation survived the compiler, from two texts of one program.
 
-The first text is the program as it was asked for, before any pass. The second is what the compiler
-made of it, whose instructions stand in the order in which they run. JAX writes
-``rematted_computation`` into the name of everything that a ``jax.checkpoint`` computes again, and
-every compiler carries these names along. So three things can be told:
+The first text is the program as asked for, before any pass. The second is what the compiler made of
+it, with instructions in execution order. JAX writes ``rematted_computation`` into the name of
+everything that a ``jax.checkpoint`` computes again, and every compiler carries these names along.
+So we can find three things:
 
 *   *Merged*: products that are missing. A compiler fuses, splits and renames, but a product of
     matrices or a convolution stays one, on CPU, GPU and TPU alike; where a recomputed one is gone,
@@ -14,12 +14,12 @@ every compiler carries these names along. So three things can be told:
 *   The compiler's own rematerialisation, which XLA does where memory runs out: its copies carry
     ``.remat`` in their names.
 
-Doubt is not reported. Products with a vector are left out, since compilers make sums of them. Where
-other products are missing too (the program has them twice, or the compiler makes one large product
-of several with a common factor), as many of the recomputed ones may be missing for that reason; and
-a product without a name may be one of them. Where a compiler unrolls a loop, it hides what is
-missing elsewhere. Which products were merged is told where their names say it; the layers of a loop
-share one.
+Doubtful cases are not reported. Products with a vector are left out, since compilers turn them into
+sums. If other products are missing too (the program has them twice, or the compiler makes one large
+product of several with a common factor), as many recomputed ones may be missing for the same
+reason; and a product without a name may be one of them. If a compiler unrolls a loop, this hides
+what is missing elsewhere. We say which products were merged if their names show it; the layers of a
+loop share one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from remat_opt.measurement.shares import module_and_label
 from remat_opt.recomputation import MOST_PLACES, Recomputation
 from remat_opt.scopes import AGAIN, BACKWARD
 
-#: In the names of the copies that XLA's own rematerialisation makes.
+#: Found in the names of the copies that XLA's own rematerialisation makes.
 _OWN = ".remat"
 
-#: What makes no value, but hands one on.
+#: Opcodes that make no value, but pass one on.
 _HANDING_ON = frozenset(
     "bitcast copy copy-done copy-start get-tuple-element opt-barrier tuple".split()
 )
@@ -63,7 +63,7 @@ def survival(asked: str, compiled: str) -> Recomputation | None:
       compiled: HLO text of the scheduled program, as ``compiled.as_text()`` gives it.
 
     Returns:
-      What happened to the recomputation; None where there is none, be it the compiler's own.
+      What happened to the recomputation; None if there is none, not even the compiler's own.
     """
     if AGAIN not in asked and _OWN not in compiled:
         return None
@@ -86,26 +86,26 @@ def survival(asked: str, compiled: str) -> Recomputation | None:
 
 
 def _recomputed_places(names: Sequence[str]) -> Counter[str]:
-    """Where the recomputed ones of some products stand, each as often as it does."""
+    """Where the recomputed ones among some products are, each as often as it occurs."""
     return Counter(_place(name) for name in names if _kind(name) == "again")
 
 
 def _place(name: str) -> str:
-    """What a name is of, in words.
+    """What a name refers to, in words.
 
     >>> _place("jit(step)/jvp(Net)/Block_0/dot_general")
     'matrix product in Net/Block_0'
     """
     name = "/".join(name.split())
     if AGAIN in name:
-        # Before it are the callers, whose names this one repeats.
+        # The callers come first, and this name repeats theirs.
         name = AGAIN + name.rpartition(AGAIN)[2]
     module, label = module_and_label(name)
     return f"{label} in {module}" if module else label
 
 
 def _asked(text: str) -> Module:
-    """Products and calls of a StableHLO text; all that is asked of it is their number."""
+    """Products and calls of a StableHLO text; only their number matters."""
     locations = dict(_LOCATION.findall(text))
     functions: dict[str, list[Instruction]] = {}
     body: list[Instruction] = []
@@ -128,7 +128,7 @@ def _asked(text: str) -> Module:
 
 
 def _has_vector(line: str) -> bool:
-    """Whether a product is one with a vector: of its dimensions, all of one kind have size one."""
+    """Whether a product is with a vector: all dimensions of one kind have size one."""
     operands, contracted = _OPERANDS.search(line), _CONTRACTED.search(line)
     if operands is None or contracted is None:
         return False
@@ -146,7 +146,7 @@ def _has_vector(line: str) -> bool:
 def _walk(
     module: Module, instruction: Instruction, callers: str = ""
 ) -> Iterator[tuple[Instruction, str]]:
-    """An instruction and all that it calls, each with its own name and those of its callers."""
+    """An instruction and everything it calls, each with its own name and its callers' names."""
     name = f"{callers} {instruction.op_name}"
     yield instruction, name
     for called in instruction.called:
@@ -174,7 +174,7 @@ def _early(module: Module) -> int:
     """Recomputed values that wait while products of the forward pass run."""
     steps = module.computations.get(module.entry, ())
     last_read: dict[str, int] = {}
-    # Backwards: what a value is handed on to comes later, and is known by then.
+    # Backwards: what a value is passed on to comes later, so it is known by then.
     for time in range(len(steps) - 1, -1, -1):
         step = steps[time]
         until = last_read.get(step.name, time) if step.opcode in _HANDING_ON else time
@@ -188,7 +188,7 @@ def _early(module: Module) -> int:
             for inner, name in _walk(module, step)
         )
     ]
-    # Constants depend on no argument, and may be made at any time.
+    # Constants depend on no argument, so they may be made at any time.
     varying: set[str] = set()
     early = 0
     for time, step in enumerate(steps):
@@ -201,7 +201,7 @@ def _early(module: Module) -> int:
 
 
 def _compilers_own(module: Module) -> list[str]:
-    """Where the compiler put copies to save memory; inside a fusion there is no array."""
+    """Where the compiler put copies to save memory; inside a fusion there are no arrays."""
     fused = {
         name
         for body in module.computations.values()

@@ -1,1 +1,1 @@
-"""Chains of stages whose values may move to host memory: words, equations and a simulator."""
+"""Chains of stages whose values may move to host memory: terms, equations and a simulator."""

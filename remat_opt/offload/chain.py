@@ -12,18 +12,18 @@ whole numbers: time is measured in what the link could move meanwhile, in *grain
 one number serves for bytes and for time, nothing is ever divided, and two ways to compute a
 schedule can be compared for equality instead of closeness.
 
-Why not a ready-made tool: networkx's articulation points know nothing of the order of
-execution nor of what a backward step reads.
+Why not a ready-made tool: networkx's articulation points know neither the order of execution nor
+what a backward step reads.
 
-Complexity: linear in the edges for the cuts, linear in the stages for all else.
+Complexity: linear in the edges for the cuts, linear in the stages for the rest.
 
-Guarantee: ``in_grains`` is exact: a float is a fraction, and a grain is chosen so fine that
-every product of a time and the bandwidth is a whole number of them. ``from_graph`` counts
-on the safe side: all that a stage's backward step reads is held from the forward step to
-the backward step.
+Guarantee: ``in_grains`` is exact: a float is a fraction, and a grain is chosen fine enough that
+every product of a time and the bandwidth is a whole number of grains. ``from_graph`` errs on the
+safe side: everything that a stage's backward step reads is held from its forward step to its
+backward step.
 
-What is left out: values that skip a cut (there are none: a cut is where nothing skips), and
-more than one link or device.
+What is left out: values that skip a cut (there are none, by definition), and more than one link or
+device.
 
 Reference: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep
 Neural Network Training* (Euro-Par 2020), Sec. 3.1, Props. 2 and 3.
@@ -104,7 +104,7 @@ class Chain:
 
     @property
     def least_device_bytes(self) -> int:
-        """The least memory in which the chain runs, if all that may leave has left.
+        """The least memory in which the chain runs, if everything that may leave has left.
 
         That is the largest operation with its own inputs and outputs.
         """
@@ -120,7 +120,7 @@ class Chain:
 
     @property
     def excess_bytes(self) -> int:
-        """M_peak - M_GPU, and 0 where the chain fits: Prop. 2, which any schedule offloads."""
+        """M_peak - M_GPU, or 0 if the chain fits: what any schedule must offload (Prop. 2)."""
         return max(0, self.peak_bytes - self.device_bytes)
 
     @property
@@ -140,22 +140,22 @@ class Chain:
     ) -> Chain:
         """The chain between a graph's cut vertices.
 
-        x_{i+1} is the value that leaves stage i together with all values inside the stage
-        that backward steps read: they live equally long, from F_i to the end of B_i. ex^F
-        and ex^B are what stage i holds at the most beside that: forward values that only
-        wait for a reader, and cotangents inside the stage.
+        x_{i+1} is the value that leaves stage i, together with all values inside the stage that
+        backward steps read: they live equally long, from F_i to the end of B_i. ex^F and ex^B are
+        the most that stage i holds besides: forward values that only wait for a reader, and
+        cotangents inside the stage.
 
         Args:
           graph: a forward computation.
           device_bytes: memory for the temporaries.
           bandwidth_bytes_per_second: of the link to the host.
-          backward_seconds: time of each vertex's backward step; when left out, an estimate:
-            twice the time of its forward step.
-          input_bytes: bytes of x_0, where the input is not an argument (arguments are not
-            temporaries, so they count nothing).
+          backward_seconds: time of each vertex's backward step; by default, twice the time of its
+            forward step.
+          input_bytes: bytes of x_0, if the input is not an argument (arguments are not temporaries,
+            so they do not count).
 
         Raises:
-          GraphError: ``backward_seconds`` has not one entry per vertex, or a number is wrong.
+          GraphError: ``backward_seconds`` does not have one entry per vertex, or a number is wrong.
         """
         if backward_seconds is None:
             backward_seconds = tuple(BACKWARD_PER_FORWARD * time for time in graph.seconds)
@@ -195,7 +195,7 @@ class Chain:
 class LinkChain:
     """A chain in whole numbers of grains, for bytes and for time alike.
 
-    A grain is a number of bytes, and the time in which the link moves them.
+    A grain is a number of bytes, and also the time in which the link moves them.
 
     Attributes:
       forward: u_{F_i} * beta.
@@ -227,7 +227,7 @@ class LinkChain:
         return float(grains / self.grains_per_second)
 
     def bytes(self, grains: int) -> int:
-        """An amount in bytes; a broken one counts as whole."""
+        """An amount in bytes, rounded up."""
         return math.ceil(grains / self.grains_per_byte)
 
 
@@ -262,9 +262,9 @@ def in_grains(chain: Chain) -> LinkChain:
 def stages(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """The vertices between two neighbouring cuts, in order; together they are all vertices.
 
-    A cut is a position in the order of execution that exactly one vertex's value crosses: to
-    be read by a later vertex, or by the backward step of one. Where the same value crosses
-    several positions, the first is the cut.
+    A cut is a position in the order of execution that exactly one vertex's value crosses, to be
+    read by a later vertex or its backward step. If the same value crosses several positions, the
+    first is the cut.
 
     >>> stages(Graph.from_edges([1] * 5, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]))
     ((0,), (1, 2, 3), (4,))
@@ -300,7 +300,7 @@ def _leaving(graph: Graph, part: tuple[int, ...]) -> int:
 def _forward_extra_bytes(
     graph: Graph, part: tuple[int, ...], leaving: int, needed: set[int]
 ) -> int:
-    """The most that waits inside a stage for a forward reader and for nothing else."""
+    """The most that waits inside a stage for a forward reader only."""
     last_reader = {vertex: vertex for vertex in part}
     for reader in part:
         for read in graph.predecessors[reader]:
@@ -320,7 +320,7 @@ def _backward_extra_bytes(graph: Graph, part: tuple[int, ...], leaving: int) -> 
             if read in last_reader:
                 last_reader[read] = reader
     inside = [vertex for vertex in part if vertex != leaving]
-    # Alive from the first backward step of a reader, which is that of the last one.
+    # Alive from the first backward step of a reader, which is that of the last reader.
     return max(
         sum(graph.cotangent_bytes[v] for v in inside if v <= moment <= last_reader[v])
         for moment in part

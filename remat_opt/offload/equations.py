@@ -4,18 +4,18 @@ Problem. ``offload_simulator`` builds a schedule event by event. A solver that w
 millions of partial schedules needs less: how does offloading x_i, or not, change the idle
 time from here on?
 
-Method. A no-wait ordered schedule with fractional transfers is built from both ends towards
-the middle, the backward phase in reversed time. Of all earlier decisions only four numbers
-matter at stage i (``Position``): memory, what is still to be sent, what is to be fetched
-before, and the idle time so far. ``step`` is equations (1)-(8), ``middle_gap`` (9) and (10).
+Method. A no-wait ordered schedule with fractional transfers is built from both ends towards the
+middle, the backward phase in reversed time. At stage i, only four numbers from all earlier
+decisions matter (``Position``): memory, what is still to be sent, what must be fetched before, and
+the idle time so far. ``step`` is equations (1)-(8), ``middle_gap`` (9) and (10).
 
 Why not a ready-made tool: there is none; these are the paper's own.
 
 Complexity: O(1) for a step, O(1) for the middle after O(L) preparation.
 
-Guarantee: equal to the simulation of the same schedule, to the last grain, and for amounts
-that are parts of activations as well (the paper states them for whole ones). This needs
-reading 13, which is cited at each line it changes.
+Guarantee: equal to the simulation of the same schedule, to the last grain, also for parts of
+activations (the paper states them for whole ones). This needs reading 13, which is cited at each
+line it changes.
 
 What is left out: integral transfers; their memory moves in jumps, for which the paper has no
 equations. ``offload_simulator.simulate`` plays them.
@@ -34,15 +34,14 @@ from remat_opt.offload.chain import Chain, LinkChain, in_grains
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a schedule with fractional transfers stands before F_i and, mirrored, after B_i.
+    """The state of a schedule with fractional transfers before F_i and, mirrored, after B_i.
 
     Attributes:
       memory: M_{F_i}, held on the device at the end of F_{i-1}.
-      to_send: Delta_{F_i}, what of x_0..x_{i-1} is offloaded after that; where nothing is,
-        minus the time for which the link has been idle.
-      to_fetch: Delta_{B_i}, what of x_0..x_{i-1} is prefetched before B_{i-1} starts
-        (reading 13: not of x_L..x_i, as printed); where nothing is, minus the time that
-        passes until the link starts to.
+      to_send: Delta_{F_i}, how much of x_0..x_{i-1} is offloaded after that; if none, minus the
+        time for which the link has been idle.
+      to_fetch: Delta_{B_i}, how much of x_0..x_{i-1} is prefetched before B_{i-1} starts (reading
+        13: not of x_L..x_i, as printed); if none, minus the time until the link starts to.
       idle: the sum of the gaps so far, of both phases.
     """
 
@@ -61,7 +60,7 @@ def step(chain: LinkChain, i: int, position: Position, amount: int) -> Position 
     """Equations (1)-(8): past F_i and B_i, when ``amount`` of x_i is offloaded.
 
     Returns:
-      The position at i + 1, or None where F_i or B_i can never run.
+      The position at i + 1, or None if F_i or B_i can never run.
     """
     x, y, limit = chain.activations, chain.gradients, chain.device
     waiting = max(0, position.to_send)
@@ -97,9 +96,9 @@ def step(chain: LinkChain, i: int, position: Position, amount: int) -> Position 
 class Middle:
     """What ``middle_gap`` reads of a chain, computed once.
 
-    The paper takes the maxima over the operations with U_j < Av only. Over all is the same:
-    every operation fits once everything has left, so R_j + M - M_GPU is at most what is still
-    to be moved, and where U_j >= Av the term is at most that less Av, the term before it.
+    The paper takes the maxima only over the operations with U_j < Av. Taking them over all is the
+    same: every operation fits once everything has left, so R_j + M - M_GPU is at most what is still
+    to be moved, and if U_j >= Av the term is at most that less Av, the term before it.
 
     Attributes:
       forward: the largest R^F_j - U^F_j.
@@ -148,10 +147,10 @@ def idle_by_equations(chain: LinkChain, amounts: Sequence[int]) -> int | None:
 
     Args:
       chain: what to run.
-      amounts: grains of x_0..x_L that leave; parts are allowed.
+      amounts: grains of each of x_0..x_L that leave; parts are allowed.
 
     Returns:
-      The sum of all gaps, or None where there is no schedule.
+      The sum of all gaps, or None if there is no schedule.
     """
     position: Position | None = origin(chain)
     for i, amount in enumerate(amounts):

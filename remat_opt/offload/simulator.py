@@ -3,7 +3,7 @@
 Problem. Given how many bytes of each activation of a chain leave for the host, when does
 each operation and each transfer happen, how long does the step take, and does it fit?
 
-Method. Two parts, and a third beside them; each checks the others.
+Method. Two parts here and a third elsewhere; each checks the others.
 
 1. ``simulate`` builds the no-wait ordered schedule: activations leave in increasing order
    and come back in decreasing order, and everything happens as early as possible, except
@@ -11,23 +11,23 @@ Method. Two parts, and a third beside them; each checks the others.
    time, where it is a forward phase, and then pushed against the forward phase until memory
    or the link forbids. (Reading 12: Prop. 1 as printed fails. Prefetches that start as early
    as possible fill the memory that an earlier backward step needs, and deadlock.)
-2. ``replay`` takes any timeline, also one that ``simulate`` did not build, and follows the
+2. ``replay`` takes any timeline, even one that ``simulate`` did not build, and follows the
    bytes from event to event: what it takes, and every rule it breaks.
 3. ``offload_equations`` has the paper's equations (1)-(10) for the same schedule with
    fractional transfers; solvers use them where building timelines would be too slow. They
    share no line with this file, and the tests hold both to the same figures, exactly.
 
-The rules are those of Sec. 3.1. One transfer at a time. F_i needs x_i and x_{i+1}; B_i needs
-x_i, x_{i+1}, y_i and y_{i+1}. Reading 14: x_j is freed only after B_{j-1}, and x_i stays,
-whole, until F_i ends, even if its transfer was faster. y_{L+1} is there from the start of
-B_L. Transfers are *integral* (assumption E: memory is freed when the whole activation has
-left, and reserved when it begins to come back) or *fractional* (Secs. 4 and 5: memory
-follows the transfer byte by byte). A fractional transfer need not be interrupted in a
-no-wait schedule: each is one piece, only shorter than the activation if just a part leaves.
+The rules are those of Sec. 3.1. One transfer at a time. F_i needs x_i and x_{i+1}; B_i needs x_i,
+x_{i+1}, y_i and y_{i+1}. Reading 14: x_j is freed only after B_{j-1}, and x_i stays, whole, until
+F_i ends, even if its transfer was faster. y_{L+1} exists from the start of B_L. Transfers are
+*integral* (assumption E: memory is freed when the whole activation has left, and reserved when it
+begins to come back) or *fractional* (Secs. 4 and 5: memory follows the transfer byte by byte). In a
+no-wait schedule a fractional transfer need not be interrupted: each is one piece, shorter than the
+activation if only a part leaves.
 
-Why not a ready-made tool: simulators of events (simpy) wait for resources greedily, which
-is what deadlocks here; and times here are whole numbers (``LinkChain``), so that two ways to
-the same figure must agree exactly.
+Why not a ready-made tool: event simulators (simpy) wait for resources greedily, which deadlocks
+here; and times here are whole numbers (``LinkChain``), so that two ways to the same figure must
+agree exactly.
 
 Complexity: ``simulate`` takes time O(L^2) in the worst case and O(L) where few transfers
 are pending at a time; ``replay`` O(L * events).
@@ -54,7 +54,7 @@ from remat_opt.offload.chain import Chain, LinkChain, in_grains
 
 
 class Transfers(enum.Enum):
-    """How a transfer frees and takes memory."""
+    """How a transfer frees and reserves memory."""
 
     FRACTIONAL = "fractional"
     INTEGRAL = "integral"
@@ -74,7 +74,7 @@ class Piece:
     """One operation or one transfer.
 
     Attributes:
-      kind: which.
+      kind: which kind it is.
       index: number of the stage, or of the activation.
       start_grains: when it starts (see ``LinkChain`` for grains).
       end_grains: when it ends. A transfer moves ``end_grains - start_grains``.
@@ -126,7 +126,7 @@ class OffloadSimulation:
       idle_seconds: the part of it in which no operation runs.
       transferred_bytes: moved to the host; as many come back.
       peak_bytes: the most memory held on the device.
-      memory: the memory over time.
+      memory: memory over time.
       violations: every rule the timeline breaks, in words; none if it is legal.
       timeline: what was played.
     """
@@ -147,7 +147,7 @@ class Deadlock:
     Attributes:
       operation: ``forward`` or ``backward``.
       stage: of the first operation found that never fits.
-      missing_bytes: how much too much it needs when all transfers before it are done.
+      missing_bytes: by how much it exceeds the memory once all transfers before it are done.
     """
 
     operation: Kind
@@ -156,7 +156,7 @@ class Deadlock:
 
 
 class Status(enum.Enum):
-    """What a solver knows of its answer."""
+    """What a solver knows about its answer."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -189,12 +189,12 @@ class OffloadAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoSchedule:
-    """An offloading solver's answer where it finds no schedule.
+    """An offloading solver's answer if it finds no schedule.
 
     Attributes:
       solver: its name.
       least_device_bytes: below this much memory no solver finds one.
-      proven: whether there is none at all, or the solver's own rules forbid it.
+      proven: whether there is none at all; otherwise only the solver's own rules forbid it.
       reason: in words.
     """
 
@@ -248,7 +248,7 @@ def simulate(
       chain: what to run, and where.
       amounts_bytes: bytes of x_0..x_L that leave and come back. With integral transfers
         each is nothing or all.
-      transfers: how they free and take memory.
+      transfers: how they free and reserve memory.
 
     Raises:
       GraphError: amounts that do not match the chain.
@@ -262,7 +262,7 @@ def simulate(
 
 
 def schedule(chain: LinkChain, amounts: Sequence[int], transfers: Transfers) -> Timeline | Deadlock:
-    """The no-wait ordered schedule; amounts in grains, and no check of them."""
+    """The no-wait ordered schedule; amounts are in grains and not checked."""
     x, y = chain.activations, chain.gradients
     forward_own = [x[i + 1] + chain.forward_extra[i] for i in range(len(chain))]
     backward_own = [x[i + 1] + y[i] + y[i + 1] + chain.backward_extra[i] for i in range(len(chain))]
@@ -343,7 +343,7 @@ def _freed(
 ) -> int | None:
     """When the transfers of activations before ``below`` have freed what is needed.
 
-    0 where nothing is needed, None where they never free as much.
+    0 if nothing is needed, None if they never free that much.
     """
     if needed <= 0:
         return 0
@@ -365,7 +365,7 @@ def _join(
     transfers: Transfers,
 ) -> int:
     """The least time between the end of F_L and the start of B_L."""
-    # In ordered schedules the link sends all before it fetches any.
+    # In ordered schedules the link sends everything before it fetches anything.
     gap = max(0, there.link_end + back.link_end - there.end - back.end) if there.moves else 0
     held = 0
     for j in range(len(chain)):
@@ -469,7 +469,7 @@ def _name(piece: Piece) -> str:
 
 
 def _spans(timeline: Timeline, start: int, end: int) -> list[tuple[int, int]]:
-    """From one event of the link to the next, within a span; one of no length stays one."""
+    """Splits a span at the link's events; a span of no length stays whole."""
     events = {start, end}
     for move in timeline.transfers:
         events.update(at for at in (move.start_grains, move.end_grains) if start < at < end)
@@ -490,8 +490,8 @@ def _held(
 ) -> int:
     """Grains held at one end of a span in which no transfer begins or ends.
 
-    ``number`` operations are over; the next runs, or is about to. What an operation of no
-    length finds at its instant: all offloads that have ended, and no prefetch that begins.
+    ``number`` operations are over; the next runs, or is about to. At its instant, an operation of
+    no length sees all offloads that have ended, and no prefetch that begins.
     """
     stages = len(chain)
     # F_j is operation j, B_j operation 2 L + 1 - j.
@@ -515,14 +515,14 @@ def _held(
         return total + running * chain.forward_extra[operation.index]
     if running:
         total += chain.gradients[operation.index] + chain.backward_extra[operation.index]
-    # y_{i+1} is left by B_{i+1}; y_{L+1} appears with B_L.
+    # B_{i+1} leaves y_{i+1}; y_{L+1} appears with B_L.
     if running or operation.index + 1 < stages:
         total += chain.gradients[operation.index + 1]
     return total
 
 
 def _order_violations(chain: LinkChain, timeline: Timeline, transfers: Transfers) -> list[str]:
-    """Every rule broken other than that of memory."""
+    """Every rule broken, apart from that on memory."""
     found: list[str] = []
     stages = len(chain)
     expected = [(Kind.FORWARD, i, chain.forward[i]) for i in range(stages)]

@@ -1,25 +1,24 @@
-"""What a careful user would put under a checkpoint each: the parts that a program is repeated from.
+"""The repeated parts of a program: what a careful user would put under a checkpoint each.
 
-**By name.** Modules tell their names to the equations they make. Siblings whose names end in a
-number (``Block_0``, ``Block_1``, ...) are blocks if there is more than one thing in them: modules,
-or products. Where such modules lie in others, each level is an answer.
+**By name.** Equations carry the names of the modules that made them. Siblings whose names end in a
+number (``Block_0``, ``Block_1``, ...) are blocks if they hold more than one thing: modules, or
+products. If such modules are nested, each level is a candidate.
 
-**By repetition.** Where names say nothing, an equation is a letter: its primitive, parameters,
-shapes and dtypes. What repeats is a *run*: a stretch of the text in which every letter is that of
-one period before, at least two periods long. Periods are looked for as distances between equal
-words of 1, 2, 4, ... letters, numbered by doubling as for a suffix array; the most frequent
-distances of each length are tried. Runs are taken by how much they cover, the longest first. Where
-in a run the blocks begin is left open by the letters: it is where the fewest bytes cross. What lies
-between two runs and is about as long as a block is one (the first block of a stage, with a
-projection of its own). The same is done with letters that do not know sizes, in which stages of
-different widths are one run.
+**By repetition.** If names say nothing, an equation is a letter: its primitive, parameters, shapes
+and dtypes. What repeats is a *run*: a stretch of the text, at least two periods long, in which
+every letter equals the one a period before. Candidate periods are distances between equal words of
+1, 2, 4, ... letters, numbered by doubling as for a suffix array; the most frequent distances of
+each length are tried. Runs are taken by how much they cover, longest first. The letters do not say
+where in a run the blocks begin: we choose where the fewest bytes cross. A stretch between two runs
+that is about as long as a block is one too (the first block of a stage, with its own projection).
+The same is done with letters without sizes, so that stages of different widths form one run.
 
-Of several answers the one is taken with the least bytes held, roughly, if every block keeps
-nothing: what is made outside of blocks, what crosses from one block to a later one, and all
+Of several candidates we take the one that, roughly, holds the least bytes if every block keeps
+nothing: what is made outside blocks, what crosses from one block to a later one, and everything
 that the largest block makes. If that is no less than all bytes made, there are no blocks.
 
 Time: O(n log^2 n) for n equations; at most a constant number of periods is tried for each word
-length. A repetition whose period is among none of the most frequent distances is not found.
+length. A repetition whose period is not among the most frequent distances is not found.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from remat_opt.program.record import Equation, Program
 
 #: Distances that are tried for each word length.
 _MOST_PERIODS = 12
-#: A run has to make this share of the bytes of the program.
+#: A run must make this share of the program's bytes.
 _LEAST_SHARE = 0.05
-#: What lies between two runs is a block if it is at most so many blocks long.
+#: A stretch between two runs is a block if it is at most this many blocks long.
 _MOST_PERIODS_BETWEEN = 2.0
 
 _NUMBERED = re.compile(r"(?P<stem>.*?\D)(?P<number>\d+)[\])]*")
@@ -109,7 +108,7 @@ class _Sizes:
         return total - sum(inside) + kept + max(inside, default=0)
 
     def best(self, answers: Iterable[Sequence[range]]) -> tuple[range, ...]:
-        """The answer with the least bytes held; none if that is not less than without blocks."""
+        """The candidate that holds the least bytes; none if that is no less than without blocks."""
         least = int(self.made[-1])
         found: tuple[range, ...] = ()
         for answer in answers:
@@ -122,7 +121,7 @@ class _Sizes:
 
 
 def _by_name(program: Program) -> Iterator[list[range]]:
-    """For each level of numbered modules its runs of equations."""
+    """For each level of numbered modules, its runs of equations."""
     paths = [modules_of(one.module) for one in program.equations]
     inside: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     products: defaultdict[tuple[str, ...], int] = defaultdict(int)
@@ -147,7 +146,7 @@ def _by_name(program: Program) -> Iterator[list[range]]:
         path: [path[:n] for n in range(1, len(path) + 1) if path[:n] in candidates]
         for path in set(paths)
     }
-    # Where there are no modules of a level, those of the level above stay whole.
+    # Where a level has no modules, those of the level above stay whole.
     with_inner = {outer for chain in chains.values() for outer in chain[:-1]}
     for level in range(max(map(len, chains.values()), default=0)):
         keys = []
@@ -160,7 +159,7 @@ def _by_name(program: Program) -> Iterator[list[range]]:
 
 
 def _spans(keys: Sequence[Hashable | None]) -> list[range]:
-    """From the first to the last of each key, if these do not overlap; else what is in a row."""
+    """From the first to the last of each key, unless these overlap; then consecutive stretches."""
     first: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
     for index, key in enumerate(keys):
@@ -190,7 +189,7 @@ def _letter(equation: Equation, *, sized: bool) -> Hashable:
 
 
 def _by_repetition(letters: Sequence[Hashable], sizes: _Sizes) -> Iterator[list[range]]:
-    """Blocks from the runs of a text; also with those that lie between two runs."""
+    """Blocks from the runs of a text; also with those between two runs."""
     numbers: dict[Hashable, int] = {}
     text = np.array([numbers.setdefault(one, len(numbers)) for one in letters], dtype=np.int64)
     least_bytes = _LEAST_SHARE * int(sizes.made[-1])
@@ -219,7 +218,7 @@ def _by_repetition(letters: Sequence[Hashable], sizes: _Sizes) -> Iterator[list[
 
 
 def _periods(text: np.ndarray) -> list[int]:
-    """Distances between equal words that are frequent, for words of 1, 2, 4, ... letters."""
+    """Frequent distances between equal words, for words of 1, 2, 4, ... letters."""
     found: set[int] = set()
     words, length = text, 1
     while len(words) > 1:
@@ -228,7 +227,7 @@ def _periods(text: np.ndarray) -> list[int]:
         distances, counts = np.unique((order[1:] - order[:-1])[same], return_counts=True)
         if not len(distances):
             break
-        # Of equally frequent ones the shortest.
+        # Of equally frequent ones, the shortest.
         found.update(distances[np.lexsort((distances, -counts))][:_MOST_PERIODS].tolist())
         if len(words) <= length:
             break
@@ -239,13 +238,13 @@ def _periods(text: np.ndarray) -> list[int]:
 
 
 def _runs(text: np.ndarray, period: int) -> list[tuple[int, int, int]]:
-    """(start, stop, period) of each run of a period, two periods or longer."""
+    """(start, stop, period) of each run of at least two periods."""
     repeats = text[:-period] == text[period:]
     return [(part.start, part.stop + period, period) for part in _stretches(repeats, period)]
 
 
 def _stretches(flags: np.ndarray, least: int) -> list[range]:
-    """Where flags are set in a row, at least so many."""
+    """Where at least this many consecutive flags are set."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     starts, stops = edges[::2], edges[1::2]
     long = stops - starts >= least
@@ -253,7 +252,7 @@ def _stretches(flags: np.ndarray, least: int) -> list[range]:
 
 
 def _cut(sizes: _Sizes, start: int, stop: int, period: int) -> list[range]:
-    """A run in blocks of one period, beginning where the fewest bytes cross."""
+    """A run cut into blocks of one period, beginning where the fewest bytes cross."""
     count = (stop - start) // period
     begins = range(start, stop - count * period + 1)
     crossing = [

@@ -1,4 +1,4 @@
-"""The body of a ``scan``, and the branches of a ``cond``, as programs of their own."""
+"""The body of a ``scan``, and the branches of a ``cond``, as separate programs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CONSTANT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
 def varying(program: Program) -> frozenset[int]:
     """The numbers of the values that depend on a differentiated argument.
 
-    Not those whose derivative is zero whatever they depend on: a barrier makes an array of such a
-    zero, and what has no derivative, such as a callback, may read them.
+    Values whose derivative is always zero are left out: a barrier would turn such a zero into an
+    array, and something without a derivative, such as a callback, may read them.
     """
     found = set(program.differentiated)
     for equation in program.equations:
@@ -29,9 +29,9 @@ def varying(program: Program) -> frozenset[int]:
 
 
 def summed(program: Program) -> frozenset[int]:
-    """The numbers of the values whose cotangents are added up: those of ``varying``.
+    """The numbers of the values whose cotangents are added up: those in ``varying``.
 
-    Not mutable arrays, which no function can hand on, and which no cotangent waits for.
+    Mutable arrays are left out: no function can return them, and no cotangent waits for them.
     """
     mutable = {
         value
@@ -44,11 +44,12 @@ def summed(program: Program) -> frozenset[int]:
 
 
 def body_of(equation: Equation, given: Set[int]) -> Program:
-    """The body of a ``scan`` equation: from constants, carry and entries to the same.
+    """The body of a ``scan`` equation: takes constants, carry and entries to the same.
 
-    Its arguments are one for each input of the equation, and its outputs one for each output: of
-    what is stacked, one entry. What is carried is differentiated if the first or any later one
-    depends on what is. Of an equation as one device of a mesh has it, the body is too.
+    It has one argument for each input of the equation and one output for each output; for stacked
+    arrays, this is one entry. A carry is differentiated if its first or any later value depends on
+    something differentiated. For one device's part of an equation on a mesh, the body is one
+    device's part too.
 
     Args:
       equation: a ``scan``.
@@ -61,7 +62,7 @@ def body_of(equation: Equation, given: Set[int]) -> Program:
 
 
 def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
-    """The branches of a ``cond`` equation: from all its inputs but the first to its outputs.
+    """The branches of a ``cond`` equation: each takes all inputs but the first to the outputs.
 
     Args:
       equation: a ``cond``.
@@ -79,15 +80,14 @@ def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
 
 
 def reached(equation: Equation, positions: Set[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """What derivatives along some inputs of a ``scan`` reach.
+    """What derivatives along some of a ``scan``'s inputs reach.
 
     Args:
       equation: a ``scan``.
-      positions: of those inputs.
+      positions: positions of those inputs.
 
     Returns:
-      The positions of inputs, with what is carried and reached in a later iteration, and those of
-      outputs.
+      The positions of inputs, including carries reached in a later iteration, and of outputs.
     """
     body = _body_at(equation, positions)
     found = varying(body)

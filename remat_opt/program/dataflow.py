@@ -1,25 +1,25 @@
-"""A program's values as compilers see them: who makes and reads them, and what is an alias."""
+"""A program's values as compilers see them: what makes and reads them, and what is an alias."""
 
 from __future__ import annotations
 
 from remat_opt import costs
 from remat_opt.program.record import Equation, Linearization, Program
 
-#: Equations whose result has the bytes of their operand, and no kernel of its own.
+#: Equations whose result shares its operand's bytes and needs no kernel.
 ALIASES = frozenset(
     {"reshape", "squeeze", "expand_dims", "transpose", "name", "copy_p", "rev_bitcast"}
 )
 
 
 class Dataflow:
-    """Who makes and reads what.
+    """What makes and reads each value.
 
     Attributes:
       program: a traced function.
       linearization: what its backward steps read.
-      costs: of each equation.
-      maker: for each computed value the number of its equation.
-      source: for each value the value whose bytes it shares (often itself).
+      costs: the cost of each equation.
+      maker: for each computed value, the number of its equation.
+      source: for each value, the value whose bytes it shares (often itself).
     """
 
     def __init__(self, program: Program, linearization: Linearization) -> None:
@@ -66,7 +66,7 @@ class Dataflow:
         return len(outputs) == 1 and self.source[outputs[0]] != outputs[0]
 
     def opaque(self, index: int) -> bool:
-        """Whether an equation is a kernel of its own."""
+        """Whether an equation is a separate kernel."""
         return (
             self.costs[index].fusion is costs.Fusion.OPAQUE or self.program.equations[index].effects
         )

@@ -1,13 +1,13 @@
 """FLOPs of a function and of its gradient, counted from the program JAX would compile.
 
-The compiler for NVIDIA GPUs tells no FLOPs, and the others take a loop's body once. So the
-operations are counted here, by the rules of ``costs``, over the traced program less its
-dead code. That holds for any function: a plan's, a ``jax.checkpoint`` with a policy, or
-checkpoints that a user placed by hand. What a checkpoint recomputes is the difference
-between its gradient and that of the function without it.
+The compiler for NVIDIA GPUs reports no FLOPs, and the others count a loop's body once. So the
+operations are counted here, by the rules of ``costs``, over the traced program without its dead
+code. That holds for any function: a plan's, a ``jax.checkpoint`` with a policy, or checkpoints that
+a user placed by hand. What a checkpoint recomputes is the difference between its gradient and that
+of the function without it.
 
-It is the program as written that is counted. A compiler that merges equal computations or
-undoes a recomputation runs less.
+This counts the program as written. A compiler that merges equal computations or undoes a
+recomputation runs less.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def _count(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _without_marks(operation: Operation) -> Operation:
-    """The operation without the marks on kept values, in the programs inside it too.
+    """The operation without the marks on kept values, also in its inner programs.
 
-    JAX rounds what a checkpoint keeps to the precision that it has already
-    (``reduce_precision``), so that the compiler gives the stored and the recomputed value the
-    same bits. The compiler takes that out again; its rule would count it.
+    JAX rounds what a checkpoint keeps to the precision that it already has (``reduce_precision``),
+    so that the compiler gives the stored and the recomputed value the same bits. The compiler
+    removes this again, but a cost rule would count it.
     """
     if _is_mark(operation):
         return dataclasses.replace(operation, primitive="copy", params={})

@@ -1,14 +1,13 @@
 """What the derivative of each equation reads.
 
-Not every value is needed backward: ``add`` needs nothing, ``tanh`` its output, ``mul``
-its inputs. No table says so here. ``jax.vjp`` of the equation, traced, returns its
-residuals; following each residual back to the equation's own inputs or outputs tells
-which of them the derivative reads. A residual that is not a cheap function of those (the
-stacked intermediates of a ``scan``) is the equation's *internal residual*: it exists only
-where the equation itself has been run.
+Not every value is needed backward: ``add`` needs nothing, ``tanh`` its output, ``mul`` its inputs.
+There is no table of this here. ``jax.vjp`` of the equation, traced, returns its residuals;
+following each residual back to the equation's own inputs or outputs shows which of them the
+derivative reads. A residual that is not a cheap function of those (the stacked intermediates of a
+``scan``) is the equation's *internal residual*: it exists only if the equation itself has run.
 
-Equations that differ in nothing that matters are traced once, and all of them in one trace. For
-the common primitives the extents of the arrays do not matter: layers of any width are alike.
+Equations that do not differ in anything that matters are traced once, all in one trace. For the
+common primitives the arrays' extents do not matter: layers of any width are alike.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from remat_opt.program.propagation import share_inside
 from remat_opt.program.record import Constant, Derivative, Equation, Linearization, Program
 from remat_opt.program.tracing import array_type, operation
 
-#: What works on each element by itself: what its derivative reads has nothing to do with extents.
+#: Elementwise primitives: what their derivatives read does not depend on extents.
 _ELEMENTWISE = frozenset(
     "abs add convert_element_type cos div exp integer_pow log logistic max min mul neg pow rsqrt "
     "select_n sin sqrt square sub tanh".split()
 )
-#: Of these, what hands on the cotangent of its result whatever that is computed from.
+#: Of these, the ones that pass on their result's cotangent, whatever it is computed from.
 _HANDING_ON = frozenset("add convert_element_type neg sub".split())
-#: What is linear in each operand: its derivative reads the others, whatever the parameters.
+#: Primitives linear in each operand: the derivative reads the others, whatever the parameters.
 _LINEAR = frozenset(
     "broadcast_in_dim concatenate conv_general_dilated dot_general pad reduce_sum reshape slice "
     "squeeze transpose".split()
@@ -49,8 +48,8 @@ def linearize(program: Program) -> Linearization:
       program: a traced function.
 
     Returns:
-      For each equation that lies between a differentiated argument and a
-      differentiated output, what its backward step reads.
+      For each equation between a differentiated argument and a differentiated output, what its
+      backward step reads.
     """
     candidates: dict[int, tuple[int, ...]] = {}  # equation -> positions of inputs that vary
     varying = set(program.differentiated)
@@ -67,7 +66,7 @@ def linearize(program: Program) -> Linearization:
             )
     all_derivatives = _derivatives(program, candidates)
 
-    # Forward once more, now that zero derivatives (stop_gradient, floor) are known.
+    # Forward again, now that zero derivatives (stop_gradient, floor) are known.
     varying = set(program.differentiated)
     derivatives: dict[int, Derivative] = {}
     for index in candidates:
@@ -96,7 +95,7 @@ def _carries_derivative(kind: ArrayType) -> bool:
 
 
 def _derivatives(program: Program, candidates: dict[int, tuple[int, ...]]) -> dict[int, Derivative]:
-    """The derivative of each candidate equation; like equations are traced once."""
+    """The derivative of each candidate equation; similar equations are traced once."""
     representatives: dict[Any, tuple[Equation, tuple[int, ...]]] = {}
     keys: dict[int, Any] = {}
     for index, positions in candidates.items():
@@ -120,7 +119,7 @@ def _derivatives(program: Program, candidates: dict[int, tuple[int, ...]]) -> di
 
 
 def _what_matters(program: Program, equation: Equation, positions: tuple[int, ...]) -> Any:
-    """Equations for which this is equal have equal derivatives."""
+    """A key: equations with equal keys have equal derivatives."""
     primitive = equation.operation.primitive
     types = tuple(
         program.types[atom] if isinstance(atom, int) else atom.text for atom in equation.inputs
@@ -130,8 +129,8 @@ def _what_matters(program: Program, equation: Equation, positions: tuple[int, ..
     if primitive in _ELEMENTWISE:
         dtypes, plain = _dtypes(equation), _without_extents(types)
         return primitive, equation.parameters, dtypes, plain, _repeated(types), positions
-    # Functions among the parameters are named in the text only: like names do not make like
-    # functions, so such equations stand for themselves.
+    # The text only names functions among the parameters: equal names do not mean equal functions,
+    # so such equations stand for themselves.
     itself = id(equation.jax_equation) if _has_functions(equation) else None
     return primitive, equation.parameters, types, positions, itself
 
@@ -145,7 +144,7 @@ def _without_extents(types: tuple[ArrayType | str, ...]) -> tuple[str, ...]:
 
 
 def _repeated(types: tuple[ArrayType | str, ...]) -> tuple[tuple[bool, ...], ...]:
-    """Of each dimension of arrays of unlike shapes whether it is repeated for the others'."""
+    """For each dimension of arrays of different shapes, whether it is broadcast to the others'."""
     shapes = [kind.shape for kind in types if isinstance(kind, ArrayType)]
     if len(set(shapes)) == 1:
         return ()
@@ -216,7 +215,7 @@ def _arguments(equation: Equation) -> list[Any]:
 def _restricted(
     equation: Equation, positions: tuple[int, ...], given: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """The equation as a function of its varying inputs alone, and those inputs."""
+    """The equation as a function of only its varying inputs, and those inputs."""
     atoms: list[Any] = []
     remaining = iter(given)
     for atom in equation.inputs:
@@ -273,7 +272,7 @@ def _read_residuals(
                 cheap &= kind is not costs.Fusion.OPAQUE and id(maker) not in own
                 pending += maker.invars
         if reached_outputs and equation.derivative_compares:
-            # The output is computed again with the inputs, and not read where it was kept.
+            # The output is computed again from the inputs, not read from a kept copy.
             reached_inputs |= set(value_positions)
             reached_outputs = set()
         if cheap:
@@ -296,9 +295,9 @@ def _read_residuals(
 def _without_zero_derivatives(
     items: Sequence[tuple[Equation, tuple[int, ...]]], derivatives: list[Derivative]
 ) -> list[Derivative]:
-    """Drops active outputs that pass no cotangent on (``stop_gradient``, ``floor``).
+    """Drops active outputs that pass on no cotangent (``stop_gradient``, ``floor``).
 
-    Only equations without residuals can have such outputs alone; their pullbacks are traced,
+    Only equations without residuals can have nothing but such outputs. Their pullbacks are traced,
     and an output whose cotangent reaches no input is not active.
     """
     surely_pass = _LINEAR | _HANDING_ON
@@ -340,7 +339,7 @@ def _without_zero_derivatives(
 
     closed, shapes = internals.make_jaxpr(pulled_back, arguments, cotangents)
     _, _, inputs, equations, outputs = internals.parts(closed)
-    # Which of the cotangents, by their position among the inputs, each value depends on.
+    # Which cotangents, by position among the inputs, each value depends on.
     first = len(jax.tree.leaves(arguments))
     reached = {variable: {number} for number, variable in enumerate(inputs) if number >= first}
 

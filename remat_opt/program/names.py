@@ -1,9 +1,9 @@
 """What to call the values of a program.
 
-A person knows the modules of the network, the functions that they called and their own lines, not
-the primitives that these come to. So a value is told by the call that it is the result of
-(``clip``, ``relu``), by the module whose output it works on or is, and by the argument that it is
-multiplied with. Where none of these is known the primitive is said in words.
+People know the modules of their network, the functions they called and their own lines, but not the
+primitives that result. So a value is named after the call it results from (``clip``, ``relu``),
+after the module whose output it is or works on, and after the argument it is multiplied with. If
+none of these is known, the primitive is put in words.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from remat_opt import _jax_internals as internals
 from remat_opt.naming import ValueName, in_words, modules_of
 from remat_opt.program.record import Equation, Program
 
-#: What is told by the module that it is in, or the argument it reads, rather than as an output.
+#: Primitives named after the module they are in or the argument they read, not as an output.
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
-#: What hands its operand on in another form: who made the operand is to be found behind it.
+#: Primitives that pass on their operand in another form: look behind them for its maker.
 _FORMS = frozenset(
     "broadcast_in_dim convert_element_type copy name reshape squeeze transpose".split()
 )
 #: How many of those to look behind.
 _MOST_FORMS = 4
-#: How many components of a module's path say which it is.
+#: How many components of a module's path identify it.
 _PATH = 2
-#: What only a scope of JAX's own has in its name: ``jnp.einsum`` opens one named ``ij,jk->ik``.
+#: Found only in the names of JAX's own scopes: ``jnp.einsum`` opens one named ``ij,jk->ik``.
 _NOT_IN_MODULES = "->"
 
 
@@ -35,11 +35,11 @@ class Names:
     """The names of a program's values."""
 
     def __init__(self, program: Program, arguments: Mapping[int, str] | None = None) -> None:
-        """Prepares for any number of values.
+        """Prepares to name any number of values.
 
         Args:
           program: a traced function.
-          arguments: what its arguments are called; None for what the user's code calls them.
+          arguments: the names of its arguments; None for the names in the user's code.
         """
         self._program = program
         self._makers = program.makers()
@@ -52,13 +52,13 @@ class Names:
         self._modules = tuple(_module(equation.module) for equation in program.equations)
 
     def inside(self, equation: Equation, body: Program) -> Names:
-        """The names of values in a loop or branch, which knows arguments by what it is given.
+        """The names of values in a loop or branch, whose arguments are named by what it receives.
 
         Args:
-          equation: of this program: the ``scan``, or the ``cond``.
-          body: of that, as a program.
+          equation: the ``scan`` or ``cond`` of this program.
+          body: its body or branch, as a program.
         """
-        # What a branch is given follows the number of the branch.
+        # A branch's inputs follow the number of the branch.
         given = equation.inputs[len(equation.inputs) - len(body.arguments) :]
         found = {}
         for value, one in zip(body.arguments, given, strict=True):
@@ -102,7 +102,7 @@ class Names:
         return said
 
     def _behind(self, value: int) -> int:
-        """The value that this one is another form of."""
+        """The value of which this one is another form."""
         for _ in range(_MOST_FORMS):
             maker = self._makers.get(value)
             if maker is None:
@@ -137,7 +137,7 @@ class Names:
 
 
 def _operation(equation: Equation, function: str) -> str:
-    """The outermost call that the equation's value is the result of, or what it does, in words."""
+    """The outermost call that results in the equation's value, or what it does, in words."""
     primitive = equation.operation.primitive
     said = internals.custom_name(equation.jax_equation) or in_words(primitive)
     variables = list(equation.jax_equation.outvars)
@@ -158,7 +158,7 @@ def _module(name_stack: str) -> str:
 
 
 def _function(source: str) -> str:
-    """The function that a line is in; of a method such as ``__call__``, its class."""
+    """The function that a line is in; for a method such as ``__call__``, its class."""
     *outer, function = source.partition(" (")[2].removesuffix(")").split(".")
     is_special = function.startswith("__") and function.endswith("__")
     return outer[-1] if is_special and outer else function

@@ -1,4 +1,4 @@
-"""Where the arguments of a function lie on a mesh: read off arrays, shapes and tracers."""
+"""How the arguments of a function are laid out on a mesh, as arrays, shapes and tracers say."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from remat_opt.program.record import Placement, Spec
 def placement_of(
     values: Sequence[Any], kinds: Sequence[Any], equations: Iterable[Any]
 ) -> Placement | None:
-    """Where values lie.
+    """How values are laid out.
 
     Args:
       values: arrays, tracers or shapes.
-      kinds: JAX's types of them.
-      equations: of the jaxpr that reads them: where no value tells of a mesh, its constraints may.
+      kinds: their JAX types.
+      equations: those of the jaxpr that reads them: if no value mentions a mesh, a constraint may.
 
     Returns:
-      None where there is no mesh of several devices.
+      None if there is no mesh of several devices.
     """
     meshes = [mesh for value in values if (mesh := _jax_meshes.mesh_of(value)) is not None]
-    # One of devices says more than an abstract one.
+    # A mesh of devices says more than an abstract one.
     mesh = next((one for one in meshes if isinstance(one, jax.sharding.Mesh)), None)
     mesh = mesh or next(iter(meshes), None) or next(_jax_meshes.meshes_in(equations), None)
     if mesh is None or mesh.size == 1 or mesh.abstract_mesh.manual_axes:

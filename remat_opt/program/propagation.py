@@ -1,14 +1,14 @@
-"""A program on a mesh as one device has it: each array cut down to the part that lies there.
+"""One device's part of a program on a mesh: each array cut down to the part held there.
 
-How arguments are split is known, and so is what the user prescribes (constraints, ``shard_map``,
-types with explicit sharding). For all other values the compiler is asked. It decides in a pass of
-its own, before it partitions anything: so the program is lowered with every value as a result, this
-one pass runs, and what it wrote at the results is read. Nothing is compiled, and no device is
-needed. Inner programs (the body of a ``scan``, a branch, a custom rule) are asked about likewise,
-with inputs as they were found to be split.
+We know how arguments are split, and what the user prescribes (constraints, ``shard_map``, types
+with explicit sharding). For all other values we ask the compiler. It decides in a separate pass,
+before it partitions anything. So the program is lowered with every value as a result, this one pass
+runs, and we read what it wrote at the results. Nothing is compiled, and no device is needed. Inner
+programs (the body of a ``scan``, a branch, a custom rule) are treated likewise, with their inputs
+split as found.
 
-What comes out is a program in which types are those of one device's part. All that counts bytes or
-FLOPs works on it as on any other. To run it, or to take derivatives, the whole one is needed.
+The result is a program whose types are those of one device's part. Code that counts bytes or FLOPs
+works on it as on any other. Running it or taking derivatives needs the whole program.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from remat_opt.operation import ArrayType, Body, Operation
 from remat_opt.program.record import Equation, Placement, Program, Spec
 from remat_opt.program.tracing import inner_program, operation
 
-#: Equations that run one inner program, or one of several, on just their inputs.
+#: Equations that run one inner program, or one of several, on exactly their inputs.
 _CALLS = frozenset(
     "checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
     "custom_vmap_call jit pjit remat2 xla_metadata_call".split()
@@ -35,21 +35,21 @@ _CALLS = frozenset(
 
 
 def per_device(program: Program) -> Program:
-    """The program that one device has; the program itself where there is no mesh."""
+    """One device's part of the program; the program itself without a mesh."""
     if program.placement is None or program.is_part:
         return program
     return _Partitioner(program.placement).local(program)
 
 
 def specs(program: Program) -> dict[int, Spec]:
-    """How those values of a program are split that are split at all; none without a mesh."""
+    """How the values of a program are split, for those that are; none without a mesh."""
     return {} if program.placement is None else _Partitioner(program.placement).specs(program)
 
 
 def argument_shardings(program: Program) -> tuple[NamedSharding | None, ...]:
     """How constants and arguments are laid out, in this order; None for each without a mesh.
 
-    Where nothing says so, it is what the compiler makes of what is computed from them.
+    If nothing says so, it follows from how the compiler splits what is computed from them.
     """
     given = (*program.constants, *program.arguments)
     placement = program.placement
@@ -65,7 +65,7 @@ def argument_shardings(program: Program) -> tuple[NamedSharding | None, ...]:
 
 
 def is_split(program: Program) -> bool:
-    """Whether any array that one device has is a part; of a program as one device has it."""
+    """Whether any array in one device's part of a program is split."""
     return any(
         one.operation.primitive == "shard_map"
         or (one.placement is not None and any(map(_is_split, one.placement.specs)))
@@ -74,10 +74,10 @@ def is_split(program: Program) -> bool:
 
 
 def body_per_device(body: Program, equation: Equation) -> Program:
-    """The body of a ``scan``, or a branch, likewise, if the equation is of such a program.
+    """One device's part of a ``scan``'s body or a branch, if the equation is in such a program.
 
     Args:
-      body: of the whole.
+      body: the whole body.
       equation: the ``scan`` or ``cond``.
     """
     placement = equation.placement
@@ -89,7 +89,7 @@ def body_per_device(body: Program, equation: Equation) -> Program:
 
 
 def share_inside(equation: Equation) -> float:
-    """The share that one device has of what is computed inside an equation, on the average."""
+    """One device's average share of what is computed inside an equation."""
     if equation.placement is None:
         return 1.0
     if equation.operation.primitive == "shard_map":
@@ -105,14 +105,14 @@ def _made_inside(one: Operation) -> int:
 
 
 class _Partitioner:
-    """Cuts programs down to what one device has; equal inner programs are looked at once."""
+    """Cuts programs down to one device's part; equal inner programs are looked at once."""
 
     def __init__(self, placement: Placement) -> None:
         self._mesh, self._axes = placement.mesh, placement.axes
         self._bodies: dict[Any, tuple[Operation, ...]] = {}
 
     def local(self, program: Program) -> Program:
-        """The program as one device has it."""
+        """One device's part of the program."""
         specs = self.specs(program)
         types = tuple(_part(kind, specs.get(value, ())) for value, kind in enumerate(program.types))
         return dataclasses.replace(
@@ -190,7 +190,7 @@ class _Partitioner:
         )
 
     def _local_bodies(self, equation: Equation, placement: Placement) -> tuple[Body, ...]:
-        """The inner programs of an equation as one device has them."""
+        """One device's part of an equation's inner programs."""
         bodies = equation.operation.bodies
         if not bodies or not any(map(_is_split, placement.specs)):
             return bodies
@@ -210,10 +210,9 @@ class _Partitioner:
 
 
 def _as_read(program: Program, specs: Mapping[int, Spec]) -> dict[int, Spec]:
-    """How values that depend on no argument are split: as what is computed from them, shape kept.
+    """How values that depend on no argument are split: like what is made of them in that shape.
 
-    The compiler makes a copy of them for each reader, of which that at the result of the program
-    is not split.
+    The compiler copies them for each reader, and the copy at the program's result is not split.
     """
     varying = {*program.constants, *program.arguments}
     for equation in program.equations:
@@ -237,8 +236,8 @@ def _placed(program: Program, placement: Placement, specs: Sequence[Spec | None]
 
     Args:
       program: the inner program.
-      placement: whose mesh it is.
-      specs: of its inputs.
+      placement: holds the mesh.
+      specs: how its inputs are split.
     """
     constants = (None,) * len(program.constants)
     return dataclasses.replace(
@@ -248,11 +247,11 @@ def _placed(program: Program, placement: Placement, specs: Sequence[Spec | None]
 
 
 def _scan_specs(equation: Equation, specs: Sequence[Spec | None]) -> tuple[Spec | None, ...]:
-    """How the inputs of the body of a ``scan`` are split: entries as the arrays they are of.
+    """How the inputs of a ``scan``'s body are split: entries like the arrays they come from.
 
     Args:
       equation: the ``scan``.
-      specs: of its inputs.
+      specs: how its inputs are split.
     """
     scan = internals.scan_of(equation.jax_equation)
     whole = scan.constants + scan.carries
@@ -263,7 +262,7 @@ def _scan_specs(equation: Equation, specs: Sequence[Spec | None]) -> tuple[Spec 
 def _body_specs(
     equation: Equation, number: int, specs: tuple[Spec | None, ...]
 ) -> tuple[Spec | None, ...] | None:
-    """How the inputs of one of its inner programs are split; None where that is not known."""
+    """How the inputs of one of its inner programs are split; None if unknown."""
     primitive, params = equation.operation.primitive, equation.operation.params
     if primitive == "scan":
         return _scan_specs(equation, specs)
@@ -283,7 +282,7 @@ def _is_split(spec: Spec | None) -> bool:
 
 
 def _sharding(placement: Placement, spec: Spec) -> NamedSharding:
-    """A spec in JAX's words, which has none for a part of a mesh axis: there nothing is split."""
+    """A spec in JAX's terms. JAX has none for part of a mesh axis: there nothing is split."""
     sizes = dict(placement.axes)
     names = (
         tuple(name for name, _ in axis) or None
@@ -295,7 +294,7 @@ def _sharding(placement: Placement, spec: Spec) -> NamedSharding:
 
 
 def _part(kind: ArrayType, spec: Spec) -> ArrayType:
-    """What one device has of an array; the largest part, where they differ."""
+    """One device's part of an array; the largest one if they differ."""
     ways = [math.prod(size for _, size in axis) for axis in spec]
     ways += [1] * (len(kind.shape) - len(ways))
     shape = tuple(-(-extent // way) for extent, way in zip(kind.shape, ways, strict=False))

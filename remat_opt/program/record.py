@@ -1,9 +1,8 @@
 """A traced function as plain data: values, equations, arguments and outputs.
 
-``tracing`` makes a Program; everything below it (costs, compilers, plans)
-reads one without importing jax. What JAX needs to run an equation again rides along
-in ``Equation.jax_equation`` and ``Equation.name_stack``, opaque to all but
-``transform`` and ``linearization``.
+``tracing`` makes a Program; everything below it (costs, compilers, plans) reads one without
+importing jax. What JAX needs to run an equation again is in ``Equation.jax_equation`` and
+``Equation.name_stack``, opaque to all but ``transform`` and ``linearization``.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ class Constant:
 Atom = int | Constant
 
 
-#: How an array is split: for each of its axes the mesh axes that do it, each with how many ways.
+#: How an array is split: for each axis, the mesh axes that split it, each with its number of parts.
 Spec = tuple[tuple[tuple[str, int], ...], ...]
 
 
-#: What is known of arguments that lie on a mesh and nobody knows how.
+#: Stands for the layout of arguments that are on a mesh in an unknown way.
 UNKNOWN_PLACEMENT = "somewhere on a mesh"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where some arrays lie on a mesh, as far as that is known.
+    """How some arrays are laid out on a mesh, as far as is known.
 
     Attributes:
-      mesh: JAX's own mesh, of devices or abstract; opaque to all but those who ask the compiler.
+      mesh: JAX's own mesh, of devices or abstract; opaque except to code that asks the compiler.
       axes: names and sizes of its axes.
       kinds: JAX's own types of the whole arrays, likewise opaque.
-      specs: how each of the arrays is split; None where nothing is known.
+      specs: how each of the arrays is split; None if unknown.
     """
 
     mesh: Any
@@ -54,18 +53,18 @@ class Placement:
 
     @property
     def devices(self) -> int:
-        """How many there are on the mesh."""
+        """How many devices the mesh has."""
         return math.prod(size for _, size in self.axes)
 
     @property
     def text(self) -> str:
-        """What is known, the same in every process."""
+        """What is known, as text that is the same in every process."""
         if all(spec is None for spec in self.specs):
             return UNKNOWN_PLACEMENT
         return f"{self.axes} {self.specs}"
 
 
-#: What hands on one of its inputs as it is.
+#: Primitives that pass on one of their inputs unchanged.
 _SELECTIONS = frozenset({"max", "min", "reduce_max", "reduce_min"})
 
 
@@ -79,13 +78,13 @@ class Equation:
       outputs: the numbers of the values it makes, in order.
       effects: whether it does more than compute its outputs.
       once: whether it must run exactly once: it has effects, or calls back to Python, which takes
-        long and may well be meant to happen once, whatever was promised to JAX.
+        long and may well be meant to happen once, whatever JAX was promised.
       parameters: text of its parameters, the same in every process.
       module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
       jax_equation: JAX's own equation, for running it again.
       name_stack: JAX's own name stack, for running it again.
-      calls: JAX's equations of the calls that it was inlined from, the innermost first.
-      placement: where its inputs lie, in a program as one device of a mesh has it.
+      calls: JAX's equations of the calls that it was inlined from, innermost first.
+      placement: how its inputs are laid out, in one device's part of a program on a mesh.
       value_inputs: the numbers of the values among ``inputs``, in order.
     """
 
@@ -110,10 +109,10 @@ class Equation:
     def derivative_reads_kept(self) -> bool:
         """Whether the equation's own derivative can be made to read a kept output.
 
-        JAX's derivative of ``tanh`` reads the output that its rule computes, not the named
-        copy of it. ``transform`` mends that for equations without inner programs or
-        functions whose inputs and outputs are all floating-point numbers; for others only
-        running the equation again provides what its derivative reads.
+        JAX's derivative of ``tanh`` reads the output that its rule computes, not the named copy.
+        ``transform`` fixes that for equations without inner programs or functions whose inputs and
+        outputs are all floating-point numbers. For others, only running the equation again provides
+        what its derivative reads.
         """
         kinds = (*self.operation.inputs, *self.operation.outputs)
         return (
@@ -126,9 +125,9 @@ class Equation:
     def derivative_compares(self) -> bool:
         """Whether the equation's own derivative looks for its output among its inputs.
 
-        That of a maximum goes to the inputs that are equal to it. A kept maximum of inputs that
-        were computed again may be equal to none of them, since a compiler need not round twice in
-        the same way; so the output must come from the same run as the inputs.
+        The derivative of a maximum goes to the inputs equal to it. A kept maximum of recomputed
+        inputs may equal none of them, since a compiler need not round the same way twice. So the
+        output must come from the same run as the inputs.
         """
         return self.operation.primitive in _SELECTIONS
 
@@ -137,30 +136,30 @@ class Equation:
 class Program:
     """A function traced at given argument shapes, flat, with nested calls inlined.
 
-    Values are numbered: first the constants, then the arguments, then the outputs of
-    the equations in the order they were traced.
+    Values are numbered: first the constants, then the arguments, then the outputs of the equations
+    in the order they were traced.
 
     Attributes:
       types: shape and dtype of each value.
       constants: numbers of the closed-over arrays.
       constant_values: those arrays, in the same order.
       arguments: numbers of the flat arguments; last those of ``closed_over``.
-      closed_over: tracers that the function closes over, which are arguments as well.
-      closed_over_names: what the function's code calls these, such as ``batch['image']``; ""
-        where that is unknown.
-      differentiated: those of the arguments that derivatives are taken for.
+      closed_over: tracers that the function closes over, which are also arguments.
+      closed_over_names: what the function's code calls these, such as ``batch['image']``; "" if
+        unknown.
+      differentiated: the arguments that derivatives are taken for.
       equations: in the order they were traced.
       outputs: the flat outputs.
       loss_outputs: how many of the flat outputs, from the first, are differentiated;
         the others are auxiliary.
       input_tree: the tree structure of (positional, keyword) arguments.
-      output_tree: the tree structure of the result, with leaves that are not arrays held.
+      output_tree: the tree structure of the result; leaves that are not arrays are part of it.
       name: the function's name.
       argument_labels: what the function calls its positional arguments, or their positions.
       kinds: JAX's own types of constants and arguments, in this order; opaque.
-      placement: where these lie, on a mesh; None without one.
-      is_part: whether types are those of what one device has (``propagation.per_device``), and
-        not those of whole arrays.
+      placement: how these are laid out on a mesh; None without one.
+      is_part: whether types are those of one device's part (``propagation.per_device``) rather than
+        of whole arrays.
     """
 
     types: tuple[ArrayType, ...]
@@ -182,16 +181,16 @@ class Program:
     closed_over_names: tuple[str, ...] = ()
 
     def placed_fingerprint(self) -> str:
-        """The fingerprint with what is known of where the arguments lie: what a plan is made for.
+        """The fingerprint with the known layout of the arguments: what a plan is made for.
 
-        Where there is a mesh and nothing is known, as under ``jax.jit``, that is said instead.
+        If there is a mesh but the layout is unknown, as under ``jax.jit``, it says so instead.
         """
         fingerprint = self.fingerprint()
         return fingerprint if self.placement is None else f"{fingerprint} {self.placement.text}"
 
     @property
     def mesh(self) -> Any:
-        """JAX's mesh that it runs on; None without one."""
+        """The JAX mesh that it runs on; None without one."""
         return None if self.placement is None else self.placement.mesh
 
     @property
@@ -205,7 +204,7 @@ class Program:
         return tuple(atom for atom in self.outputs if isinstance(atom, int))
 
     def makers(self) -> dict[int, int]:
-        """For each computed value the number of the equation that makes it."""
+        """For each computed value, the number of the equation that makes it."""
         return {
             value: number
             for number, equation in enumerate(self.equations)
@@ -215,9 +214,8 @@ class Program:
     def fingerprint(self) -> str:
         """A hash of what the program computes and of what is differentiated.
 
-        Two traces of the same function at the same argument shapes agree, on any
-        host and in any process; names, source lines and the arrays' contents do
-        not enter.
+        Two traces of the same function at the same argument shapes agree, on any host and in any
+        process; names, source lines and the arrays' contents are left out.
         """
         digest = hashlib.sha256()
 
@@ -263,11 +261,11 @@ class Derivative:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linearization:
-    """The derivatives along the way from the differentiated arguments to the loss.
+    """The derivatives on the way from the differentiated arguments to the loss.
 
     Attributes:
-      derivatives: by position of the equation in the program; equations without a
-        backward step are not there.
+      derivatives: by position of the equation in the program; equations without a backward step are
+        absent.
       active_values: numbers of the values that get a cotangent.
     """
 

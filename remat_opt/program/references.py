@@ -1,15 +1,14 @@
-"""What a function refers to beside its arguments, to tell whether a trace of it still holds.
+"""What a function refers to besides its arguments: decides whether a trace is still valid.
 
 A trace bakes in what the function reads from elsewhere: what it closes over, global variables,
 attributes of its instance. ``jax.jit`` goes by the function's identity and does not see these
-change. A decorated function is to give what the function itself gives, so its traces are kept
-beside what was found here, and used only as long as that is the same.
+change. A decorated function must give what the function itself gives, so its traces are stored with
+what was found here, and used only as long as that is the same.
 
 The walk goes through functions, classes, instances and containers as far as code that is not
-installed can reach: installed packages are taken to stay as they are. Arrays of JAX, which nobody
-can change, are told by identity, so are functions' codes; numbers and texts by value. What cannot
-be seen to stay the same has no references: a tracer, an array that can be written to, an iterator,
-an object of C.
+installed can reach: installed packages are assumed not to change. JAX arrays, which are immutable,
+and functions' code objects are compared by identity, numbers and texts by value. What may change
+unseen has no references: a tracer, a mutable array, an iterator, a C object.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from typing import Any
 import jax
 import numpy as np
 
-#: So many things are looked at; a function that refers to more is traced at every call.
+#: How many things are looked at; a function that refers to more is traced at every call.
 _MOST = 20_000
-#: Larger arrays of NumPy are not compared.
+#: Larger NumPy arrays are not compared.
 _MOST_BYTES = 65_536
-#: Of a heap type: a class that Python code makes.
+#: The flag of a heap type: a class made by Python code.
 _HEAP_TYPE = 1 << 9
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -64,7 +63,7 @@ _CONSTANT_KINDS = (
     np.dtype,
     np.ufunc,
 )
-#: Of a class, what is about it and not of it.
+#: Attributes that describe a class rather than belong to it.
 _ABOUT_CLASSES = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __dataclass_fields__ "
     "__dataclass_params__ __match_args__ __slots__ __abstractmethods__ _abc_impl __orig_bases__ "
@@ -74,12 +73,12 @@ _ABOUT_CLASSES = frozenset(
 
 
 class _UnseenError(Exception):
-    """Something is reached that may change unseen."""
+    """Something was reached that may change unseen."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Same:
-    """A thing that is equal to itself alone."""
+    """A thing that equals only itself."""
 
     thing: Any
 
@@ -92,7 +91,7 @@ class _Same:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """What a function was found to refer to; equal as long as all of it is the same.
+    """What a function was found to refer to; equal as long as all of it stays the same.
 
     Attributes:
       found: in the order of the walk.
@@ -108,7 +107,7 @@ class References:
 
 
 def references(fn: object) -> References | None:
-    """What a function refers to, or None where that could change unseen.
+    """What a function refers to, or None if that could change unseen.
 
     Example:
       >>> scale = [2.0]
@@ -136,7 +135,7 @@ def references(fn: object) -> References | None:
 class _Walk:
     def __init__(self) -> None:
         self.found: list[Any] = []
-        # By identity, in order; the things themselves, so that it goes to no other meanwhile.
+        # By identity, in order; holding the things themselves, so that no identity is reused.
         self.seen: dict[int, tuple[int, Any]] = {}
 
     def see(self, thing: Any) -> None:
@@ -159,7 +158,7 @@ class _Walk:
             self._see_container(thing)
             return
         if isinstance(thing, (jax.Array, types.CodeType, types.ModuleType, *_CONSTANT_KINDS)):
-            # What code reads of a module is looked at where the code is.
+            # What code reads from a module is looked at with that code.
             self.found.append(_Same(thing))
             return
         self.found.append(kind)
@@ -169,7 +168,7 @@ class _Walk:
             self._see_parts(thing)
 
     def _see_built_in(self, thing: Any) -> None:
-        """A function of C, which may be bound: ``random.random`` is, to a generator."""
+        """A C function, which may be bound: ``random.random`` is bound to a generator."""
         self.found.append(thing.__name__)
         owner = thing.__self__
         if isinstance(owner, types.ModuleType | type) or owner is None:
@@ -277,16 +276,16 @@ class _Walk:
 
 
 def _is_by_python(cls: type) -> bool:
-    """Whether Python code makes a class, so that its instances hold nothing that is not seen."""
+    """Whether a class is made by Python code, so that its instances hide nothing."""
     if cls is object:
         return True
-    # Of C there are heap types, too, as in ``_random``: their modules are no files of Python's.
+    # C code has heap types too, as in ``_random``: their modules are not Python files.
     return bool(cls.__flags__ & _HEAP_TYPE) and (_file_of(cls) or "").endswith((".py", "<main>"))
 
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global names that code reads, and its attributes, those of inner functions too."""
+    """The global names and attributes that code reads, including its inner functions."""
     names, attributes = set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -315,7 +314,7 @@ def _file_of(cls: type) -> str | None:
 
 @functools.cache
 def _is_installed(file: str | None) -> bool:
-    """Whether a file is of an installed package, of Python, or of this package."""
+    """Whether a file belongs to an installed package, to Python, or to this package."""
     if file is None:  # built in
         return True
     path = os.path.normpath(file)

@@ -1,10 +1,10 @@
 """What the arguments of a training step are: parameters, the optimizer's state, or the rest.
 
-JAX says of each equation which pass it is part of. What the backward pass hands to the optimizer,
-or puts out, are gradients; an argument that the forward pass reads and whose shape a gradient has
-is a parameter; one that no pass reads is state of the optimizer; others, such as the batch, are
-inputs. An argument counts as read where what is read is made of it, as parameters are that are
-cast before the loss. Loops around the whole of it, as over microbatches, are looked into.
+JAX says which pass each equation is part of. What the backward pass hands to the optimizer, or
+returns, are gradients. An argument that the forward pass reads and that has the shape of a gradient
+is a parameter; one that no pass reads is optimizer state; others, such as the batch, are inputs. An
+argument counts as read if something made from it is read, such as parameters that are cast before
+the loss. Loops around everything, as over microbatches, are looked into.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Role = Literal["parameter", "state", "input"]
 
 
 def argument_roles(program: Program) -> tuple[Role, ...]:
-    """The role of each argument of a step; all are inputs where nothing is differentiated."""
+    """The role of each argument of a step; all are inputs if nothing is differentiated."""
     found = _Reading()
     equations = [
         (
@@ -65,7 +65,7 @@ class _Reading:
         self.gradients: list[tuple[int, ...]] = []
 
     def walk(self, lines: Sequence[_Line], results: Iterable[Any]) -> set[Any]:
-        """What is read in a pass, forward or backward, by itself or through what it is made to."""
+        """What a pass, forward or backward, reads, directly or through what is made from it."""
         read: set[Any] = set()
         leaving = set(results)
         for phase, equation, inputs, outputs in reversed(lines):
@@ -86,12 +86,12 @@ class _Reading:
         return read
 
     def _inside(self, equation: Any, inputs: Sequence[Any]) -> set[Any]:
-        """Of what an equation reads, that which is read in a pass in its inner programs."""
+        """What of an equation's inputs is read in a pass inside its inner programs."""
         found = set()
         for _, body in internals.inner_jaxprs(equation.params):
             _, _, variables, equations, results = internals.parts(body)
             read = self.walk(list(_lines(equations)), [_atom(one) for one in results])
-            # What an inner program does not take, as the number of a branch, comes first.
+            # Inputs that an inner program does not take, such as a branch number, come first.
             for value, variable in zip(reversed(inputs), reversed(variables), strict=False):
                 if variable in read and value is not None:
                     found.add(value)

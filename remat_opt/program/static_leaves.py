@@ -1,12 +1,12 @@
-"""Leaves of arguments and results that are not arrays: they go around the trace, not through it.
+"""Leaves of arguments and results that are not arrays: they bypass the trace.
 
-What ``jax.grad`` does not differentiate it hands on as it is, so a function may be given texts or
-functions beside arrays: the activation of an ``eqx.nn.MLP`` is a leaf of it. Such a leaf becomes
-part of the structure of the tree that it is in. So two calls are alike only if these are equal.
+``jax.grad`` passes on unchanged what it does not differentiate, so a function may receive texts or
+functions besides arrays: the activation of an ``eqx.nn.MLP`` is one of its leaves. Such a leaf
+becomes part of its tree's structure. So two calls are alike only if these leaves are equal.
 
-Python numbers are arrays here, as for ``jax.jit``, but not those in modules of Equinox, whose
-``filter_jit`` takes them as they are: ``eqx.nn.Dropout`` asks ``if self.inference``. Equinox is not
-needed: where nobody has imported it, there are no modules.
+Python numbers are arrays here, as for ``jax.jit``, except in Equinox modules, whose ``filter_jit``
+leaves them alone: ``eqx.nn.Dropout`` asks ``if self.inference``. Equinox is not needed: if nobody
+has imported it, there are no modules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Held:
 
 
 def hold(tree: Any) -> Any:
-    """The tree with all leaves that are not arrays held."""
+    """The tree with all leaves that are not arrays wrapped."""
 
     def held(leaf: Any) -> Any:
         if _is_equinox(leaf):
@@ -64,12 +64,12 @@ def hold(tree: Any) -> Any:
 
 
 def release(tree: Any) -> Any:
-    """The tree with the leaves that are held in their places."""
+    """The tree with the wrapped leaves put back in place."""
     return jax.tree.map(lambda leaf: leaf.value if _is_held(leaf) else leaf, tree, is_leaf=_is_held)
 
 
 def any_held(tree: Any) -> bool:
-    """Whether a leaf of the tree is held."""
+    """Whether the tree has a wrapped leaf."""
     return any(map(_is_held, jax.tree.leaves(tree, is_leaf=_is_held)))
 
 
@@ -78,7 +78,7 @@ def _is_held(thing: object) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    # The last are ``jax.ShapeDtypeStruct``, and arrays of others that JAX can read.
+    # The last are ``jax.ShapeDtypeStruct``, and other libraries' arrays that JAX can read.
     return isinstance(leaf, jax.Array | np.ndarray | np.generic) or (
         hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     )

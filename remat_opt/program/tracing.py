@@ -1,14 +1,13 @@
 """From a function and its arguments to a Program.
 
-The function is traced by ``jax.make_jaxpr`` with its positional and keyword arguments
-flattened; nested ``jit`` calls are inlined, everything else that holds an inner program
-(scan, cond, while, custom derivative rules, an inner checkpoint) stays one equation.
-Asked for, inner checkpoints are dissolved: what is under them stands in their place, in loops and
-branches too.
-Equations that nothing reads and that have no side effects are left out.
+The function is traced by ``jax.make_jaxpr`` with its positional and keyword arguments flattened;
+nested ``jit`` calls are inlined, everything else that holds an inner program (scan, cond, while,
+custom derivative rules, an inner checkpoint) stays one equation. On request, inner checkpoints are
+dissolved: their bodies take their place, also in loops and branches. Equations that nothing reads
+and that have no side effects are left out.
 
-What the function closes over is a constant, unless it is being traced itself: then it is an
-argument like others, and one that is differentiated where JAX is differentiating it.
+What the function closes over is a constant, unless it is itself being traced. Then it is an
+argument like others, and is differentiated if JAX is differentiating it.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ from remat_opt.program.static_leaves import any_held, hold, release
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """How the arguments of a function are to be read; the words are those of ``jax.grad``.
+    """How to read the arguments of a function; the terms are those of ``jax.grad``.
 
     Attributes:
-      argnums: the positional argument(s) that derivatives are taken for, where it cannot be seen;
-        None for the first that is not static.
+      argnums: the positional argument(s) to differentiate, if the trace does not show it; None for
+        the first that is not static.
       has_aux: whether the function returns a pair (differentiated, auxiliary).
       static_argnums: positional arguments that are Python values, not arrays.
       static_argnames: keyword arguments that are Python values, not arrays.
-      dissolved: whether what is under checkpoints of the function's own counts as if there were
-        none.
+      dissolved: whether the function's own checkpoints are ignored.
     """
 
     argnums: tuple[int, ...] | None = None
@@ -50,7 +48,7 @@ class Signature:
     dissolved: bool = False
 
     def with_instance(self) -> Signature:
-        """The same for a method that is given its instance as first argument."""
+        """The same for a method that receives its instance as first argument."""
 
         def moved(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(number + 1 if number >= 0 else number for number in numbers)
@@ -62,19 +60,19 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call with its static arguments bound: what is left are arrays.
+    """A call with its static arguments bound: only arrays are left.
 
     Attributes:
-      name: of the function that was called.
+      name: the called function's name.
       fn: takes the remaining positional and keyword arguments. Its result may have leaves that are
-        no arrays.
+        not arrays.
       args: remaining positional arguments.
       kwargs: remaining keyword arguments.
       argnums: positions, among ``args``, of the differentiated ones.
       argnames: names, among ``kwargs``, of the differentiated ones that were passed by name.
-      positions: of ``args`` in the call.
-      labels: the names of ``args``, or their positions where those are unknown.
-      static: what was bound, by position or name.
+      positions: positions of ``args`` in the call.
+      labels: the names of ``args``, or their positions if unknown.
+      static: the bound arguments, by position or name.
       dissolved: see ``Signature``.
     """
 
@@ -90,7 +88,7 @@ class Call:
     dissolved: bool = False
 
 
-#: The key of what is ``Fixed``, in the path of a leaf.
+#: The key of a ``Fixed`` part in the path of a leaf.
 _FIXED = jax.tree_util.GetAttrKey("fixed by remat_opt")
 
 
@@ -123,7 +121,7 @@ def bind_static(
     parameters = _parameters(fn)
 
     def found(number: int, what: str) -> int | str | None:
-        """Where the argument is: its position, its name if passed by name, None if left out."""
+        """The argument's position, its name if passed by name, or None if left out."""
         if number < count or number >= len(parameters):
             return _position(number, count, what)
         return parameters[number] if parameters[number] in kwargs else None
@@ -188,7 +186,7 @@ def _position(number: int, count: int, what: str) -> int:
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:
-    """The names of the parameters that may be passed by position; none where unknown."""
+    """The names of the parameters that may be passed by position; none if unknown."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -217,8 +215,8 @@ def trace(
       The function as flat data.
 
     Raises:
-      TraceError: the value of a number is needed that is not declared static, or the result does
-        not fit the signature.
+      TraceError: the function needs the value of a number that is not declared static, or the
+        result does not fit the signature.
     """
     signature = signature or Signature()
     return trace_call(bind_static(fn, signature, args, kwargs), has_aux=signature.has_aux)
@@ -228,15 +226,15 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
     """Traces a call whose static arguments are bound; see ``trace``.
 
     Args:
-      call: the call. Where a derivative is being taken, what it is taken for counts as
-        differentiated, whatever ``argnums`` says. Where none is to be seen and ``argnums`` says
-        nothing, all that is closed over and being traced does.
+      call: the call. If a derivative is being taken, what JAX differentiates counts as
+        differentiated, whatever ``argnums`` says. If none is visible and ``argnums`` says nothing,
+        everything that is closed over and being traced does.
       has_aux: whether the function returns a pair (differentiated, auxiliary).
-      as_declared: go by ``argnums`` all the same.
+      as_declared: go by ``argnums`` in any case.
     """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
 
-    # Python numbers among the results are handed back as they are, not as arrays.
+    # Python numbers among the results are returned as they are, not as arrays.
     numbers: dict[int, Any] = {}
 
     def flat_fn(*flat: Any) -> Any:
@@ -298,11 +296,10 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
 
 
 def _closure_names(fn: Callable[..., Any], values: Sequence[Any]) -> tuple[str, ...]:
-    """The variables and paths by which a function's code reads values that it closes over.
+    """The variables and paths by which a function's code reads the values it closes over.
 
     Returns:
-      One for each value; "" where a value is under no variable of the function's, nor of one that
-      it calls.
+      One for each value; "" if neither the function nor one that it calls has a variable for it.
     """
     found = {id(value): "" for value in values}
     pending, seen = [fn] if values else [], set()
@@ -329,7 +326,7 @@ def _closure_names(fn: Callable[..., Any], values: Sequence[Any]) -> tuple[str, 
 
 
 def _differentiating(program: Program, places: Iterable[int]) -> Program:
-    """The program with derivatives taken for these of its arguments."""
+    """The program with derivatives taken for these arguments."""
     arguments = (program.arguments[place] for place in places)
     return dataclasses.replace(
         program, differentiated=tuple(v for v in arguments if is_inexact(program.types[v]))
@@ -351,7 +348,7 @@ def _is_differentiated(path: tuple[Any, ...], call: Call) -> bool:
 
 
 def _check_values(call: Call, error: Exception) -> None:
-    """Raises TraceError if tracing failed since a Python number among the arguments was traced."""
+    """Raises TraceError if tracing failed because a Python number argument was traced."""
     given: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
     numbers = {key: value for key, value in given.items() if type(value) in (bool, int, float)}
 
@@ -398,7 +395,7 @@ def array_type(aval: Any) -> ArrayType:
 
 
 def _turns(equation: Any) -> int | None:
-    """How often what is inside an equation runs; None of a ``while`` that does not say so."""
+    """How often the inside of an equation runs; None for a ``while`` that does not say."""
     if equation.primitive.name == "scan":
         return internals.scan_length(equation.params)
     return internals.while_turns(equation) if equation.primitive.name == "while" else 1
@@ -426,11 +423,11 @@ def operation(equation: Any) -> Operation:
 
 
 def inner_program(closed: Any, positions: Sequence[int], name: str) -> Program:
-    """An inner program of an equation as a program of its own, all outputs differentiated.
+    """An inner program of an equation as a separate program, all outputs differentiated.
 
     Args:
       closed: its jaxpr.
-      positions: of the inputs that derivatives are taken for.
+      positions: positions of the differentiated inputs.
       name: what to call it.
     """
     program = _Flattener(opens=False).program(

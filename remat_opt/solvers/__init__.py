@@ -1,4 +1,4 @@
-"""Solvers: one algorithm a file; they take numbers and give numbers.
+"""Solvers: one algorithm a file; they take numbers and return numbers.
 
 ``available`` lists them all; the records here are those that ``optimal_remat(solver=...)`` takes.
 """

@@ -11,21 +11,21 @@ empty, a new tag. After the step its reads are counted off, and the tag of a val
 come goes into the box.
 
 Why not a ready-made tool: colouring the graph of overlapping lifetimes (networkx has that) takes
-O(n**2) and knows neither sizes nor steps in place; memory planners of compilers are not to be had
+O(n**2) and knows neither sizes nor steps in place; compilers' memory planners are not available
 without the compiler.
 
 Complexity: O(n log n + e). The paper's O(n) is for buffers of one size.
 
-Guarantee: legal; no more than without sharing, and that no more than without steps in place; no
-less than ``live_bytes``, and equal to it where all sizes are the same. With different sizes it is
-a heuristic: no bound on the distance.
+Guarantee: legal; no more than without sharing, which is no more than without steps in place; no
+less than ``live_bytes``, and equal to it if all sizes are the same. With different sizes it is a
+heuristic: there is no bound on the distance.
 
-Readings. The paper does not say which free tag to take, nor which operand to write over where
-several could be: always the smallest buffer that fits, and of equal ones the lowest tag, or the
-first operand. A step in place needs a result no larger than what it writes over.
+Readings. The paper does not say which free tag to take, nor which of several operands to write
+over: we take the smallest buffer that fits (of equal ones, the lowest tag), and the first operand.
+A step in place needs a result no larger than what it writes over.
 
-Left out: addresses within one arena (a buffer is a piece of memory of its own), reordering of
-steps, one buffer for several small values side by side.
+Left out: addresses within one arena (a buffer is a separate piece of memory), reordering of steps,
+one buffer for several small values side by side.
 
 Reference: Chen, Xu, Zhang, Guestrin (2016), section 3, Fig. 2.
 """
@@ -49,7 +49,7 @@ class Optimization(enum.Enum):
 
     NOTHING: a buffer for each value.
     IN_PLACE: a step may write its result over a value that it reads.
-    SHARING: the same, and free buffers are used again.
+    SHARING: the same, and free buffers are reused.
     """
 
     NOTHING = "no optimization"
@@ -59,7 +59,7 @@ class Optimization(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Steps in order of execution, each of which makes one value; forward, backward or both.
+    """Steps in order of execution, each making one value; forward, backward or both.
 
     The first four tuples have one entry per step.
 
@@ -89,11 +89,11 @@ class Allocation:
     """Which buffer holds which value.
 
     Attributes:
-      buffers: for each value the number of its buffer (the paper's tag or colour), or ``NONE``
-        for a value of 0 bytes.
-      overwrites: for each value the one that its step writes over, or ``NONE``.
+      buffers: for each value, the number of its buffer (the paper's tag or colour), or ``NONE`` for
+        a value of 0 bytes.
+      overwrites: for each value, the one that its step writes over, or ``NONE``.
       buffer_bytes: size of each buffer: that of the largest value it ever holds.
-      total_bytes: of all buffers.
+      total_bytes: size of all buffers.
       live_bytes: the most bytes alive at any step, below which no assignment can go.
     """
 
@@ -105,7 +105,7 @@ class Allocation:
 
 
 def prediction(graph: Graph) -> Execution:
-    """The forward pass alone: what nothing reads is the output and stays."""
+    """The forward pass alone: values that nothing reads are outputs and stay."""
     return Execution(
         names=graph.names,
         bytes=graph.bytes,
@@ -159,10 +159,10 @@ def allocate(execution: Execution, optimization: Optimization = Optimization.SHA
 
 
 def live_bytes(execution: Execution) -> int:
-    """The most bytes that the values alive at one step have.
+    """The most bytes alive at one step.
 
     A value is alive from its own step to that of its last reader, both included. The result of a
-    step that can run in place counts nothing at this step.
+    step that can run in place does not count at this step.
     """
     counter = _reads_to_come(execution)
     live = most = 0

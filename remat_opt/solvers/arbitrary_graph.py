@@ -9,7 +9,7 @@ is least. Source and target are always kept (correction 1).
 Method. For a trial term C on the second summand, the division tree is solved from the leaves up
 for the least kept bytes with all segments within C. A segment within C is not expanded. Else:
 
-  branch      the branches, each by itself: they are separate segments (correction 3).
+  branch      each branch by itself: they are separate segments (correction 3).
   complicate  all vertices where two members meet are kept, and each member is solved.
   linear      a shortest path over the splitting vertices, as for a chain, where a step over a
               single child may also expand that child (Algorithm 5).

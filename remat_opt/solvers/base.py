@@ -1,4 +1,4 @@
-"""What every solver gives back: a schedule with the referee's figures, and how good it is."""
+"""What every solver returns: a schedule with the referee's figures, and how good it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Overhead(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule and what the referee says of it.
+    """A schedule and what the referee says about it.
 
     Attributes:
       schedule: regions and fates.
@@ -50,7 +50,7 @@ class Candidate:
 
 
 def priced(graph: Graph, measure: Overhead) -> Graph:
-    """The graph with what is to be counted in place of seconds, for solvers that know these.
+    """The graph with what recomputation is counted in in place of seconds, for such solvers.
 
     FLOPs are scaled so that a forward pass takes as long as before. A small share of the time
     breaks ties between vertices that take none.
@@ -68,7 +68,7 @@ def priced(graph: Graph, measure: Overhead) -> Graph:
 
 
 def thinned(items: Sequence[_T], most: int) -> list[_T]:
-    """At most so many of the items: the first, the last, and what lies evenly between."""
+    """At most this many of the items: the first, the last, and some evenly spaced between."""
     if len(items) <= most:
         return list(items)
     return [items[round(n * (len(items) - 1) / max(1, most - 1))] for n in range(most)]
@@ -77,7 +77,7 @@ def thinned(items: Sequence[_T], most: int) -> list[_T]:
 def judge(graph: Graph, schedule: Schedule) -> Candidate:
     """Asks the referee for the figures of a schedule.
 
-    Names of values that are never read are left out of it: they take nothing.
+    Names of values that are never read are left out: they take nothing.
 
     Raises:
       GraphError: the schedule cannot be executed.
@@ -88,12 +88,12 @@ def judge(graph: Graph, schedule: Schedule) -> Candidate:
 
 
 def candidate(schedule: Schedule, figures: Figures, from_memory: Sequence[np.ndarray]) -> Candidate:
-    """A schedule with figures that are known, without the names of values that are never read.
+    """A schedule with known figures, without the names of values that are never read.
 
     Args:
-      schedule: names may be left out of it.
+      schedule: the schedule, from which names may be left out.
       figures: the referee's.
-      from_memory: for each depth of nesting, of each vertex whether it is read there; see
+      from_memory: for each depth of nesting, whether each vertex is read there; see
         ``spans.read_from_memory``.
     """
     wanted = [depth.tolist() for depth in from_memory]
@@ -106,9 +106,9 @@ def candidate(schedule: Schedule, figures: Figures, from_memory: Sequence[np.nda
 
 
 def judged(graph: Graph, schedules: Iterable[Schedule]) -> list[Candidate]:
-    """The schedules with the referee's figures, in order, those that come to the same once.
+    """The schedules with the referee's figures, in order, equal ones only once.
 
-    What cannot be executed is left out: no figures make up for that.
+    Schedules that cannot be executed are left out, whatever their figures.
     """
     found: dict[Candidate, None] = {}
     for one in dict.fromkeys(schedules):
@@ -120,7 +120,7 @@ def judged(graph: Graph, schedules: Iterable[Schedule]) -> list[Candidate]:
 def _read_again(
     chain: Sequence[Region], depth: int, wanted: Sequence[Sequence[bool]]
 ) -> tuple[Region, ...]:
-    """A chain of regions that keep only what is wanted of the values at their depth."""
+    """A chain of regions that keep only the wanted values at their depth."""
     found = []
     for region in chain:
         kept = tuple(v for v in region.kept if wanted[depth][v])
@@ -139,8 +139,8 @@ def _read_again(
 def pareto(candidates: list[Candidate], measure: Overhead) -> list[Candidate]:
     """The candidates that no other beats in both peak and overhead, by ascending peak.
 
-    Of candidates that are equal in both, the one with the fewest regions stays. What has no
-    checkpoint at all stays in any case, and is the last: where it fits, nothing has to be cut.
+    Of candidates equal in both, the one with the fewest regions stays. The one without any
+    checkpoint always stays, and comes last: if it fits, nothing has to be cut.
     """
     ordered = sorted(
         candidates,
@@ -162,8 +162,8 @@ def fastest_within(
     return fitting[-1] if fitting else None
 
 
-#: Peaks that differ by less than this share count as equal where the least is asked for: the
-#: compiler's order of execution moves a peak by more, and the last percent is dear.
+#: Peaks that differ by less than this share count as equal if the least is asked for: the
+#: compiler's order of execution moves a peak by more, and the last percent is expensive.
 PEAK_RESOLUTION = 0.02
 
 
@@ -180,7 +180,7 @@ def smallest_within(
 ) -> Candidate:
     """The candidate with the least peak whose overhead is within the limit.
 
-    There always is one: the unchanged function recomputes nothing.
+    There is always one: the unchanged function recomputes nothing.
     """
     return next(
         one for one in pareto(candidates, measure) if one.overhead(measure) <= most_overhead
@@ -214,8 +214,8 @@ class Solution(Generic[FiguresT]):
       figures: the solver's own figures, each with its unit in its name.
       status: ``OPTIMAL`` or ``FEASIBLE``.
       objective: the figure that was optimised.
-      bound: a proven limit on the objective, from below where it is minimised and from above
-        where it is maximised; equal to the objective where the status is ``OPTIMAL``.
+      bound: a proven limit on the objective, from below if it is minimised and from above if it is
+        maximised; equal to the objective if the status is ``OPTIMAL``.
     """
 
     schedule: Schedule
@@ -248,7 +248,7 @@ class Refused:
     """The problem is too large for the solver, or not of the kind that it takes.
 
     Attributes:
-      message: what is too large, by how much, and which solver to ask instead.
+      message: what is too large, by how much, and which solver to use instead.
     """
 
     message: str

@@ -1,10 +1,10 @@
-"""Chains reversed with few snapshots: Revolve, and its counterpart for links that differ.
+"""Chains reversed with few snapshots: Revolve, and its counterpart for unequal links.
 
 Problem. A chain of n steps must be run backward, from its last step to its first. Every backward
-step needs the state that its own step starts from; a state that is not in memory is computed
-again from an earlier one, as often as it takes. (Revolve) All steps alike, at most s states
-(snapshots) in memory at a time: the fewest steps to compute again. (Under a budget) Steps with
-bytes and seconds of their own, at most M bytes in memory: the least seconds to compute again.
+step needs the state from which its own step starts; a state that is not in memory is recomputed
+from an earlier one, as often as necessary. (Revolve) All steps are alike, with at most s states
+(snapshots) in memory at a time: recompute the fewest steps. (Under a budget) Each step has its own
+bytes and seconds, with at most M bytes in memory: recompute for the fewest seconds.
 
 Steps are the links of the graph. A vertex v is a cut if nothing before it is read past it, by a
 forward or a backward step; a link is what lies after one cut up to and including the next, and
@@ -30,44 +30,43 @@ the rest is the chain that follows it:
     chain(a, b, s) = region [a, m) with chain(a, m, s) inside, then chain(m, b, s - 1),
 
 down to one step, which is not checkpointed, since its backward step follows at once. This repeats
-exactly the t(n, s) steps of the paper. Revolve runs t(n, s) advances and n turns: the forward
-step that each backward step has just before it, and that the paper does not count. The executed
-form runs the same steps; n of them, n - 1 advances and the turn of the last step, are the forward
-pass itself, which nobody would call recomputation, and t(n, s) + n - n are left. The n - 1 other
-turns are among them: a step that is its own region runs again in its turn. Where backward steps
-read nothing that their own step computes, those turns are dead code, and t(n, s) - (n - 1) steps
-are left.
+exactly the t(n, s) steps of the paper. Revolve runs t(n, s) advances and n turns, a turn being the
+forward step just before each backward step, which the paper does not count. The executed form runs
+the same steps. Of these, n - 1 advances and the turn of the last step are the forward pass itself,
+not recomputation, so t(n, s) + n - n are left. The n - 1 other turns are among them: a step that is
+its own region runs again in its turn. If backward steps read nothing that their own step computes,
+those turns are dead code, and t(n, s) - (n - 1) steps are left.
 
-Method, under a budget. least(i, j, m) is the least time to compute links i to j once more, if the
-state before them is in memory, and to run them backward within m bytes beside that state. (Where
-j is the last link, it runs in the forward pass, whose time is not counted.) Either
+Method, under a budget. least(i, j, m) is the least time to recompute links i to j, given the state
+before them in memory, and to run them backward within m bytes besides that state. (If j is the last
+link, it runs in the forward pass, whose time is not counted.) Either
 
   save    run link i, hold what its backward step reads, go on with i + 1 .. j, run it backward;
           alone if i = j; or
   nest    for some k: run i .. k - 1 and hold only the last state, go on with k .. j, then
-          reverse i .. k - 1 as a problem of its own: least(k, j, m - state) + least(i, k - 1, m).
+          reverse i .. k - 1 as a separate problem: least(k, j, m - state) + least(i, k - 1, m).
 
-Saved links become regions without a checkpoint, nested ones regions with regions inside. Memory
-is counted in slots. If all bytes of the model are multiples of a slot of which the budget holds
-no more than ``slots``, that slot is used and nothing is rounded. If not, the budget is divided
-into ``slots`` and bytes are rounded up, so that what is found fits; the same table with bytes
-rounded down gives a bound.
+Saved links become regions without a checkpoint, nested ones regions with regions inside. Memory is
+counted in slots. If all bytes of the model are multiples of some slot, and the budget holds at most
+``slots`` of these, that slot is used and nothing is rounded. If not, the budget is divided into
+``slots`` and bytes are rounded up, so that the result fits; the same table with bytes rounded down
+gives a bound.
 
 Model of memory. It is the referee's, on links (``link_figures``): values are freed after their last
-reader, a cotangent waits while what lies before it is computed again, and the referee's rules for
-a step hold inside links. The state before a link is taken to be read until the link has run
-backward, and all that is computed again to be read.
+reader, a cotangent waits while what precedes it is recomputed, and the referee's rules for a step
+hold inside links. The state before a link is assumed to be read until the link has run backward,
+and everything recomputed to be read.
 
-Why not a ready-made tool: published implementations drive a program of their own step by step;
-here the answer must be a nest of checkpointed regions, and its memory the referee's.
+Why not a ready-made tool: published implementations drive their own program step by step; here the
+answer must be a nest of checkpointed regions, and its memory the referee's.
 
-Rows of links that are alike are solved once, wherever they lie.
+Equal rows of links are solved once, wherever they occur.
 
-Complexity: O(1) for t(n, s), O(n^2 s) for its table. Under a budget O(n^3 slots) time, where no
-rows are alike, and O(n^2 slots) memory for n links, bounded by ``MOST_ENTRIES``.
+Complexity: O(1) for t(n, s), O(n^2 s) for its table. Under a budget O(n^3 slots) time, if no rows
+are equal, and O(n^2 slots) memory for n links, bounded by ``MOST_ENTRIES``.
 
 Guarantee. Revolve: the fewest steps of all schedules that store whole states. Under a budget:
-optimal among all nests of saved and checkpointed links in the model of memory where nothing was
+optimal among all nests of saved and checkpointed links in the model of memory if nothing was
 rounded (status OPTIMAL); else within the gap to the bound. The model's peak and seconds are the
 referee's on a chain whose backward steps read their own value and the one before; on other graphs
 they are never less. ``least_budget`` is exact in the model, whatever the slots.
@@ -95,12 +94,12 @@ from remat_opt.schedule import Region, Schedule, merged
 from remat_opt.solvers.base import Candidate, Infeasible, Refused, Solution, Status, judged
 from remat_opt.solvers.link_figures import Link, Run, measure
 
-#: Into how many slots a budget is divided where its bytes have no common measure as coarse.
+#: Into how many slots a budget is divided if its bytes have no common measure as coarse.
 SLOTS = 500
 #: A budget's table is refused beyond this number of entries (12 bytes each).
 MOST_ENTRIES = 30_000_000
-#: Nests of checkpoints deeper than this are refused: with some 50 within one another, JAX's own
-#: transforms reach Python's limit on recursion.
+#: Deeper nests of checkpoints are refused: at a depth of about 50, JAX's own transforms reach
+#: Python's recursion limit.
 MOST_REPETITIONS = 32
 
 
@@ -111,8 +110,8 @@ class Reversal:
     Attributes:
       steps: n, the links of the graph.
       snapshots: s, states in memory at a time, the initial one included.
-      repetitions: r; no link runs again more often.
-      recomputed_steps: t(n, s), how many links run again, each counted as often as it does.
+      repetitions: r; no link runs again more often than this.
+      recomputed_steps: t(n, s), how many links run again, each counted as often as it runs.
     """
 
     steps: int
@@ -127,7 +126,7 @@ class Nest:
 
     Attributes:
       links: number of links.
-      depth: how many checkpoints lie within one another at most.
+      depth: how deep checkpoints nest at most.
       peak_bytes: most bytes in memory.
       overhead_seconds: time of what runs again.
       slot_bytes: the unit in which memory was counted.
@@ -155,7 +154,7 @@ def links(graph: Graph) -> tuple[range, ...]:
 
 
 def _refusal(graph: Graph, found: Sequence[range]) -> Refused | None:
-    # The first vertex is always a cut, as nothing is before it, and the last one.
+    # The first vertex is always a cut, as nothing precedes it, and so is the last.
     if len(found) > 2 or len(graph) <= 2 or found[0][-1] > 0:
         return None
     return Refused(
@@ -218,10 +217,10 @@ def recomputed_steps_table(steps: int, snapshots: int) -> list[list[int]]:
 
 
 def split(steps: int, snapshots: int) -> int:
-    """The least m that is best in the recurrence of t(n, s), for n > 1.
+    """The smallest m that is best in the recurrence of t(n, s), for n > 1.
 
-    m must need r - 1 repetitions with s snapshots, and n - m no more than r with s - 1, or be
-    on the border of the next number.
+    m must need r - 1 repetitions with s snapshots, and n - m no more than r with s - 1, or be on
+    the border to the next number.
 
     >>> split(10, 3), split(7, 1)
     (4, 6)
@@ -233,12 +232,12 @@ def split(steps: int, snapshots: int) -> int:
 
 
 def solve(graph: Graph, snapshots: int) -> Solution[Reversal] | Refused:
-    """Revolve on the links of a graph, all taken to be alike.
+    """Revolve on the links of a graph, all assumed to be alike.
 
     Args:
       graph: what to plan.
-      snapshots: s, how many states may be in memory at a time, the initial one included; that one
-        is made of the program's arguments and takes no temporary bytes.
+      snapshots: s, how many states may be in memory at a time, including the initial one, which
+        consists of the program's arguments and takes no temporary bytes.
 
     Returns:
       A solution whose objective is t(n, s); or a refusal.
@@ -265,7 +264,7 @@ def solve(graph: Graph, snapshots: int) -> Solution[Reversal] | Refused:
             enough += 1
         return Refused(
             message=f"With {snapshots} snapshots, {steps} links take {repetitions} checkpoints "
-            f"within one another; the limit is {MOST_REPETITIONS}. Give {enough} snapshots or more."
+            f"inside one another; the limit is {MOST_REPETITIONS}. Give {enough} snapshots or more."
         )
     objective = recomputed_steps(steps, snapshots)
     return Solution(
@@ -288,8 +287,8 @@ class Part:
 
     Attributes:
       start: the first link.
-      stop: the link after the last; ``start + 1`` where the link is saved.
-      inside: empty where the link is saved.
+      stop: the link after the last; ``start + 1`` if the link is saved.
+      inside: the parts inside; empty if the link is saved.
     """
 
     start: int
@@ -311,7 +310,7 @@ def revolve(steps: int, snapshots: int, *, start: int = 0) -> tuple[Part, ...]:
 
 
 def _regions(found: Sequence[range], parts: Sequence[Part]) -> tuple[Region, ...]:
-    """Parts as regions; saved links in a row are one region."""
+    """Parts as regions; consecutive saved links are one region."""
     regions: list[Region | range] = []
     for part in parts:
         vertices = range(found[part.start].start, found[part.stop - 1].stop)
@@ -319,7 +318,7 @@ def _regions(found: Sequence[range], parts: Sequence[Part]) -> tuple[Region, ...
             regions.append(vertices)
             continue
         inside = _regions(found, part.inside)
-        # One region that saves everything is what a checkpoint does by itself.
+        # A checkpoint by itself already does what one region that saves everything would.
         nested = inside if len(inside) > 1 else ()
         regions.append(Region(vertices=tuple(vertices), inside=nested))
     return tuple(merged(regions))
@@ -363,11 +362,11 @@ class _Chain:
         return self.last + 1
 
     def alike(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """All pairs of links by the distance between them; those that are alike are solved once.
+        """All pairs of links by the distance between them; equal ones are solved once.
 
         Yields:
-          How far the last links lie behind the first ones; first links, one for each pair that has
-          its own answer; and for every first link the number of the one that has its answer.
+          The distance of the last links from the first ones; first links, one for each pair with a
+          separate answer; and for every first link, the number of the one that has its answer.
         """
         alike = self._kinds
         for length in range(len(self)):
@@ -381,10 +380,10 @@ class _Chain:
 
         Args:
           i: the first links.
-          length: how far the last ones lie behind them.
+          length: the distance of the last ones from them.
 
         Returns:
-          Bytes needed at least, bytes then held, and seconds, each [i, choice].
+          The least bytes needed, the bytes then held, and seconds, each [i, choice].
         """
         j = i + length
         how = np.where(j == self.last, 0, 1 if not length else 2)
@@ -432,7 +431,7 @@ class _Chain:
 
 
 def _running(runs: Sequence[Run], pinned: np.ndarray) -> np.ndarray:
-    """The most memory of running from each link on, up to so many links later."""
+    """The most memory of running from each link on, up to some number of links later."""
     own = np.array([run.bytes for run in runs], dtype=np.int64)
     own[pinned] = _NEVER
     after = np.array([run.bytes_with_input for run in runs], dtype=np.int64)
@@ -479,7 +478,7 @@ class _Table:
         return costs
 
     def choose(self, i: int, j: int, level: int) -> tuple[int, int]:
-        """The best choice with so much memory: 0 to save, or k; and the level left after it."""
+        """The best choice with this much memory: 0 to save, or k; and the level left after it."""
         choice = int(self._choice[i, j, level])
         stop = j + 1 - choice if choice else 0
         return stop, level - self._in_slots(self.chain.held_bytes(i, stop)).item()
@@ -547,8 +546,7 @@ def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> 
     Args:
       graph: what to plan.
       budget_bytes: bound on the peak in the model of memory.
-      slots: into how many parts to divide the budget where it cannot be counted exactly in so
-        many.
+      slots: into how many parts to divide the budget if it cannot be counted exactly in this many.
 
     Returns:
       A solution whose objective is the overhead in seconds, in the model; or that none is within
@@ -567,14 +565,14 @@ def least_overhead(graph: Graph, budget_bytes: float, *, slots: int = SLOTS) -> 
     if parts is None:
         return Refused(
             message=f"The nest for {budget_bytes} bytes has more than {MOST_REPETITIONS} "
-            "checkpoints within one another. Give a larger budget."
+            "checkpoints inside one another. Give a larger budget."
         )
     peak, seconds, depth = chain.figures(parts, chain.last)
     bound = seconds
     if slot != _common_measure(graph):
         table = _Table(chain, slot, levels, up=False)
         proven = float(table.least[0, chain.last, levels])
-        # Sums of the same seconds in another order are the same.
+        # Sums of the same seconds in another order count as equal.
         bound = proven if proven < seconds * (1 - 1e-12) else seconds
     return Solution(
         schedule=Schedule(regions=_regions(chain.ranges, parts)),

@@ -1,10 +1,10 @@
-"""All solvers in one table, and those of them that a program can be planned with.
+"""All solvers in one table, including those that can plan programs.
 
-Each paper's solver has a budget, a model and an answer of its own kind. What plans a program,
-the records below, all answer alike: with schedules for many budgets, which the one referee
-judges. A solver that takes a budget is asked for a fixed series of them, so that the
-candidates do not depend on what the user asks for, and a larger budget never gives a worse
-plan. Where a paper's model of memory is not the referee's, the referee's counts.
+Each paper's solver has its own kind of budget, model and answer. The records below, which plan
+programs, all answer alike: with schedules for many budgets, judged by a single referee. A solver
+that takes a budget is called for a fixed series of them, so that the candidates do not depend on
+what the user asks for, and a larger budget never gives a worse plan. If a paper's model of memory
+differs from the referee's, the referee's counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from remat_opt.solvers.base import Candidate, Overhead, Refused, Solution, judge
 from remat_opt.solvers.dynamic_program import Centric
 from remat_opt.view import report
 
-#: How many budgets a solver is asked for, in equal ratios from the least one up.
+#: How many budgets a solver is called for, in equal ratios from the least one up.
 BUDGETS = 12
 
 
@@ -40,14 +40,14 @@ BUDGETS = 12
 class Solver(abc.ABC):
     """What ``optimal_remat(solver=...)`` takes: a name, options, and the schedules they give.
 
-    Solvers of one's own derive from this class, as frozen dataclasses whose fields are their
-    options. Equal solvers must give equal candidates.
+    Your own solvers derive from this class, as frozen dataclasses whose fields are their options.
+    Equal solvers must give equal candidates.
     """
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What plans call it; a class variable will do."""
+        """Its name in plans; a class variable will do."""
 
     @abc.abstractmethod
     def schedules(self, graph: Graph) -> Sequence[Schedule] | Refused:
@@ -256,7 +256,7 @@ class Revolve(Solver):
         seen = trunk.trunk(graph)
         found: list[Schedule] = []
         refused = None
-        # Powers of two, and with n - 1 snapshots every step but the last runs again once.
+        # Powers of two, and n - 1: then every step but the last runs again once.
         steps = len(binomial.links(seen.graph))
         for number in sorted({*(2**power for power in range(steps.bit_length())), steps - 1}):
             answer = binomial.solve(seen.graph, number)
@@ -269,7 +269,7 @@ class Revolve(Solver):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeterogeneousChain(Solver):
-    """The dynamic program for chains of unlike links, with multiple recomputation.
+    """The dynamic program for chains of unequal links, with multiple recomputation.
 
     Attributes:
       slots: into how many parts memory is divided.
@@ -311,13 +311,13 @@ class Sublinear(Solver):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What there is to know of a solver before using it.
+    """What to know about a solver before using it.
 
     Attributes:
       name: the name of the file, or of the record for programs.
       plans_programs: whether ``optimal_remat(solver=name)`` takes it.
-      takes: what graphs.
-      guarantee: exact or not, and in terms of what.
+      takes: what graphs it takes.
+      guarantee: exact or not, and in what sense.
       complexity: for n vertices (stages, links), unless said otherwise.
       paper: where it comes from.
     """
@@ -554,7 +554,7 @@ def available() -> Catalogue:
 
 
 def named(name: str) -> Solver | None:
-    """The solver for programs of that name, with its options at their defaults."""
+    """The solver for programs of that name, with default options."""
     for record in _RECORDS:
         solver = record()
         if solver.name == name:
@@ -584,7 +584,7 @@ def _swept(
 def _on_trunk(
     graph: Graph, solve: Callable[[Graph], Solution[Any] | Refused]
 ) -> list[Schedule] | Refused:
-    """The one answer of a solver that knows a single target."""
+    """The one answer of a solver with a single target."""
     seen = trunk.trunk(graph)
     answer = solve(seen.graph)
     if isinstance(answer, Refused):

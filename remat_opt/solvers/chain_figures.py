@@ -1,25 +1,26 @@
 """The figures of many chains of regions of one graph at once.
 
-Problem. A local search asks for the peak and the overhead of thousands of chains that are almost
-alike; one replay each takes too long.
+Problem. A local search needs the peak and the overhead of thousands of almost equal chains; one
+replay each takes too long.
 
 Method. A chain whose regions follow the order of execution, nested at most twice, is four rows of
-flags, one a vertex and level: whether a region of level l = 1, 2 starts there, and whether that
+flags, one per vertex and level: whether a region of level l = 1, 2 starts there, and whether that
 region drops the value. A region that drops nothing runs without a checkpoint. All chains are
-columns of the same arrays. Every step that might run has a place in the order of execution, run or
-not, which follows from where its vertex's regions start and end; and in descending order of the
-vertices each read finds the copy it reads, at the inner level, the outer one, or stored. So the
-first and the last step of every array are known, and sums over these are the peak.
+columns of the same arrays. Every step that might run has a place in the order of execution, whether
+or not it runs, which follows from where its vertex's regions start and end. In descending order of
+vertices, each read finds the copy it reads: at the inner level, at the outer one, or stored. So the
+first and the last step of every array are known, and sums over these give the peak.
 
 Why not a ready-made tool: the rules are those of ``simulator``.
 
-Complexity: O(n + e) a chain for n vertices and e reads. What runs again has to be followed read by
-read; there the flags of all chains are one long integer. All else is done for all reads at once.
+Complexity: O(n + e) per chain for n vertices and e reads. What runs again must be followed read by
+read; there the flags of all chains are one long integer. Everything else is done for all reads at
+once.
 
 Guarantee: the simulator's figures, to the byte.
 
-Left out: regions out of the order of execution, checkpoints that drop nothing where there are
-residuals without a name, which they put off, and deeper nesting.
+Left out: regions out of the order of execution, deeper nesting, and checkpoints that drop nothing
+but put off unnamed residuals.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from remat_opt.solvers.coarsening import Coarse
 LEVELS = 2
 #: The strain is the norm of two to this power.
 _SQUARINGS = 4
-#: Chains are replayed so many at a time that their steps make up so many entries.
+#: Chains are replayed in batches whose steps make up this many entries.
 _BLOCK_ENTRIES = 2**17
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """Many chains of regions, one a column.
+    """Many chains of regions, one per column.
 
     Attributes:
       starts: [level, vertex, chain] whether a region starts there.
@@ -65,7 +66,7 @@ class Chains:
         return Chains(starts=self.starts[:, :, chosen], drops=self.drops[:, :, chosen])
 
     def keys(self) -> list[bytes]:
-        """What tells the chains apart."""
+        """What distinguishes the chains."""
         flags = np.concatenate([*self.starts, *self.drops])
         return [row.tobytes() for row in np.packbits(flags, axis=0).T]
 
@@ -79,10 +80,10 @@ def joined(parts: Sequence[Chains]) -> Chains:
 
 
 def spread(chains: Chains, seen: Coarse) -> Chains:
-    """Chains of a smaller graph as those of the one that it stands for.
+    """Chains of a smaller graph as chains of the one that it stands for.
 
     Args:
-      chains: of the smaller graph.
+      chains: those of the smaller graph.
       seen: its groups are stretches of the order of execution.
     """
     starts, drops = np.zeros((2, LEVELS, len(seen.whole), len(chains)), dtype=bool)
@@ -133,9 +134,10 @@ class _Reads:
     """Reads of one kind.
 
     Attributes:
-      read: the vertex that is read, ascending; one entry a read.
+      read: the vertex that is read, ascending; one entry per read.
       reader: what reads it.
-      rounds: the vertices with so many reads, and the place of the next read of each.
+      rounds: for each number of reads, the vertices that have as many, and the position of the next
+        read of each.
     """
 
     read: np.ndarray
@@ -144,7 +146,7 @@ class _Reads:
 
     @classmethod
     def by(cls, readers: Sequence[Sequence[int]]) -> _Reads:
-        """From what reads each vertex."""
+        """Builds it from what reads each vertex."""
         counts = np.array([len(each) for each in readers])
         firsts = np.cumsum(counts) - counts
         vertices = (np.flatnonzero(counts > number) for number in range(counts.max(initial=0)))
@@ -155,7 +157,7 @@ class _Reads:
         )
 
     def raise_to(self, rows: np.ndarray, figures: np.ndarray) -> None:
-        """Raises the row of each vertex to the figures of all its reads at least.
+        """Raises the row of each vertex to at least the figures of all its reads.
 
         Args:
           rows: [vertex, chain]; written to.
@@ -167,7 +169,7 @@ class _Reads:
 
 
 class ChainFigures:
-    """Tells the figures of chains of one graph."""
+    """Computes the figures of chains of one graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -187,7 +189,7 @@ class ChainFigures:
                 self.needed_by[read].append(vertex)
         self._turn_reads = _Reads.by(self.needed_by)
         self._run_reads = _Reads.by(self.successors)
-        # The step that writes the cotangent first: of the last reader that has one, or its own.
+        # The step that first writes the cotangent: that of the last reader with one, or its own.
         self._sender = np.array(
             [
                 max((w for w in self.successors[v] if graph.cotangent_bytes[w]), default=-1)
@@ -201,17 +203,17 @@ class ChainFigures:
         self.last_read = np.array(
             [max([v, *self.successors[v], *self.needed_by[v]]) for v in range(count)]
         )
-        #: What can be dropped to any use: it takes memory and is read.
+        #: What is worth dropping: it takes memory and is read.
         self.droppable = (self._bytes > 0) & ~self._pinned
         self.droppable &= np.array(
             [bool(self.successors[v] or self.needed_by[v]) for v in range(count)]
         )
 
     def settled(self, chains: Chains) -> Chains:
-        """The chains made legal, and alike where they mean the same.
+        """The chains made legal, and equal if they mean the same.
 
-        What has side effects is in no checkpoint; a region starts where the one around it does;
-        what is useless to drop is kept.
+        Side effects are in no checkpoint; a region starts where the one around it does; what is
+        useless to drop is kept.
         """
         starts, drops = chains.starts.copy(), chains.drops.copy()
         starts[:, 0] = True
@@ -226,9 +228,10 @@ class ChainFigures:
         return Chains(starts=starts, drops=drops)
 
     def same_residuals(self, chains: Chains, settled: Chains) -> np.ndarray:
-        """Of each chain whether residuals without a name are made when the settled one makes them.
+        """For each chain, whether it makes unnamed residuals when its settled form does.
 
-        Settled, a checkpoint that drops nothing of use is none, and puts them off no more.
+        In settled form, a checkpoint that drops nothing useful is removed, and no longer puts them
+        off.
         """
         if not self._internal.any():
             return np.ones(len(chains), dtype=bool)
@@ -262,8 +265,8 @@ class ChainFigures:
         """What each of the settled chains runs again, and reads from memory meanwhile.
 
         Returns:
-          [level, vertex, chain] whether it runs again; and whether regions at that level read it
-          that do not run it again themselves, see ``spans.read_from_memory``.
+          [level, vertex, chain] whether it runs again; and whether it is read by regions at that
+          level that do not run it again themselves, see ``spans.read_from_memory``.
         """
         first, stop = _ends_of(chains)
         turn_in, run_in, made = self._reads_in(chains, first, stop)
@@ -286,8 +289,8 @@ class ChainFigures:
         """Schedules with the simulator's figures, in order.
 
         Args:
-          graph: the same, but for what its vertices cost.
-          schedules: what the chains say, in words.
+          graph: the same graph, perhaps with other costs.
+          schedules: the chains as schedules.
           chains: settled.
           figures: theirs.
         """
@@ -306,12 +309,12 @@ class ChainFigures:
     def _reads_in(
         self, chains: Chains, first: np.ndarray, stop: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Which reads may find a copy that is made again.
+        """Which reads may find a recomputed copy.
 
         Returns:
-          [level, read, chain] of the reads at a backward step: whether that step is in the region
-          of the level in which the vertex is, and which drops it; the same of the reads of what
-          runs again; and what is ``_made``, if anything has residuals without a name.
+          [level, read, chain] for reads at a backward step: whether that step is in the level's
+          region that contains the vertex and drops it; the same for reads by what runs again; and
+          what is ``_made``, if anything has unnamed residuals.
         """
         turn_in, run_in = (
             chains.drops[:, reads.read] & (stop[:, reads.read] > reads.reader[:, None])
@@ -325,9 +328,9 @@ class ChainFigures:
     ) -> np.ndarray:
         """What runs again: [level, vertex, chain].
 
-        Descending, what reads a vertex is known to run again or not when its turn comes. A read
-        that finds no copy at the inner level goes to the outer one, and from there to what is
-        stored. The flags of all chains are the bits of one number.
+        In descending order, it is known whether the readers of a vertex run again when its turn
+        comes. A read that finds no copy at the inner level goes to the outer one, and from there to
+        what is stored. The flags of all chains are the bits of one number.
 
         Args:
           turn_in: see ``_reads_in``.
@@ -379,7 +382,7 @@ class ChainFigures:
         runs = (begin + vertex - first[0], inner + vertex - first[1])
         turns = inner + (stop[1] - first[1]) + (stop[1] - 1 - vertex)
         last = self._last_reads(turn_in, run_in, again, runs, turns)
-        # A cotangent that is written over its own reader's has no step of its own.
+        # A cotangent written over its own reader's has no separate step.
         start = np.where(self._sender[:, None] >= 0, turns[self._sender], turns)
         start += (self._sender[:, None] < 0) & self._turns[:, None]
         end = turns - self._turns[:, None]
@@ -419,7 +422,7 @@ class ChainFigures:
         runs: Sequence[np.ndarray],
         turns: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The last step that reads each copy: of what is stored, the outer one, the inner one."""
+        """The last step that reads each copy: the stored one, the outer one, the inner one."""
         stored = np.repeat(self._ends_forward[:, None], turns.shape[1], axis=1)
         outer, inner = runs[0].copy(), runs[1].copy()
         by = self._run_reads.reader
@@ -436,7 +439,7 @@ class ChainFigures:
         return stored, outer, inner
 
     def _made(self, drops: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """At which level each vertex runs for its residuals without a name; 0 for forward."""
+        """The level at which each vertex runs for its unnamed residuals; 0 for forward."""
         made = np.zeros(drops.shape[1:], dtype=np.int64)
         columns = np.arange(drops.shape[2])[None, :]
         for level in range(LEVELS):
@@ -454,7 +457,7 @@ def _ends_of(chains: Chains) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ends(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each vertex where its region starts, and where the next one does."""
+    """For each vertex, where its region starts, and where the next one does."""
     count = len(starts)
     vertex = np.arange(count, dtype=np.int32)[:, None]
     first = np.maximum.accumulate(np.where(starts, vertex, 0), axis=0)
@@ -521,7 +524,7 @@ class _Alive:
 
 
 def _regions(starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """First vertex, the one after the last, and chain, of every region."""
+    """First vertex, the one after the last, and chain, for every region."""
     for chain in range(starts.shape[1]):
         edges = [*np.flatnonzero(starts[:, chain]).tolist(), len(starts)]
         for first, stop in itertools.pairwise(edges):
@@ -539,9 +542,9 @@ def schedule_of(chains: Chains, number: int) -> Schedule:
 def _chain(
     starts: Sequence[list[int]], kept: Sequence[list[int]], level: int, begin: int, end: int
 ) -> list[Region | range]:
-    """The regions of a level from a vertex to another, from what starts one and what is kept.
+    """The regions of a level between two vertices, from where they start and what is kept.
 
-    What has no checkpoint is not ``merged`` yet.
+    Regions without a checkpoint are not ``merged`` yet.
     """
     if level == LEVELS:
         return [range(begin, end)]
@@ -564,14 +567,14 @@ def _chain(
 
 
 def _between(ascending: list[int], first: int, stop: int) -> list[int]:
-    """Those of some numbers that are no less than the first and less than the other."""
+    """The numbers that are at least the first limit and less than the other."""
     return ascending[bisect.bisect_left(ascending, first) : bisect.bisect_left(ascending, stop)]
 
 
 def is_chain(graph: Graph, schedule: Schedule) -> bool:
-    """Whether its regions follow the order of execution, and nest no deeper than they may.
+    """Whether its regions follow the order of execution, and do not nest too deep.
 
-    Where there are residuals without a name, all checkpoints must drop something, too.
+    If there are unnamed residuals, all checkpoints must also drop something.
     """
     if _some_drops_nothing(schedule.regions) and any(graph.internal_bytes):
         return False

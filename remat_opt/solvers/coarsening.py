@@ -1,25 +1,25 @@
 """A smaller graph that solvers see in place of a larger one, and the way back.
 
-Problem. Of the values of a ResNet two thirds are means and variances of its normalisations, which
+Problem. Two thirds of a ResNet's values are means and variances of its normalisations, which
 together take less than a thousandth of the memory. What happens to them hardly matters, but a
-search spends as much time on each as on a large one, and loses itself among them.
+search spends as much time on each as on a large value, and gets lost among them.
 
-Method. What takes little memory is merged into the next vertex that takes more, and every
-checkpoint keeps it: it costs nearly nothing to hold, and never runs again. The smallest sizes are
-taken first, as many as together come to the memory that is given up.
+Method. A value that takes little memory is merged into the next vertex that takes more, and every
+checkpoint keeps it: it costs almost nothing to hold, and never runs again. The smallest sizes come
+first, as many as fit into the memory that we give up.
 
-Why not a ready-made tool: multilevel methods for graphs contract edges by weight; what is merged
-here is told by its size, and the merged figures are those of this problem.
+Why not a ready-made tool: multilevel methods for graphs contract edges by weight; here size decides
+what is merged, and the merged figures are specific to this problem.
 
 Complexity: O(n log n + e) for n vertices and e edges.
 
 Guarantee: a schedule of the smaller graph whose regions are stretches of the order of execution,
-spread out, is one of the whole graph, and recomputes what it says. Its peak is larger by the small
-values at most, apart from these: what the computation of a small value alone reads in the forward
-pass counts as free by then, and backward steps that are merged count as one.
+spread out, is one of the whole graph, and recomputes what it says. Its peak is larger by at most
+the small values, with two exceptions: what only the computation of a small value reads in the
+forward pass counts as free by then, and merged backward steps count as one.
 
-Left out: what small values alone read is no predecessor in the smaller graph, for they are kept,
-and do not have it run again. So where regions are no stretches, one may come before what its small
+Left out: what only small values read is not a predecessor in the smaller graph, since they are kept
+and do not make it run again. So if regions are not stretches, one may come before what its small
 values read: the referee refuses such schedules.
 
 Reference: the scheme is that of multilevel methods (Karypis & Kumar, *A fast and high quality
@@ -44,8 +44,8 @@ class Coarse:
     Attributes:
       graph: the smaller graph.
       whole: the graph that it stands for.
-      groups: for each of its vertices those of the whole graph; the first one is the vertex itself,
-        the others, ascending, are merged into it.
+      groups: for each of its vertices, those of the whole graph; the first one is the vertex
+        itself, the others, ascending, are merged into it.
       always_kept: those of the whole graph that every checkpoint keeps; all of them merged.
     """
 
@@ -91,7 +91,7 @@ def without_small(graph: Graph, most_bytes: float) -> Coarse:
 
     Args:
       graph: the whole graph.
-      most_bytes: what all that is merged may take together.
+      most_bytes: how much everything merged may take together.
     """
     small = _small(graph, most_bytes)
     groups: list[tuple[int, ...]] = []
@@ -143,7 +143,7 @@ def _small(graph: Graph, most_bytes: float) -> frozenset[int]:
     sizes = np.maximum(graph.bytes, graph.cotangent_bytes)
     ascending = np.sort(sizes)
     together = np.cumsum(ascending)
-    # Of values of one size all are merged or none: they are the same in like layers.
+    # Values of one size are all merged or not at all: they are the same in equal layers.
     sums = together[np.searchsorted(ascending, sizes, side="right") - 1]
     few = np.flatnonzero((sums <= most_bytes) & (sizes < ascending[-1])).tolist()
     return frozenset(one for one in few if not graph.pinned[one] and not graph.internal_bytes[one])

@@ -1,8 +1,8 @@
-"""Independent segments and the division tree: the ground that the arbitrary-graph solver stands on.
+"""Independent segments and the division tree: the basis of the arbitrary-graph solver.
 
-Problem. Say which sets of vertices may be kept so that the rest falls apart into segments that
-can be run forward and backward on their own, what such a set costs, and how a graph is made of
-segments within segments.
+Problem. Say which sets of vertices may be kept so that the rest falls apart into segments that can
+run forward and backward on their own, what such a set costs, and how a graph is made of segments
+within segments.
 
 A segment between two kept vertices k and t is independent if nothing in it has an edge to
 anything outside other than k and t. The memory of a kept set is
@@ -35,9 +35,9 @@ Algorithm 4: the optimum over the tree equals exhaustive search on thousands of 
 
 Readings. Source and target of the graph are always kept (correction 1). A graph with several
 sources or sinks gets one of no bytes before or after them: vertex -1 or n. Parallel branches are
-segments of their own, so their maximum counts and not their sum (correction 3). Read literally,
-Algorithm 4 takes all vertices between k and t or none; the largest independent part is taken, and
-a direct edge from k to t is a segment of its own (correction 5).
+separate segments, so their maximum counts and not their sum (correction 3). Read literally,
+Algorithm 4 takes all vertices between k and t or none; we take the largest independent part, and a
+direct edge from k to t is a separate segment (correction 5).
 
 Left out: gradients, recomputation time, segments with several sources or targets (the paper's
 assumption).
@@ -71,8 +71,8 @@ class Node:
 
     Attributes:
       kind: what it is made of.
-      source: the vertex before it; -1 stands before all sources where there are several.
-      target: the vertex after it; n stands after all sinks where there are several.
+      source: the vertex before it; -1 stands before all sources if there are several.
+      target: the vertex after it; n stands after all sinks if there are several.
       inside: the vertices between, ascending, both ends excluded.
       inside_bytes: their bytes.
       children: the segments of its division, ordered by source, target and inside.
@@ -94,7 +94,7 @@ class Node:
             pending += reversed(node.children)
 
     def text(self, graph: Graph) -> str:
-        """The tree as text, a line per node, with the vertices by name."""
+        """The tree as text, one line per node, with vertices by name."""
 
         def name(vertex: int) -> str:
             return graph.names[vertex] if 0 <= vertex < len(graph) else "()"
@@ -133,10 +133,10 @@ class Checkpoints:
     """A kept set and its memory as Re-forwarding counts it.
 
     Attributes:
-      kept: the kept vertices, source and target among them where there is one of each.
+      kept: the kept vertices, including source and target if there is one of each.
       segments: what lies between them, ordered by target and first vertex.
       kept_bytes: bytes of all kept vertices.
-      largest_segment_bytes: the largest bytes of a segment; 0 where all is kept.
+      largest_segment_bytes: the largest bytes of a segment; 0 if everything is kept.
       total_bytes: the objective, Eq. 1: the sum of both.
       total_without_ends_bytes: the same less the bytes of source and target.
     """
@@ -151,7 +151,7 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dependent:
-    """A kept set that leaves a part which is no independent segment.
+    """A kept set that leaves a part that is not an independent segment.
 
     Attributes:
       inside: the vertices of the first such part, ascending.
@@ -165,7 +165,7 @@ class Dependent:
 
 
 def ends(graph: Graph) -> tuple[int, int]:
-    """Source and target; -1 for the source and n for the target where there are several."""
+    """Source and target; -1 for the source and n for the target if there are several."""
     sources = [vertex for vertex, found in enumerate(graph.predecessors) if not found]
     targets = [vertex for vertex, found in enumerate(graph.successors()) if not found]
     return (
@@ -246,8 +246,8 @@ def _closed(graph: Graph) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 def schedule_of(graph: Graph, checkpoints: Checkpoints) -> Schedule:
     """A region per segment, each kept vertex in the region of the last segment before it.
 
-    The last region is free: its backward pass follows at once, so it holds then what it would
-    have to recompute. A region that holds a vertex with side effects is free, too.
+    The last region is free: its backward pass follows at once, so it still holds what it would have
+    to recompute. A region that holds a vertex with side effects is also free.
     """
     regions: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     waiting = list(checkpoints.segments)
@@ -437,7 +437,7 @@ def maximal_split(
         elif part and not part & covered:
             members[start, stop] = part
             covered |= part
-    # Edges that no larger member holds are members themselves, or join that of the same ends.
+    # Edges that no larger member holds are members themselves, or join the one with the same ends.
     owned: dict[Edge, list[Edge]] = {pair: [] for pair in members}
     home = {number: pair for pair, part in members.items() for number in _bits(part)}
     for tail, head in edges:

@@ -4,18 +4,18 @@ Problem. Among the increasing sequences of lower sets L_1 < ... < L_k = V whose 
 within a budget, find the one with the least recomputation (time-centric), or with the most
 (memory-centric: coarse blocks, on which liveness analysis works best).
 
-Method. Of a sequence that has reached L only two numbers matter to what follows: the time t
-forgotten so far and the bytes m cached so far. opt[L, t] is the least m; tables are sparse, and
-hold only the t that occur. Lower sets are taken by ascending size; all steps into one of them are
-computed together with numpy. Time-centric, an entry is dropped when another one of the same
-lower set has neither more t nor more m (Sec. 4.2). That rule is wrong for memory-centric, where
-the larger t is the better one, and is not used there (correction 9).
+Method. Once a sequence has reached L, only two numbers matter to what follows: the time t forgotten
+so far and the bytes m cached so far. opt[L, t] is the least m; tables are sparse, and hold only the
+t that occur. Lower sets are taken by ascending size; all steps into one of them are computed
+together with numpy. Time-centric, an entry is dropped when another one of the same lower set has
+neither more t nor more m (Sec. 4.2). That rule is wrong for memory-centric, where the larger t is
+better, and is not used there (correction 9).
 
 ``exact`` searches all lower sets, ``approximate`` the pruned family of Sec. 4.3: one lower set
 per vertex, with the empty set and V added (correction 7).
 
-``least_budget`` is not bisected for but computed (correction 10): the same recursion, with the
-peak so far in place of t, and the pairs (peak, m) that no other beats.
+``least_budget`` is computed, not bisected (correction 10): the same recursion, with the peak so far
+in place of t, and the pairs (peak, m) that no other beats.
 
 Why not a ready-made tool: the states are pairs on a lattice that depends on the graph; no
 library searches that.
@@ -23,11 +23,11 @@ library searches that.
 Complexity: O(#T #L^2) time, where #L counts lower sets and #T the entries per lower set;
 O(#L n) memory for terms and O(#T #L) for entries.
 
-Guarantee: ``exact`` is optimal over all canonical strategies in the paper's model, where times
-are whole multiples of a power of two with a total of less than 2**40 of them; other times are
-first rounded to 2**-40 of the forward pass. ``approximate`` is optimal over its family, with
-times rounded to one of ``TIME_STEPS`` steps if they are not as coarse already; for the whole
-problem it has no guarantee. Figures are always computed from the true times.
+Guarantee: ``exact`` is optimal over all canonical strategies in the paper's model, where times are
+whole multiples of a power of two with a total of less than 2**40 of them; other times are first
+rounded to 2**-40 of the forward pass. ``approximate`` is optimal over its family, with times
+rounded to one of ``TIME_STEPS`` steps unless they are already as coarse; for the whole problem it
+has no guarantee. Figures are always computed from the true times.
 
 Left out: recomputing a value more than once, and what ``lower_sets`` leaves out.
 
@@ -141,7 +141,7 @@ def approximate(
       time_steps: into how many steps to divide the time of a forward pass.
 
     Returns:
-      As ``exact``; the bound is the trivial one, and an infeasible answer speaks of this family.
+      As ``exact``; the bound is the trivial one, and an infeasible answer refers to this family.
     """
     masks = pruned_lower_sets(graph)
     units = time_units(graph, time_steps)
@@ -263,7 +263,7 @@ def _search(
     if not len(reached):
         return Infeasible(budget_bytes=budget, least_bytes=_least_budget(family))
 
-    # Algorithm 1, lines 15 and 16, without optarg: the step that led here is searched for again.
+    # Algorithm 1, lines 15 and 16, without optarg: we search again for the step that led here.
     pick = int(np.argmin(reached) if centric is Centric.TIME else np.argmax(reached))
     sequence: list[int] = []
     target, entry = last, entries.starts[last] + pick
@@ -289,7 +289,7 @@ def _search(
 def _least_per_key(
     keys: np.ndarray, cached: np.ndarray, total: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of the entries with the same key the one with the fewest bytes; keys ascend."""
+    """Of the entries with the same key, the one with the fewest bytes; keys ascend."""
     if total < 1 << 16:
         # Few keys: a dense table is faster than sorting.
         table = np.full(total + 1, np.inf)
@@ -311,14 +311,14 @@ def _undominated(keys: np.ndarray, cached: np.ndarray) -> tuple[np.ndarray, np.n
     return keys[better], cached[better]
 
 
-#: Budgets that are tried beside one another, and how often, before the exact search.
+#: How many budgets are tried side by side, and how often, before the exact search.
 _TRIALS, _ROUNDS = 24, 2
 
 
 def _least_budget(family: Family) -> int:
     """The least over all sequences of the largest Eq. 2 of their blocks (correction 10).
 
-    Trial budgets narrow down where it lies; within that range it is searched for exactly.
+    Trial budgets narrow down its range, which is then searched exactly.
     """
     low, high = 0.0, float(family.steps_to(len(family) - 1).block_bytes[0])
     for _ in range(_ROUNDS):
@@ -330,18 +330,18 @@ def _least_budget(family: Family) -> int:
     for target in range(1, len(family)):
         terms = family.steps_to(target)
         owner, peaks, cached = entries.before(target)
-        # At least ``low`` is needed anyway, so peaks below it are as good as it.
+        # At least ``low`` is needed anyway, so lower peaks are no better.
         needed = np.maximum(np.maximum(peaks, low), cached + terms.block_bytes[owner])
         chosen = np.flatnonzero(terms.inside[owner] & (needed <= high))
         cached = cached[chosen] + terms.boundary_bytes[owner[chosen]]
-        # Neither number is ever better for being larger, so here the rule of Sec. 4.2 holds.
+        # A larger number is never better, so here the rule of Sec. 4.2 holds.
         entries.add(*_undominated(*_least_per_key(needed[chosen], cached, 1 << 16)))
     peaks, _ = entries.of(len(family) - 1)
     return round(float(peaks.min()))
 
 
 def _feasible(family: Family, budgets: np.ndarray) -> list[bool]:
-    """For each budget whether there is a strategy: fewer bytes cached are never worse."""
+    """For each budget, whether there is a strategy: fewer bytes cached are never worse."""
     least = np.full((len(budgets), len(family)), np.inf)
     least[:, 0] = 0.0
     for target in range(1, len(family)):

@@ -1,4 +1,4 @@
-"""The best canonical strategy by trying all of them: for small graphs, and to judge others by.
+"""The best canonical strategy by trying all: for small graphs, and to judge other solvers.
 
 Problem. As in the dynamic program: the canonical strategy with the least recomputation within a
 budget, the one with the most, or the least budget for which there is any.
@@ -8,7 +8,7 @@ bytes and peak of a prefix are carried along; a prefix over the budget is not co
 sequences there are is counted beforehand, by a sum over pairs of lower sets, so that a graph
 with too many is refused before the search and not after an hour.
 
-Why not a ready-made tool: it is a page of code, and its plainness is its use.
+Why not a ready-made tool: it is a page of code, and its simplicity is the point.
 
 Complexity: O(number of sequences * n); between 2**(n-1), for a chain, and the ordered Bell
 numbers, for n vertices without edges.
@@ -129,7 +129,7 @@ def _best(
     def gradients(mask: int) -> int:
         return sum(graph.cotangent_bytes[vertex] for vertex in members(mask))
 
-    # What depends on the last lower set alone: terms (iii) and (iv) of Eq. 2, and its boundary.
+    # What depends only on the last lower set: terms (iii) and (iv) of Eq. 2, and its boundary.
     after = {mask: edges.after(mask) for mask in masks}
     tail = {
         mask: gradients(after[mask] & ~mask) + values(edges.before(after[mask]) & ~mask)

@@ -3,18 +3,18 @@
 Problem. Cut the order of execution into a chain of regions, which may nest to a given depth d, say
 for every vertex whether each region that holds it keeps it, and recompute the least within M bytes,
 as the simulator counts them. ``staged_program`` bounds schedules of any kind, most of which JAX
-cannot execute; what this one finds can be.
+cannot execute; those found here can be.
 
-Method. Forward, everything runs: call that level 0. When the turn of a region of level l = 1 .. d
-comes, in the backward pass, it runs again what it must: level l. Then come its regions of level
-l + 1, in reverse, or, at level d, the backward steps of its vertices, in reverse: level d + 1. What
-a step of level k reads of vertex u is a copy that some level l <= k has made, or the stored one,
-level 0. The binaries are
+Method. Forward, everything runs: call that level 0. When a region of level l = 1 .. d has its turn
+in the backward pass, it runs again what it must: level l. Then come its regions of level l + 1, in
+reverse, or, at level d, the backward steps of its vertices, in reverse: level d + 1. What a step of
+level k reads of vertex u is a copy that some level l <= k has made, or the stored one, level 0. The
+binaries are
 
     same[l,v]   v - 1 and v are in one region of level l
     drop[l,v]   the region of level l that holds v does not keep it
 
-and from these follow, as continuous variables that are whole where the binaries are,
+and from these follow, as continuous variables that are whole if the binaries are,
 
     same[l,u,v] = 1    all of u .. v are in one region of level l                     (1)
     here[l,u,v] = 1    so they are, and it does not keep u                            (2)
@@ -30,9 +30,9 @@ of cost[v] again[l,v] with, for every step (m,v), run or not,
 
     sum over l, u of b[u] alive[l,u,m,v] + b[v] again[m,v] + C[m,v] <= M              (5)
 
-where C are the cotangents, which depend on where v's region of level m ends. Where a step does not
-run, (5) is what is alive between others, which is no more than at one of them. Residuals without a
-name and vertices with side effects bring a binary for whether each region is checkpointed. HiGHS
+where C are the cotangents, which depend on where v's region of level m ends. If a step does not
+run, (5) is what is alive between others, which is no more than at one of them. Unnamed residuals
+and vertices with side effects require a binary for whether each region is checkpointed. HiGHS
 solves it through scipy, by branch and bound.
 
 Why not a ready-made tool: HiGHS is one.
@@ -41,7 +41,7 @@ Complexity: exponential. 2 n d binaries, and O(n^2 d^2) rows for each reader of 
 
 Guarantee. Status OPTIMAL: no schedule of that kind recomputes less. The kind is all chains of
 regions, nested to depth d, whose vertices are intervals of the graph's order. Every figure is the
-simulator's. FEASIBLE: ``bound`` is proven; where sizes have to be rounded, that is what is left.
+simulator's. FEASIBLE: ``bound`` is proven; this is all we get if sizes have to be rounded.
 
 Left out: regions that change the order of execution, and deeper nesting than asked for.
 
@@ -71,7 +71,7 @@ from remat_opt.solvers.base import (
 )
 from remat_opt.solvers.lifetimes import cotangents
 
-#: How deep regions nest where nothing else is asked for: 1 for none inside another.
+#: How deep regions nest by default: 1 for none inside another.
 DEPTH = 2
 #: Programs with more binary variables are refused.
 MOST_BINARIES = 80
@@ -120,13 +120,13 @@ def least_overhead(
             )
         if least.figures.peak_bytes > budget_bytes:
             return Infeasible(budget_bytes=budget_bytes, least_bytes=least.figures.peak_bytes)
-        # What rounding had left without an answer.
+        # Rounding had left this without an answer.
         schedule = least.schedule
     figures = judge(graph, schedule)
     assert figures.peak_bytes <= budget_bytes, "the program's memory is the simulator's"
     objective = figures.overhead(measure)
     proven = found.proven * unit
-    # The solver's figures are sums in another order.
+    # The solver adds its figures in another order.
     bound = objective if objective - proven <= _TOLERANCE * unit else max(0.0, proven)
     return _solution(figures, objective, bound)
 
@@ -167,10 +167,10 @@ class _Found:
     """How a search ended.
 
     Attributes:
-      schedule: the best one found that is within the budget; None where there is none.
+      schedule: the best one found within the budget; None if there is none.
       proven: a lower limit on the objective, in its unit.
       infeasible: whether the search has shown that there is no schedule.
-      unit_bytes: what bytes were counted in.
+      unit_bytes: the unit in which bytes were counted.
     """
 
     schedule: Schedule | None
@@ -187,7 +187,7 @@ def _search(
     node_limit: int,
     most_binaries: int,
 ) -> _Found | Refused:
-    """Solves the program; where bytes must be rounded, once with all up and once with all down."""
+    """Solves the program; if bytes must be rounded, once with all up and once with all down."""
     sizes = (
         *graph.bytes,
         *graph.internal_bytes,
@@ -211,7 +211,7 @@ def _search(
         below = _Program(graph, depth, unit, up=False).solve(costs, limit, node_limit)
     return _Found(
         schedule=None if above.x is None else program.schedule(above.x),
-        # Without binaries it tells no bound.
+        # Without binaries it gives no bound.
         proven=float(below.fun if below.status == _DONE else below.mip_dual_bound or 0.0),
         infeasible=above.status == _INFEASIBLE,
         unit_bytes=unit,
@@ -219,7 +219,7 @@ def _search(
 
 
 _DONE, _INFEASIBLE = 0, 2
-#: What the solver takes for equal, in the units of the objective.
+#: What the solver considers equal, in the units of the objective.
 _TOLERANCE = 1e-6
 
 
@@ -243,7 +243,7 @@ class _Sum:
 
     @property
     def most(self) -> float:
-        """A limit on it from above: the variables are between 0 and 1."""
+        """An upper limit on it: the variables are between 0 and 1."""
         return self.constant + sum(max(0.0, by) for by in self.terms.values())
 
 
@@ -257,7 +257,7 @@ class _Program:
         self.graph, self.depth = graph, depth
         self._unit, self._up = unit, up
         self._kinds: list[int] = []
-        #: Sums that are not above 0, and those that are the memory of a step.
+        #: Sums that must not exceed 0, and those that are the memory of a step.
         self._rows: list[_Sum] = []
         self._memory: list[_Sum] = []
         self._successors = graph.successors()
@@ -266,7 +266,7 @@ class _Program:
             for read in needs:
                 self._needed_by[read].append(vertex)
         self._levels = range(1, depth + 1)
-        #: Whether regions under a checkpoint and others differ but for what they keep.
+        #: Whether checkpointed regions differ from others in more than what they keep.
         self._marked = any(graph.internal_bytes) or any(graph.pinned)
         self._same: dict[tuple[int, int, int], _Sum] = {}
         self._drop: dict[tuple[int, int], _Sum] = {}
@@ -327,7 +327,7 @@ class _Program:
                 self._at_most(both, right)
                 self._at_most(left.plus(right).add(self._same[level, u + 1, v - 1], -1.0), both)
         for v in range(count):
-            # What takes no memory is kept where it can be.
+            # What takes no memory is kept if it can be.
             read = self._needed_by[v] or self._successors[v]
             dropped = bool(read and graph.bytes[v] and not graph.pinned[v])
             self._drop[level, v] = self._variable(1) if dropped else _NEVER
@@ -390,7 +390,7 @@ class _Program:
         return _Sum().add(self._together(m, v, w), -1.0)
 
     def _alive(self, level: int, u: int, m: int, v: int) -> _Sum:
-        """Whether the level's copy of u is there while step (m, v) runs, from before it."""
+        """Whether the level's copy of u, made earlier, exists while step (m, v) runs."""
         if level == m and u >= v:
             return _NEVER
         found = []
@@ -423,7 +423,7 @@ class _Program:
         return found
 
     def _internal(self, m: int, v: int) -> _Sum:
-        """Bytes of residuals without a name while step (m, v) runs."""
+        """Bytes of unnamed residuals while step (m, v) runs."""
         total = _Sum()
         for u in range(v + 1) if any(self.graph.internal_bytes) else ():
             size = self._in_units(self.graph.internal_bytes[u])
@@ -473,7 +473,7 @@ class _Program:
     # ------------------------------------------------------------------------------- solving
 
     def solve(self, costs: Sequence[float] | None, limit: float, node_limit: int) -> OptimizeResult:
-        """The least cost within a limit in units; without costs the least limit."""
+        """The least cost within a limit in units; without costs, the least limit."""
         if not self._memory:
             self._add_rows()
         count = len(self._kinds)
@@ -500,7 +500,7 @@ class _Program:
         )
 
     def schedule(self, values: np.ndarray) -> Schedule:
-        """The schedule that a solution stands for."""
+        """The schedule that a solution represents."""
         return Schedule(regions=tuple(self._chain(1, 0, len(self.graph), values)))
 
     def _chain(self, level: int, start: int, stop: int, values: np.ndarray) -> list[Region]:

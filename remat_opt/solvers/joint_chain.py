@@ -4,9 +4,9 @@ Problem. Cut the order of execution into a chain of regions, give each its own f
 every amount of memory the chain that recomputes the least. A region, from one position to a later
 one, is either
 
-  saved    no checkpoint: all that its backward steps read is held;
-  kept     a checkpoint that keeps the part of one of several given kept sets that lies in it; or
-  nested   a checkpoint that keeps nothing, and with a chain of regions inside, of the same kinds.
+  saved    no checkpoint: everything its backward steps read is held;
+  kept     a checkpoint that keeps its part of one of several given kept sets; or
+  nested   a checkpoint that keeps nothing, with a chain of regions of these kinds inside.
 
 What later regions read is held anyway, so every checkpoint keeps it too, and it is not recomputed.
 
@@ -16,12 +16,12 @@ needs. So with m bytes left at position i, the least cost of the way to position
     way(i, j, m) = min over k and fate of  cost(i, k) + way(k, j, m - held(i, k)),
                    where needs(i, k) <= m,
 
-and the last region is saved, since its backward pass follows at once. What lies inside a nested
-region obeys the same recursion, but before, all of it runs again: a nested region from i to k costs
+and the last region is saved, since its backward pass follows at once. The inside of a nested region
+obeys the same recursion, but first all of it runs again: a nested region from i to k costs
 cost(i, k) of keeping nothing and way(i, k, m), and holds what crosses its end. Bytes are counted in
 slots, in several tables from coarse to fine: the finer one ends where the coarser one has few slots
-left. Positions are those that the fewest bytes cross, and lie densest where values are large.
-Nesting is tried at fewer of them, and at more where memory is short.
+left. Positions are those that the fewest bytes cross, densest where values are large. Nesting is
+tried at fewer of them, but at more if memory is short.
 
 Why not a ready-made tool: it is a shortest path whose states are position and memory left; the
 tables are filled with numpy.
@@ -30,12 +30,12 @@ Complexity: for p positions, q of them for nesting, f fates and s slots, O(p^2 f
 additions; all four are bounded by constants. The figures of all regions take O(f n^2) for n
 vertices.
 
-Guarantee: for every number of slots the least cost in this model of memory, in which a value is
+Guarantee: for every number of slots, the least cost in this model of memory, in which a value is
 held from the first step that makes it needed to its last reader, and bytes are rounded to the
-nearest slot. The cost is never less than what the schedule really takes. ``simulator`` is the
-judge of the result.
+nearest slot. The cost is never less than what the schedule really takes. ``simulator`` judges the
+result.
 
-Left out: the memory of the forward pass alone, and of running again what lies between boundaries;
+Left out: the memory of the forward pass alone, and of recomputing what lies between boundaries;
 kept values of a nested region.
 
 Reference: the recursion is that of dynamic programming over a chain (Gruslys et al., 2016;
@@ -63,13 +63,12 @@ from remat_opt.solvers.lifetimes import (
 
 #: Positions at which regions may be cut.
 MOST_POSITIONS = 56
-#: Slots of a table, how much less memory each table has than the one before, and at how many of the
-#: positions nested regions may be cut: they are for where memory is short.
+#: Slots of a table, how much less memory each table has than the one before, and at how many
+#: positions nested regions, which are for short memory, may be cut.
 SLOTS = 256
 _SCALES = (1.0, 0.4, 0.15)
 MOST_NESTED = (16, 24, 48)
-#: Choices that are tried at a time: tables of one size, and small ones, take their memory from one
-#: another.
+#: How many choices are tried at a time, so that tables have one small size and reuse memory.
 _BLOCK = 128
 #: Costs that differ by less than this share of a forward pass make no new schedule.
 _RESOLUTION = 1e-3
@@ -85,8 +84,8 @@ def schedules(
     Args:
       graph: what to plan.
       kept_sets: what regions may keep; saving and keeping nothing are always among the fates.
-      most: how many steps to take at the most, evenly from all, the first and the last among
-        them; all if None.
+      most: how many steps to take at most, evenly from all, including the first and the last; all
+        if None.
     """
     most_bytes = evaluate(graph, plain(graph)).peak_bytes
     if not most_bytes:
@@ -105,8 +104,8 @@ def schedules(
 class _Regions:
     """The figures of every region between two positions, for every fate.
 
-    ``needs[f, a, b]``, ``held[f, a, b]`` and ``cost[f, a, b]``: of fate f from position a to
-    position b; infinite needs where there is no such region.
+    ``needs[f, a, b]``, ``held[f, a, b]`` and ``cost[f, a, b]`` are for fate f from position a to
+    position b; needs are infinite if there is no such region.
     """
 
     def __init__(self, graph: Graph, kept_sets: Sequence[Sequence[int]]) -> None:
@@ -149,7 +148,7 @@ class _Regions:
         return self._found[fate, i, k]
 
     def _again(self, kept: frozenset[int]) -> frozenset[int]:
-        """What runs again where all regions keep their part of ``kept``."""
+        """What runs again if all regions keep their part of ``kept``."""
         whole = Region(vertices=tuple(range(len(self.graph))), kept=tuple(sorted(kept)))
         return demand(self.graph, Schedule(regions=(whole,))).recomputed[0]
 
@@ -164,7 +163,7 @@ class _Regions:
         needs = np.full((number, number), np.inf)
         held = np.zeros((number, number))
         cost = np.zeros((number, number))
-        # Going down over the start of the region, values join one after the other.
+        # As the start of the region goes down, values join one after the other.
         alive = np.zeros(count)
         waiting = np.zeros(count + 1)
         running = np.zeros(count + 1)
@@ -179,7 +178,7 @@ class _Regions:
                     alive[last_need[vertex] :] += size
                 waiting[vertex + 1 : last_use + 1] += size
             if vertex in again:
-                # What crosses the end is there, unless it has residuals that have no name.
+                # What crosses the end exists, unless it has unnamed residuals.
                 running[(vertex if internal else last_use) + 1 :] += graph.seconds[vertex]
             if internal:
                 alive[vertex:] += internal
@@ -202,10 +201,10 @@ class _Options:
     Attributes:
       fates: none of them nested.
       ends: positions.
-      then: the rows of the table with the ways from there.
+      then: the rows of the table with the ways on from there.
       cost: of running again.
-      held: slots that it leaves to the regions after it.
-      least: slots that there must be.
+      held: slots that it holds during the regions after it.
+      least: the slots it needs.
     """
 
     fates: np.ndarray
@@ -220,8 +219,8 @@ class _Table:
     """``way`` for all amounts of memory that are multiples of a slot.
 
     ``_rest[i]`` leads to the end of the program, ``_again[first, last]`` is inside a nested region.
-    Of a state on the way to the end it is known which choice it was that cost the least: 0 for the
-    saved last region, then those of ``_options``, then the nested regions.
+    For states on the way to the end, the cheapest choice is recorded: 0 for the saved last region,
+    then those of ``_options``, then the nested regions.
     """
 
     def __init__(self, regions: _Regions, slot: float, nested: Sequence[int]) -> None:
@@ -231,7 +230,7 @@ class _Table:
         self._held = np.rint(np.minimum(regions.held / slot, SLOTS + 1)).astype(int)
         self._leave_out_worse()
         self._end = len(regions.positions) - 1
-        # The end of the program is not that of a nested region.
+        # A nested region does not end at the end of the program.
         self._nested = np.asarray(nested[:-1], dtype=int)
         self._place = {position: place for place, position in enumerate(self._nested.tolist())}
         places = np.arange(len(self._nested))
@@ -248,7 +247,7 @@ class _Table:
         self._nests: dict[tuple[int, int, float], tuple[int, Region]] = {}
 
     def _leave_out_worse(self) -> None:
-        """Lets no region have a fate beside which another is as good in everything."""
+        """Removes every fate of a region for which another is as good in everything."""
         needs, held, cost = self._needs, self._held, self._of.cost
         for fate in range(len(needs) - 1, 0, -1):
             for other in range(len(needs)):
@@ -259,7 +258,7 @@ class _Table:
                     needs[fate][worse] = 4 * SLOTS
 
     def _options(self, i: int, stops: np.ndarray, rows: np.ndarray) -> _Options:
-        """The regions from i to one of several positions, with their rows, that fit at all."""
+        """The regions from i to one of several positions that fit at all, with their rows."""
         fates, places = np.nonzero(self._needs[:, i, stops] <= SLOTS)
         ends = stops[places]
         held = self._held[fates, i, ends]
@@ -292,7 +291,7 @@ class _Table:
                 way = costs[then, then + 1 : stop, least - held : SLOTS + 1 - held] + cost
                 found = ways[then + 1 :, least:]
                 np.minimum(found, way, out=found)
-            # A nested region needs what its chain needs, not what all of it at once does.
+            # A nested region needs what its chain needs, not what the whole does at once.
             for then in range(first + 1, stop):
                 k = self._nested[then]
                 held = self._held[_NOTHING, i, k]
@@ -304,9 +303,9 @@ class _Table:
 
     def _fill_rest(self) -> tuple[np.ndarray, np.ndarray]:
         of = self._of
-        # [slots that there must be, level]
+        # [slots needed, level]
         too_few = np.tri(SLOTS + 2, SLOTS + 1, k=-1, dtype=bool)
-        # Before the levels, as many that stand for memory below nothing.
+        # The levels are preceded by as many that stand for negative memory.
         below = SLOTS + 1
         costs = np.full((self._end, below + SLOTS + 1), np.inf)
         ways = np.lib.stride_tricks.sliding_window_view(costs, SLOTS + 1, axis=1)
@@ -331,7 +330,7 @@ class _Table:
         return costs[:, below:], chosen
 
     def _next(self, i: int, level: int) -> tuple[int, int]:
-        """Fate and end of the next region, where the way to the end has so many slots."""
+        """Fate and end of the next region, if the way to the end has this many slots."""
         options, choice = self._rest_options[i], int(self._rest_choice[i, level]) - 1
         if choice < 0:
             return _SAVED, self._end
@@ -340,9 +339,9 @@ class _Table:
         return _NESTED, int(self._nested[self._place[i] + 1 + choice - len(options.ends)])
 
     def _next_inside(self, first: int, last: int, level: int) -> tuple[int, int]:
-        """Fate and end of the next region, where the way to a place has so many slots.
+        """Fate and end of the next region, if the way to a position has this many slots.
 
-        Of these there are far more than schedules come through, so it is found where one does.
+        There are far more such states than schedules pass through, so this is computed on demand.
         """
         i, k = int(self._nested[first]), int(self._nested[last])
         if level >= self._needs[_SAVED, i, k]:
@@ -373,7 +372,7 @@ class _Table:
         return found
 
     def schedule(self, level: int) -> Schedule:
-        """The cheapest schedule with so many slots of memory, which must suffice for one."""
+        """The cheapest schedule with this many slots of memory, which must suffice for one."""
         return Schedule(regions=tuple(merged(self._chain(0, level))))
 
     def _chain(self, i: int, level: int) -> list[Region]:
@@ -390,7 +389,7 @@ class _Table:
         return regions
 
     def _nest(self, first: int, last: int, level: int) -> Region:
-        """A nested region; with more slots, but for the same cost, it is the same."""
+        """A nested region; more slots at the same cost give the same region."""
         key = first, last, float(self._again[first, last, level])
         known = self._nests.get(key)
         if known is None or known[0] > level:

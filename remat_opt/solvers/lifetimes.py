@@ -1,7 +1,7 @@
 """Lifetimes in the backward pass: what the solvers of region boundaries share.
 
-All figures are of one region that spans the program, run backward from the last vertex to the
-first; a stretch of the program takes its part of them.
+All figures are for one region that spans the program, run backward from the last vertex to the
+first; a stretch of the program uses its part of them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def cotangent_profile(graph: Graph) -> np.ndarray:
 
 
 def cotangents(graph: Graph) -> dict[int, tuple[int, int]]:
-    """For each vertex the bytes of cotangents before its backward step, and while it runs.
+    """For each vertex, the bytes of cotangents before its backward step, and while it runs.
 
-    The latter are with its workspace.
+    The latter include its workspace.
     """
     sizes = graph.cotangent_bytes
     alive: dict[int, int] = {}
@@ -90,7 +90,7 @@ def crossing_bytes(graph: Graph, end_use: np.ndarray, kept: np.ndarray | None = 
     Args:
       graph: what to plan.
       end_use: see ``lifetimes``.
-      kept: a mask of values that do not count, since they are held anyway.
+      kept: a mask of values that do not count because they are held anyway.
     """
     count = len(graph)
     crosses = end_use > np.arange(count)
@@ -105,9 +105,9 @@ def crossing_bytes(graph: Graph, end_use: np.ndarray, kept: np.ndarray | None = 
 
 
 def weights(graph: Graph) -> np.ndarray:
-    """What each vertex weighs among ``positions``: there is more to choose where values are large.
+    """The weight of each vertex for ``positions``: large values offer more to choose from.
 
-    Between an even spread over the vertices and one over the bytes, nearer to the latter.
+    It lies between an even spread over the vertices and one over the bytes, nearer to the latter.
     """
     found: np.ndarray = np.maximum(arrays_of(graph).bytes, 1) ** _WEIGHT_POWER
     return found
@@ -116,13 +116,13 @@ def weights(graph: Graph) -> np.ndarray:
 def positions(crossing: np.ndarray, weights: np.ndarray, most: int) -> np.ndarray:
     """Candidate boundaries: those that the fewest bytes cross, spread over the program.
 
-    The program is cut into stretches of equal weight, and of each the cheapest position is taken.
-    What weighs more than a stretch should counts as one.
+    The program is cut into stretches of equal weight, and the cheapest position in each is taken. A
+    vertex that weighs more than a stretch counts as one.
 
     Args:
       crossing: bytes that cross each position.
-      weights: of what lies between each position and the next one.
-      most: how many positions to choose beside the first and the last.
+      weights: the weight between each position and the next one.
+      most: how many positions to choose besides the first and the last.
     """
     last = len(crossing) - 1
     if last - 1 <= most:
@@ -141,17 +141,17 @@ def positions(crossing: np.ndarray, weights: np.ndarray, most: int) -> np.ndarra
 def sums_from(
     first: np.ndarray, column: np.ndarray, sizes: np.ndarray, *, rows: int, columns: int
 ) -> np.ndarray:
-    """A table of what has joined when one goes down over the start of a stretch.
+    """A table of what has joined as the start of a stretch goes down.
 
     Args:
-      first: for each value the last row that it is part of; it is part of all before.
-      column: for each value the column from which on it counts; beyond the last it counts nowhere.
+      first: for each value, the last row that it is part of; it is part of all before.
+      column: for each value, the first column in which it counts; beyond the last it never counts.
       sizes: of the values, in whole bytes.
       rows: how many there are.
       columns: how many there are.
 
     Returns:
-      [column, row] the sum of the sizes of the values that are part of the row and count there.
+      [column, row] the total size of the values that are part of the row and count in the column.
     """
     within = column < columns
     places = column[within] * rows + first[within]

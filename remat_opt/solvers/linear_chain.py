@@ -7,12 +7,12 @@ Problem. On a chain of n vertices, choose which to keep so that
 is least. The first and the last vertex are always kept (correction 1).
 
 Method. For a trial term C on the second summand, the accessibility graph has an edge from i to j
-wherever the bytes between them are at most C; its shortest path, with the bytes of j as the
-length of every edge to j, keeps the least. Every sum between two vertices is a trial term, among
-them 0 (keep all) and the whole inside (keep nothing inside). Trial terms are taken in falling
-order. If the path found under C has an actual maximum B, the terms B <= C' < C give the same path
-and are skipped (Algorithm 1, line 7). So are terms that cannot win: under smaller terms the path
-keeps no less, so a better total needs a maximum below best - kept.
+wherever the bytes between them are at most C; its shortest path, with the bytes of j as the length
+of every edge to j, keeps the least. Every sum between two vertices is a trial term, among them 0
+(keep all) and the whole inside (keep nothing inside). Trial terms are taken in falling order. If
+the path found under C has a real maximum B, the terms B <= C' < C give the same path and are
+skipped (Algorithm 1, line 7). So are terms that cannot win: under smaller terms the path keeps no
+less, so a better total needs a maximum below best - kept.
 
 Why not a ready-made tool: the accessibility graph has up to n**2/2 edges for every trial term,
 but its windows only move forward, so a queue finds the path in n steps without building it.
@@ -77,7 +77,7 @@ def solve(graph: Graph) -> Solution[ChainSearch] | Refused:
             if found != ((vertex - 1,) if vertex else ())
         )
         return Refused(
-            message=f"The graph is no chain: vertex {wrong!r} does not read just the one before "
+            message=f"The graph is not a chain: vertex {wrong!r} does not read just the one before "
             "it. Use arbitrary_graph.solve."
         )
     kept, trials = least_total(graph.bytes)
@@ -115,7 +115,7 @@ def largest_term_below(before: Sequence[int], limit: float) -> int | None:
     """The largest sum of bytes between two vertices that is below ``limit``.
 
     Args:
-      before: for each vertex the bytes of all before it, and then those of all.
+      before: for each vertex, the bytes of all before it, followed by those of all.
       limit: bytes.
     """
     edges = np.asarray(before)
@@ -132,7 +132,7 @@ def shortest_path(bytes: Sequence[int], trial: int) -> tuple[int, ...]:
     reached = [bytes[0]]
     came_from = [0]
     before = list(itertools.accumulate(bytes, initial=0))
-    # Vertices from which the current one is accessible, with rising bytes reached.
+    # Vertices from which the current one is accessible, with increasing bytes reached.
     window = deque([0])
     for vertex in range(1, len(bytes)):
         while before[vertex] - before[window[0] + 1] > trial:  # l(v_i, v_j) <= C

@@ -1,4 +1,4 @@
-"""What one link of a chain takes: the figures that a program over chains of links adds up.
+"""What one link of a chain takes: the figures that a dynamic program over links adds up.
 
 Problem. A link is a run of vertices after which only the last one's value, its state, is read. Say
 how much memory and time it takes in each way it can be run: in the first forward pass or again;
@@ -6,8 +6,8 @@ for its state alone, saved for its backward step with more links to come, or sav
 backward at once.
 
 Method. The simulator's rules, applied to the link alone. A value is freed after its last reader in
-the link, unless the backward steps read it; the state before the link is counted apart, since who
-runs the link decides whether it stays. What nobody wants does not run again.
+the link, unless the backward steps read it; the state before the link is counted separately, since
+the caller decides whether it stays. What is not needed does not run again.
 
 Why not a ready-made tool: the simulator replays whole schedules; here each link is looked at once
 and counted in many.
@@ -54,7 +54,7 @@ class Link:
     Attributes:
       state_bytes: the value it ends in.
       waiting_bytes: cotangent of that value, made by the backward steps after the link.
-      held_bytes: what it holds once saved, its state included, the one before it not.
+      held_bytes: what it holds once saved, with its own state but not the one before it.
       backward_bytes: most memory of its backward steps, without the state before it.
       first: run in the forward pass, nothing saved.
       first_saved: run in the forward pass and saved.
@@ -141,7 +141,7 @@ def _run_bytes(
     most = live
     for vertex in sorted(chosen):
         live += graph.bytes[vertex] + (graph.internal_bytes[vertex] if with_internal else 0)
-        # What has a workspace runs exactly once.
+        # A vertex with a workspace runs exactly once.
         most = max(most, live + graph.forward_workspace_bytes[vertex])
         readers.subtract(graph.predecessors[vertex])
         for read in (*graph.predecessors[vertex], vertex):
@@ -151,7 +151,7 @@ def _run_bytes(
 
 
 def _backward_bytes(graph: Graph, vertices: range, saved: Collection[int], waits: bool) -> int:
-    """Most memory of the backward steps of a link whose cotangent is there, or is not."""
+    """Most memory of the backward steps of a link, with or without its cotangent."""
     sizes = graph.cotangent_bytes
     readers = Counter(n for vertex in vertices for n in graph.needs[vertex])
     live = sum(graph.bytes[vertex] for vertex in saved)

@@ -1,40 +1,40 @@
 """Local improvement: many small changes to the best schedules at hand, under the referee's rules.
 
-Problem. Schedules come from models of memory that leave something out. Find better ones near them,
-for all budgets at once.
+Problem. Schedules come from models of memory that leave something out. Find better ones nearby, for
+all budgets at once.
 
-Method. A set of chains of regions is held, of which none is beaten by another in both memory and
-recomputation. In each round the moves of those not yet explored are judged together by
+Method. The search holds a set of chains of regions, none of which is beaten by another in both
+memory and recomputation. In each round, the moves of those not yet explored are judged together by
 ``chain_figures``, and the best of all stay. A move
 
   keeps a value, drops one, or one in place of the other, at either level of nesting;
   makes, removes or shifts a boundary, at either level;
   makes a stretch one region, flat or with up to two boundaries inside, that keeps what crosses its
   ends, or a region without a checkpoint;
-  wraps a stretch: its regions go inside a new one; or unwraps it: those inside take its place.
+  wraps a stretch: its regions go inside a new one; or unwraps it: those inside replace it.
 
-Memory is measured in two ways, and what no other beats by either measure stays: by the peak, and
-by a norm of the bytes alive over all steps. Where several steps share the peak, a move lowers one
-of them at a time: the peak tells nothing, the norm does. Small graphs try all moves. Of large ones
-each chain tries a few: values that cost the most to run again, or the most for their bytes, are
-kept, those alive at the peak that cost the least for their bytes are dropped, and the region whose
-turn it is at the peak is cut, widened and narrowed. Blocks repeat: of values that are alike, one
+Memory is measured in two ways: by the peak, and by a norm of the bytes alive over all steps. Chains
+that no other beats by either measure stay. If several steps share the peak, a move lowers only one
+of them at a time: the peak shows nothing, but the norm does. Small graphs try all moves. In large
+ones each chain tries a few: values that cost the most to recompute, or the most for their bytes,
+are kept, those alive at the peak that cost the least for their bytes are dropped, and the region
+whose turn it is at the peak is cut, widened and narrowed. Blocks repeat: of similar values, one
 stands for all in a chain, and another in the next.
 
-Small graphs are searched twice more, from chains drawn at random: from where the others start, some
-optima lie behind plateaus.
+Small graphs are searched twice more, from random chains: from the other starts, some optima lie
+behind plateaus.
 
-Why not a ready-made tool: the moves and their judge are those of this problem.
+Why not a ready-made tool: the moves and their judge are specific to this problem.
 
 Complexity: a fixed number of chains is judged, ``EVALUATIONS`` in each search of a small graph and
 ``WORK`` vertices of chains for a large one; O(n + e) each for n vertices and e edges.
 
-Guarantee: for each given schedule there is one given back that is no worse, on large graphs by more
-than it takes to tell two apart (``_SAME_PEAK``, ``_SAME_SECONDS``), as the graph that is searched
-counts. On small ones it is nearly always the best of all, see ``benchmarks.optimality_gap``.
-Deterministic; it ends at a counted step.
+Guarantee: for each given schedule, the search returns one that is no worse by the figures of the
+searched graph (on large graphs, up to ``_SAME_PEAK`` and ``_SAME_SECONDS``). On small ones it is
+nearly always the best of all, see ``benchmarks.optimality_gap``. Deterministic; it stops at a
+counted step.
 
-Left out: what ``chain_figures`` leaves out: such schedules are passed over, and given back.
+Left out: what ``chain_figures`` leaves out: such schedules are passed over, and returned.
 
 Reference: Paquete, Chiarandini, Stützle, *Pareto local optimum sets in the biobjective traveling
 salesman problem* (2004).
@@ -64,48 +64,50 @@ from remat_opt.solvers.chain_figures import (
 )
 from remat_opt.solvers.coarsening import Coarse
 
-#: Graphs of at most so many vertices try all moves.
+#: Graphs of at most this many vertices try all moves.
 SMALL = 12
-#: Chains to be judged for a small graph; for a large one times its vertices, and at most.
+#: How many chains to judge for a small graph. For a large one: the number of chains times that of
+#: its vertices, and the most chains.
 EVALUATIONS = 40_000
 WORK, MOST = 600_000, 600
-#: A round explores no more chains than leave moves for so many rounds: of a small graph, where many
-#: rounds follow one another, and of a large one, where as many as possible have their turn.
+#: A round explores only as many chains as leave moves for this many rounds: for a small graph,
+#: where many rounds follow one another, and for a large one, where as many chains as possible get a
+#: turn.
 ROUNDS, ROUNDS_OF_LARGE = 4, 1
-#: Further starts for a small graph, from so many chains drawn at random each.
+#: Further starts for a small graph, each from this many random chains.
 STARTS, _DRAWN = 2, 30
-#: Pairs of flags that change together are at most so many vertices apart.
+#: Pairs of flags that change together are at most this many vertices apart.
 _APART = 2
-#: Regions of at most so many vertices are tried with whatever they may keep.
+#: Regions of at most this many vertices are tried with every set of kept values.
 _TEMPLATE = 7
-#: Of a large graph: values kept and dropped, and boundaries, that each chain tries.
+#: For a large graph: how many values kept and dropped, and boundaries, each chain tries.
 _VALUES, _BOUNDARIES = 2, 2
 #: How many of the next best take turns.
 _IN_TURN = 6
-#: Of a large graph, chains that differ by less than these shares, of the peak and of the forward
+#: For a large graph, chains that differ by less than these shares, of the peak and of the forward
 #: pass, count as one.
 _SAME_PEAK, _SAME_SECONDS = 4e-3, 1e-3
 #: Values smaller than this share of the peak are not worth a move.
 _SMALL_SHARE = 1 / 4096
-#: Vertices count as alike if they are so up to those so many edges before them.
+#: Vertices count as similar if they are, together with what lies up to this many edges before them.
 _AROUND = 3
 
 
 def front(
     seen: Coarse, schedules: Sequence[Schedule], measure: Overhead = Overhead.SECONDS
 ) -> list[Candidate]:
-    """Those of the given schedules and of what is found near them that no other beats.
+    """The given schedules, and those found near them, that no other beats.
 
     Args:
       seen: the graph to search, and what it stands for; its groups are stretches of the order of
         execution.
-      schedules: where to start, on the graph to search; the better, the better.
+      schedules: where to start, on the graph to search; better starts give better results.
       measure: what recomputation is counted in.
 
     Returns:
-      Schedules of what the graph stands for. By ascending peak, what no other beats in both memory
-      and recomputation; of equals the one with the fewest regions. Of a large graph those that are
-      hardly apart are left out. Then those of the given that are passed over.
+      Schedules of what the graph stands for. First, by ascending peak, those that no other beats in
+      both memory and recomputation; of equals, the one with the fewest regions. For a large graph,
+      those that hardly differ are left out. Then the given ones that were passed over.
     """
     graph = seen.graph
     known = ChainFigures(priced(graph, measure))
@@ -127,7 +129,7 @@ def front(
         left -= pool.add(part, left)
     _search(pool, moves, left, rounds=ROUNDS if small else ROUNDS_OF_LARGE)
     for number in range(STARTS if small else 0):
-        # In a pool of its own: what is already known would crowd out where it comes from.
+        # In a separate pool: what is already known would crowd out its starts.
         other = _Pool(known)
         other.add(known.settled(_drawn(count, number)))
         _search(other, moves, EVALUATIONS, rounds=ROUNDS)
@@ -158,7 +160,7 @@ def front(
 
 
 def _apart(figures: Figures, front: Sequence[int], same_seconds: float) -> list[int]:
-    """A front without what is hardly larger or faster than the one before; its ends stay."""
+    """A front without those hardly larger or faster than the one before; its ends stay."""
     found = list(front[:1])
     for number in front[1:]:
         larger = figures.peak_bytes[number] > figures.peak_bytes[found[-1]] * (1 + _SAME_PEAK)
@@ -169,7 +171,7 @@ def _apart(figures: Figures, front: Sequence[int], same_seconds: float) -> list[
 
 
 def _search(pool: _Pool, moves: _AllMoves | _FewMoves, left: int, *, rounds: int) -> None:
-    """Explores until no chain of the pool is left, or so many were judged."""
+    """Explores until no chain of the pool is left, or this many were judged."""
     most_a_round = max(1, left // (moves.most * rounds))
     while left > 0:
         chosen = pool.unexplored(most_a_round)
@@ -179,7 +181,7 @@ def _search(pool: _Pool, moves: _AllMoves | _FewMoves, left: int, *, rounds: int
 
 
 def _drawn(count: int, seed: int) -> Chains:
-    """Chains drawn at random, with many or few regions and much or little kept."""
+    """Random chains, with many or few regions and much or little kept."""
     draw = np.random.default_rng(seed)
     shape = (LEVELS, count, _DRAWN)
     often, much = draw.random(2)
@@ -192,7 +194,7 @@ class _Pool:
     Attributes:
       chains: one after the other.
       figures: theirs.
-      keys: what tells them apart.
+      keys: what distinguishes them.
     """
 
     def __init__(self, known: ChainFigures) -> None:
@@ -204,7 +206,7 @@ class _Pool:
         self.keys: list[bytes] = []
 
     def add(self, chains: Chains, most: int | None = None) -> int:
-        """Judges those that are new, at most so many; says how many."""
+        """Judges the new ones, up to a limit; returns how many."""
         keys = chains.keys()
         fresh: dict[bytes, int] = {}
         for number, key in enumerate(keys):
@@ -231,7 +233,7 @@ class _Pool:
         return len(chosen)
 
     def unexplored(self, most: int) -> list[int]:
-        """At most so many of those not given before, evenly over their peaks."""
+        """At most this many of those not yet given, evenly over their peaks."""
         found = [n for n, key in enumerate(self.keys) if key not in self._explored]
         found.sort(key=lambda n: (self.figures.peak_bytes[n], self.figures.seconds[n]))
         if len(found) > most:
@@ -258,7 +260,7 @@ def _unbeaten(
 
 
 class _AllMoves:
-    """All moves of a small graph, as flags to turn over and flags to set.
+    """All moves of a small graph, as flags to flip and flags to set.
 
     Attributes:
       most: how many there are.
@@ -282,7 +284,7 @@ class _AllMoves:
         self.most = len(turned) + len(masks) + 2 * len(spans)
 
     def _turned(self) -> Iterator[tuple[int, ...]]:
-        """One flag, or two that are near one another; flags are starts, then drops, by level."""
+        """One flag, or two close together; flags are starts, then drops, by level."""
         rows, count = self._shape
         flags = [(row, v) for row in range(rows) for v in range(count) if v or row >= LEVELS]
         for row, v in flags:
@@ -292,7 +294,7 @@ class _AllMoves:
                 yield row * count + v, other * count + w
 
     def _stretches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The flags that a stretch of vertices sets, and what to."""
+        """The flags that a stretch of vertices sets, and their values."""
         count = self._shape[1]
         for first, stop in itertools.combinations(range(count + 1), 2):
             mask = np.zeros(self._shape, dtype=bool)
@@ -339,10 +341,10 @@ class _AllMoves:
         return np.stack([outer, starts[1] | outer, kept, drops[1] & ~self._spans])
 
     def templates(self) -> Iterator[Chains]:
-        """Short regions with a boundary inside and whatever they keep, alone in the program.
+        """Short regions with a boundary inside and any kept values, alone in the program.
 
-        The first region inside keeps all that crosses its end, or only what is read before the
-        stretch ends.
+        The first region inside keeps everything that crosses its end, or only what is read before
+        the stretch ends.
         """
         count = self._shape[1]
         for first, stop in itertools.combinations(range(count + 1), 2):
@@ -377,7 +379,7 @@ class _FewMoves:
     """The moves of a large graph that look best.
 
     Attributes:
-      most: how many there are for a chain.
+      most: how many there are for each chain.
     """
 
     def __init__(self, known: ChainFigures) -> None:
@@ -430,7 +432,7 @@ class _FewMoves:
         )
 
     def _to_compute(self, there: np.ndarray) -> np.ndarray:
-        """For each vertex the seconds to compute it, and before it what is not there."""
+        """For each vertex, the seconds to compute it, and what is missing before it."""
         found: list[float] = self._seconds.tolist()
         reads = arrays_of(self._known.graph).forward
         missing = ~there[reads.read]
@@ -441,7 +443,7 @@ class _FewMoves:
         return np.array(found)
 
     def _cut(self, starts: np.ndarray, turn: int) -> Iterator[np.ndarray]:
-        """The boundaries of the region around a vertex changed."""
+        """Changes the boundaries of the region around a vertex."""
         count = starts.shape[1]
         edges = [0, *(np.flatnonzero(starts[0, 1:]) + 1).tolist(), count]
         stop = next(edge for edge in edges if edge > turn)
@@ -460,9 +462,9 @@ class _FewMoves:
 
 
 def _alike(graph: Graph) -> np.ndarray:
-    """For each vertex a number that it shares with those alike it, such as the same layer's.
+    """For each vertex, a number that it shares with similar ones, such as those of equal layers.
 
-    They have the same figures, and so have what they are computed from and what that is.
+    They have the same figures, and so do the vertices before them.
     """
     numbers = np.zeros(len(graph), dtype=int)
     for _ in range(_AROUND):
@@ -481,14 +483,14 @@ def _alike(graph: Graph) -> np.ndarray:
 
 
 def _largest(by: np.ndarray, among: np.ndarray, alike: np.ndarray, turn: int) -> list[int]:
-    """The vertices of a mask with the largest figures, and one of those that come next, in turn.
+    """The vertices of a mask with the largest figures, and one of the next ones in turn.
 
-    Of those that are alike one stands for all, another each time.
+    Of similar vertices one stands for all, another each time.
     """
     chosen = np.flatnonzero(among & (by > 0))
     ranked = chosen[np.argsort(-by[chosen], kind="stable")]
     kinds = alike[ranked]
-    # The kinds in the order in which they come first.
+    # The kinds in order of first occurrence.
     best = list(dict.fromkeys(kinds.tolist()))
     rest = best[_VALUES : _VALUES + _IN_TURN]
     taken = best[:_VALUES] + ([rest[turn % len(rest)]] if rest else [])

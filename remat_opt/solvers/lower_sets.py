@@ -1,15 +1,15 @@
-r"""Lower sets and canonical strategies: the ground that Kusumoto's algorithms stand on.
+r"""Lower sets and canonical strategies: the basis of Kusumoto's algorithms.
 
-Problem. Given an increasing sequence of lower sets L_1 < ... < L_k = V, say what the canonical
-strategy for it takes. A lower set is a set of vertices that holds all predecessors of its
-members. Forward, the strategy computes block V_i = L_i \ L_{i-1} and keeps only the boundary
-d(L_i), the members that a vertex outside L_i reads. Backward, it takes the blocks in reverse,
-recomputes what is missing of each, and runs its backward steps.
+Problem. Given an increasing sequence of lower sets L_1 < ... < L_k = V, say what its canonical
+strategy takes. A lower set is a set of vertices that holds all predecessors of its members.
+Forward, the strategy computes block V_i = L_i \ L_{i-1} and keeps only the boundary d(L_i), the
+members that a vertex outside L_i reads. Backward, it takes the blocks in reverse, recomputes what
+is missing in each, and runs its backward steps.
 
-Method. Lower sets are bit masks: bit v says whether vertex v is in. ``Family`` holds many of
-them beside one another as arrays, so that the terms of all pairs that end in the same lower set
-come from one product of a matrix and a vector. ``evaluate`` computes the figures of one sequence
-straight from the definitions; ``schedule_of`` turns it into a ``Schedule``.
+Method. Lower sets are bit masks: bit v says whether vertex v is in. ``Family`` holds many of them
+side by side as arrays, so that the terms of all pairs that end in the same lower set come from one
+matrix-vector product. ``evaluate`` computes the figures of one sequence straight from the
+definitions; ``schedule_of`` turns it into a ``Schedule``.
 
 Why not a ready-made tool: networkx enumerates antichains, from which lower sets follow, but not
 in order of size and not lazily up to a limit.
@@ -19,14 +19,14 @@ Complexity: enumeration O(#L n); the terms of one lower set against all others O
 Guarantee: the figures are the paper's, exactly, for integer bytes below 2**53 in total.
 
 Readings. Term (ii) of Eq. 2 counts a block twice: once for its values, once for their gradients.
-The gradients are counted with ``cotangent_bytes`` here, which is the paper's M where the graph
-gives no other. Terms (iii) and (iv) are both counted where they overlap, as one is gradients and
-the other forward caches (correction 8). Eq. 1 charges the last block, in which nothing is ever
-forgotten; both that figure and the executable one are given (correction 6). The pruned family
-needs the empty set and V added (correction 7).
+The gradients are counted with ``cotangent_bytes`` here, which is the paper's M unless the graph
+gives others. Terms (iii) and (iv) are both counted where they overlap, as one is gradients and the
+other forward caches (correction 8). Eq. 1 charges the last block, in which nothing is ever
+forgotten; both that figure and the executable one are given (correction 6). The pruned family needs
+the empty set and V added (correction 7).
 
 Left out: ``needs`` (the paper's backward steps read the inputs of the operation), in-place
-gradients and internal bytes. The referee knows of all three.
+gradients and internal bytes. The referee knows all three.
 
 Reference: Kusumoto, Inoue, Watanabe, Akiba, Koyama (2019), sections 2, 3 and 4.3.
 """
@@ -130,7 +130,7 @@ def all_lower_sets(graph: Graph) -> Iterator[int]:
 
 
 def pruned_lower_sets(graph: Graph) -> tuple[int, ...]:
-    """The family of Sec. 4.3: for each vertex all that it can be reached from, and itself.
+    """The family of Sec. 4.3: for each vertex, all that it can be reached from, and itself.
 
     The empty set and V are added: the first starts every sequence, and with several sinks the
     second is not in the family otherwise (correction 7).
@@ -201,7 +201,8 @@ def check_sequence(graph: Graph, sequence: Sequence[int]) -> None:
         if not edges.is_lower(after):
             outside = members(edges.before(after) & ~after)
             raise ValueError(
-                f"{members(after)} is no lower set: it needs vertex {outside[0]}, which is not in."
+                f"{members(after)} is not a lower set: it lacks vertex {outside[0]}, which it "
+                "needs."
             )
     if not sequence or sequence[-1] != edges.everything:
         raise ValueError("The last lower set of a sequence must hold every vertex.")
@@ -211,7 +212,7 @@ def evaluate(graph: Graph, sequence: Sequence[int]) -> Strategy:
     """The figures of the canonical strategy for L_1 < ... < L_k = V, given as bit masks.
 
     Raises:
-      ValueError: ``sequence`` is no increasing sequence of lower sets that ends in V.
+      ValueError: ``sequence`` is not an increasing sequence of lower sets that ends in V.
     """
     check_sequence(graph, sequence)
     edges = neighbours(graph)
@@ -259,7 +260,7 @@ def _live_peak_bytes(graph: Graph, edges: Neighbours, sequence: Sequence[int], c
     """The peak of the strategy with liveness analysis.
 
     The gradient of v is computed at the step of v, from the gradients of its readers and from
-    all that these readers read. Every array is freed after its last reader.
+    everything these read. Every array is freed after its last reader.
     """
     blocks = [members(lower & ~before) for before, lower in itertools.pairwise((0, *sequence))]
     reads = [edges.before(edges.successors[vertex]) for vertex in range(len(graph))]
@@ -288,7 +289,7 @@ def _live_peak_bytes(graph: Graph, edges: Neighbours, sequence: Sequence[int], c
     readers = Counter(read for mask in reads for read in members(mask))
     readers.update(p for block in recomputed for v in block for p in graph.predecessors[v])
     gradient_readers = [len(found) for found in graph.predecessors]
-    # What no backward step reads is not held on for.
+    # A value that no backward step reads is not held.
     for vertex in members(stays):
         if not readers[vertex]:
             live -= graph.bytes[vertex]
@@ -322,8 +323,8 @@ def _live_peak_bytes(graph: Graph, edges: Neighbours, sequence: Sequence[int], c
 def schedule_of(graph: Graph, sequence: Sequence[int]) -> Schedule:
     """The schedule of the canonical strategy: a region per block, which keeps its boundary.
 
-    The last region is free, as nothing of it is ever forgotten. So is a region that holds a
-    vertex with side effects, which must not run twice; the paper knows no such vertices.
+    The last region is free, as nothing in it is ever forgotten. So is a region that holds a vertex
+    with side effects, which must not run twice; the paper has no such vertices.
     """
     check_sequence(graph, sequence)
     edges = neighbours(graph)
@@ -338,7 +339,7 @@ def schedule_of(graph: Graph, sequence: Sequence[int]) -> Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    r"""The terms of a step from each of the lower sets before, L, to one of them, L'.
+    r"""The terms of a step from each of the earlier lower sets, L, to one of them, L'.
 
     Attributes:
       inside: whether L is a proper part of L'.
@@ -362,7 +363,7 @@ class Family:
     """
 
     def __init__(self, graph: Graph, masks: Sequence[int], units: Sequence[int]) -> None:
-        """Lays out ``masks``, with the time of each vertex given in whole ``units``."""
+        """Lays out ``masks``, with the time of each vertex in whole ``units``."""
         edges = neighbours(graph)
         self.masks = tuple(masks)
         self.total = sum(units)
@@ -374,7 +375,7 @@ class Family:
         self._boundaries = _rows([edges.boundary(mask) for mask in self.masks], len(graph))
         self._block = self._inside @ both
         self._time = self._inside @ self._units
-        # Terms (iii) and (iv) depend on L' alone.
+        # Terms (iii) and (iv) depend only on L'.
         later = _rows([edges.after(mask) & ~mask for mask in self.masks], len(graph))
         caches = _rows([edges.before(edges.after(mask)) & ~mask for mask in self.masks], len(graph))
         self._after = later @ (both - self._values) + caches @ self._values
@@ -411,9 +412,8 @@ def time_units(graph: Graph, most: int) -> tuple[int, ...]:
 
     Args:
       graph: whose ``seconds`` to count.
-      most: the largest total. Where the seconds are whole multiples of some power of two and
-        fit, the units are exact; else the total is about ``most`` units and each vertex is
-        rounded.
+      most: the largest total. If the seconds are whole multiples of some power of two and fit, the
+        units are exact; else the total is about ``most`` units and each vertex is rounded.
     """
     ratios = [float(second).as_integer_ratio() for second in graph.seconds]
     scale = max(denominator for _, denominator in ratios)  # all are powers of two

@@ -1,6 +1,6 @@
 """Kept sets by parametric minimum cut.
 
-Problem. Choose which vertices to keep so that all that the backward pass needs can be had
+Problem. Choose which vertices to keep so that everything that the backward pass needs can be had
 from kept values by recomputation, minimising
 
     recompute seconds + multiplier * kept bytes.
@@ -23,12 +23,12 @@ Why not a ready-made tool: the maximum flow is scipy's; only the construction is
 
 Complexity: one maximum flow on 2 n + 2 nodes per breakpoint and edge of the hull.
 
-Guarantee: exact on the hull of the additive objective, up to the rounding of capacities to
-integers (for each vertex a part in 2**29 of the whole). It knows nothing of the peak: regions
-and workspace are the business of ``region_chain``.
+Guarantee: exact on the hull of the additive objective, up to the rounding of capacities to integers
+(for each vertex, one part in 2**29 of the whole). It knows nothing about the peak: regions and
+workspace are left to ``region_chain``.
 
-Reference: the formulation is the project-selection form of Picard (1976); PyTorch's
-min-cut partitioner solves a like problem with a fixed cost model and one multiplier.
+Reference: the formulation is the project-selection form of Picard (1976); PyTorch's min-cut
+partitioner solves a similar problem with a fixed cost model and one multiplier.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Cut:
     Attributes:
       kept: vertices to keep, ascending.
       recomputed: vertices computed again, ascending.
-      bytes: of the kept vertices.
-      seconds: of the recomputed ones.
+      bytes: total size of the kept vertices.
+      seconds: total time of the recomputed ones.
     """
 
     kept: tuple[int, ...]
@@ -80,14 +80,14 @@ def minimum_cut(graph: Graph, multiplier: float, *, seconds: Sequence[float] | N
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Network:
-    """The flow problem of a graph without the capacities of single multipliers.
+    """The flow problem of a graph, without the capacities that depend on the multiplier.
 
     Attributes:
-      bytes: of each vertex.
-      relevant: the vertices that the backward pass can have a use for, ascending.
-      edges: against their direction, with the capacity of what cannot be cut; that of the others
-        is written when the multiplier is known.
-      again: for each relevant vertex the place of the edge that is paid for running it again.
+      bytes: size of each vertex.
+      relevant: the vertices that the backward pass can use, ascending.
+      edges: reversed, with the capacities of uncuttable ones; the others are set when the
+        multiplier is known.
+      again: for each relevant vertex, the position of the edge paid for running it again.
       held: likewise, for keeping it.
     """
 
@@ -151,8 +151,8 @@ def _minimum_cut(network: _Network, cost: np.ndarray, multiplier: float) -> Cut:
     # At least 1, so that computing again is never free.
     edges.data[network.again] = 1 + np.rint(cost[relevant] * scale)
     edges.data[network.held] = np.rint(held[relevant] * scale)
-    # Of all minimum cuts the one with the fewest vertices available: nothing is kept or
-    # computed again without use, even where it costs nothing after rounding.
+    # Of all minimum cuts, the one with the fewest vertices available: nothing is kept or recomputed
+    # needlessly, even if it costs nothing after rounding.
     sink_side = _reaching_sink(edges)
     runs = sink_side[_again(relevant)]
     recomputed = relevant[runs]
@@ -176,9 +176,9 @@ def _ancestors(graph: Graph, vertices: set[int]) -> set[int]:
 
 
 def _reaching_sink(edges: csr_array) -> np.ndarray:
-    """Nodes from which the sink is reached with capacity to spare, under a maximum flow.
+    """Nodes from which the sink can be reached with spare capacity, under a maximum flow.
 
-    Against the direction of the edges, so that a node's row holds those that lead to it.
+    Edges are reversed, so that a node's row holds those that lead to it.
     """
     residual = edges - maximum_flow(edges, _SINK, _SOURCE, method="dinic").flow
     residual.eliminate_zeros()
@@ -195,14 +195,14 @@ def breakpoints(
     Args:
       graph: what to plan.
       seconds: recompute cost of each vertex, ``graph.seconds`` when left out.
-      most_cuts: how many flow problems to solve at the most. The hull is refined where
-        neighbours are furthest apart, so stopping early leaves the coarsest gaps small.
+      most_cuts: how many flow problems to solve at most. The hull is refined where neighbours are
+        furthest apart, so stopping early leaves no large gaps.
     """
     network = _network(graph)
     costs = np.asarray(graph.seconds if seconds is None else seconds, dtype=float)
     total_seconds = math.fsum(costs) or 1.0
     total_bytes = sum(graph.bytes) or 1
-    # So dear a byte that keeping any is worse than computing all again, and the reverse.
+    # Bytes so expensive that keeping any is worse than recomputing everything, and the reverse.
     extremes = (0.0, total_seconds * 4.0)
     first = _minimum_cut(network, costs, 1e-9 * total_seconds / total_bytes)
     last = _minimum_cut(network, costs, extremes[1])
@@ -248,7 +248,7 @@ def mixtures(graph: Graph, left: Cut, right: Cut, *, most: int | None = None) ->
     components = _components(graph, changed.tolist())
     total = 2 * max(0, len(components) - 1)
     stride = 1 if most is None else max(1, -(-total // most))
-    # For each vertex how many components come before its own, from the front.
+    # For each vertex, how many components come before its own, from the front.
     place = np.full(len(graph), len(components))
     for number, component in enumerate(components):
         place[list(component)] = number

@@ -1,36 +1,36 @@
-"""Mirror counts: the ground that Chen's plans stand on.
+"""Mirror counts: the basis of Chen's plans.
 
 Problem. m(v) says how many times the result of v may be computed again: 0 keeps it, 1 drops it
-once, and more than 1 drops it again while it is being recomputed (section 4.4). Say which
-computation that is, in which order it runs, and what it takes in memory.
+once, and more than 1 drops it again while it is being recomputed (section 4.4). Say what that
+computes, in which order it runs, and how much memory it takes.
 
 Method. ``gradient_graph`` is Algorithm 2: v gets m(v) copies, round by round; a copy reads the
 copies of its own round, or the newest there are; a backward step reads the newest ones. Forward
-steps come first, and before each backward step those copies that it needs and that have not run.
+steps come first; before each backward step come the copies that it needs and that have not run.
 Copies that nothing needs never run, so a vertex runs again at most m(v) times. ``allocator`` then
-says what the whole takes, exactly. ``schedule_of`` turns the same counts into nested regions for
-the referee: the vertices with count 0 end the regions of the chain, those with the next count end
-the regions inside these, and so on. ``approximate`` gives x and y of Algorithm 3, also for counts
-that go deeper than 1.
+says exactly what the whole takes. ``schedule_of`` turns the same counts into nested regions for the
+referee: the vertices with count 0 end the regions of the chain, those with the next count end the
+regions inside these, and so on. ``approximate`` gives x and y of Algorithm 3, also for counts that
+go deeper than 1.
 
-Why not a ready-made tool: the frameworks that had mirror counts built them into their graphs.
+Why not a ready-made tool: frameworks with mirror counts built them into their graphs.
 
 Complexity: O(m (n + e)) for all, where m is the largest count.
 
 Guarantee: with ``executable`` counts the gradient graph and the schedule recompute the same
 vertices equally often.
 
-Readings. Algorithm 2 would compute a dropped result that a later stage reads from what lies before
-its own stage; regions form a chain, in which what crosses is stored, so it is kept (``closed``).
-Algorithm 2 copies the last stage, too, though its results are still there when the backward pass
-begins; ``executable`` spares it that. (The last region of a chain inside another is spared by
-the algorithm itself, and by ``schedule_of``.) A stage that holds a vertex with side effects is not
-recomputed either. g[v] is the backward step of v as in Fig. 3: it reads the steps of the
-successors of v and what ``Graph.needs`` says, which is the least that has to be declared (section
-3), and makes the gradients of all that v reads. Where v reads nothing, these live in output
-buffers. The gradient that comes from outside is left out.
+Readings. If a later stage reads a dropped result, Algorithm 2 would recompute it from what lies
+before its own stage. Regions form a chain, in which what crosses is stored, so it is kept
+(``closed``). Algorithm 2 also copies the last stage, though its results still exist when the
+backward pass begins; ``executable`` avoids that. (For the last region of a chain inside another,
+the algorithm itself and ``schedule_of`` do.) A stage that holds a vertex with side effects is not
+recomputed either. g[v] is the backward step of v as in Fig. 3: it reads the steps of the successors
+of v and what ``Graph.needs`` says, the least that must be declared (section 3), and makes the
+gradients of everything that v reads. If v reads nothing, these live in output buffers. The gradient
+from outside is left out.
 
-Left out: internal bytes. The referee knows of them.
+Left out: internal bytes. The referee knows them.
 
 Reference: Chen, Xu, Zhang, Guestrin (2016), sections 4.1 and 4.4, Algorithm 2.
 """
@@ -63,7 +63,7 @@ class Node:
     Attributes:
       kind: what it computes.
       vertex: of which vertex.
-      round: for a mirror the number k of the copy, from 1; else 0.
+      round: for a mirror, the number k of the copy, from 1; else 0.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class GradientGraph:
     Attributes:
       nodes: in order of execution (V').
       execution: the same for the allocator.
-      recomputed: for each vertex how many of its copies run.
+      recomputed: for each vertex, how many of its copies run.
     """
 
     nodes: tuple[Node, ...]
@@ -139,7 +139,7 @@ def gradient_graph(graph: Graph, mirror: Sequence[int]) -> GradientGraph:
         return Node(kind=kind, vertex=vertex, round=rounds)
 
     def inputs(node: Node) -> list[Node]:
-        """pred[a[v]]: copies of the same round, or the newest where there are fewer."""
+        """pred[a[v]]: copies of the same round, or the newest if there are fewer."""
         return [copy(read, node.round) for read in graph.predecessors[node.vertex]]
 
     for vertex in range(len(graph)):
@@ -198,7 +198,7 @@ def stages(mirror: Sequence[int], vertices: Sequence[int], most: int) -> list[tu
 def approximate(graph: Graph, mirror: Sequence[int]) -> Approximate:
     """What Algorithm 3 estimates, x and y, with the last stage (correction 11).
 
-    Where counts go deeper than 1, a stage takes what is kept between the stages inside it and the
+    If counts go deeper than 1, a stage takes what is kept between the stages inside it plus the
     largest of these, by the recursion of section 4.4; x then adds up along the largest.
     """
     check(graph, mirror)
@@ -227,7 +227,7 @@ def approximate(graph: Graph, mirror: Sequence[int]) -> Approximate:
 
 
 def closed(graph: Graph, mirror: Sequence[int]) -> tuple[int, ...]:
-    """The counts with every result kept that is read, forward or backward, past a kept one.
+    """The counts, keeping every result that is read, forward or backward, past a kept one.
 
     The same holds within stages inside stages: no result is read past one of a lower count.
     """
@@ -237,7 +237,7 @@ def closed(graph: Graph, mirror: Sequence[int]) -> tuple[int, ...]:
         for read in (*graph.predecessors[vertex], *graph.needs[vertex]):
             last_read[read] = max(last_read[read], vertex)
     counts = list(mirror)
-    # From the last to the first: a count depends on those of higher numbers alone.
+    # From the last to the first: a count depends only on those of higher numbers.
     for vertex in reversed(range(len(graph))):
         counts[vertex] = min(counts[vertex : last_read[vertex]])
     return tuple(counts)
@@ -246,9 +246,9 @@ def closed(graph: Graph, mirror: Sequence[int]) -> tuple[int, ...]:
 def executable(graph: Graph, mirror: Sequence[int]) -> tuple[int, ...]:
     """The ``closed`` counts without recomputation that is not needed, or not allowed.
 
-    The last stage is there when the backward pass begins, so its counts are lower by one round,
-    and those of the last stage inside it by another. So are those of a stage that holds a vertex
-    with side effects.
+    The last stage exists when the backward pass begins, so its counts are lower by one round, and
+    those of the last stage inside it by another. So are those of a stage that holds a vertex with
+    side effects.
     """
     counts = list(closed(graph, mirror))
     pending = [tuple(range(len(graph)))]
@@ -275,7 +275,7 @@ def _chain(
 ) -> list[Region | tuple[int, ...]]:
     """The regions of a chain that runs while counts up to ``most`` hold what they keep.
 
-    What has no checkpoint is not ``merged`` yet.
+    Regions without a checkpoint are not ``merged`` yet.
     """
     parts = stages(mirror, vertices, most)
     regions: list[Region | tuple[int, ...]] = []
@@ -284,8 +284,8 @@ def _chain(
         if not deeper:
             regions.append(part)
             continue
-        # A stage that is run again does so as a chain of its own. Rounds that cut nothing are
-        # passed over: the copies of Algorithm 2 never run in these.
+        # A stage runs again as a separate chain. Rounds that cut nothing are skipped: the copies of
+        # Algorithm 2 never run in these.
         inside = _chain(mirror, part, min(deeper))
         if most and part is parts[-1]:
             regions += inside  # its backward pass follows at once
@@ -302,7 +302,7 @@ def _chain(
 
 
 def mirror_counts(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
-    """How many times the referee sees each vertex run again: the m(v) that a schedule comes to.
+    """How many times the referee sees each vertex run again: the m(v) of a schedule.
 
     >>> from remat_opt.schedule import Region, Schedule
     >>> chain = Graph.from_edges([1, 1, 1], [(0, 1), (1, 2)])

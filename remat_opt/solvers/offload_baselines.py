@@ -5,17 +5,17 @@ should leave for the host? These rules answer without solving it.
 
 Method. All three as Sec. 6.1 describes them.
 
-``vdnn``: an activation is worth sending where its operation computes long for its size. For
-each threshold on u_{F_i} / |x_i|, send all activations that reach it, or every other one of
-them (reading 14: "half" is every other one, as in VDNN++); the best no-wait ordered schedule
-of all these.
+``vdnn``: an activation is worth sending if its operation takes long for its size. For each
+threshold on u_{F_i} / |x_i|, send all activations that reach it, or every other one of them
+(reading 14: "half" is every other one, as in VDNN++); the best no-wait ordered schedule of all
+these.
 
-``autoswap``: a priority for each activation, the weighted sum of four scores; send in order
-of priority until the step fits. Zhang et al. look at the time between two uses of a value,
-here from the end of F_i to the start of B_i if nothing waits:
+``autoswap``: a priority for each activation, the weighted sum of four scores; send in order of
+priority until the step fits. Zhang et al. look at the time between two uses of a value: here, from
+the end of F_i to the start of B_i if nothing waits:
 
 - duration of absence: that time, less the two transfers;
-- area of absence: the same times the size (divided by it where it is negative);
+- area of absence: the same times the size (divided by it if negative);
 - weighted duration: the integral, over that time, of the memory above the device's;
 - the same, with the activations taken out one after the other, the best first, and the
   memory lowered by each.
@@ -26,20 +26,20 @@ and DIRECT divides the box of weights without any randomness: the same answer on
 host, where Beaumont et al. find the original "very inconsistent". Each score alone is tried
 too.
 
-``tflms``: send the first n activations; fetch each a number of layers ahead of its use. It
-knows no memory: no operation ever waits for some to be freed, and a choice of the two
-numbers is a schedule only if memory happens to suffice. The best of all choices. x_i is
-fetched once B_{i + ahead + 1} has ended.
+``tflms``: send the first n activations; fetch each a number of layers ahead of its use. It ignores
+memory: no operation ever waits for some to be freed, and a choice of the two numbers is a schedule
+only if memory happens to suffice. We take the best of all choices. x_i is fetched once
+B_{i + ahead + 1} has ended.
 
-Why not a ready-made tool: the originals are parts of frameworks that are no longer
-maintained, and they know no chain of numbers.
+Why not a ready-made tool: the originals are parts of frameworks that are no longer maintained, and
+they do not take a chain of numbers.
 
 Complexity: VDNN O(L) schedules; AutoSwap O(L^3) for the scores, then at most
 ``evaluations`` schedules; TFLMS O(L^2) timelines, each checked in O(L^2) unless it is no
 faster than the best so far.
 
-Guarantee: none but that the schedule is legal. VDNN and AutoSwap find one wherever there is
-one; TFLMS often does not.
+Guarantee: only that the schedule is legal. VDNN and AutoSwap find one if there is one; TFLMS often
+does not.
 
 What is left out: VDNN's knowledge of which layers are convolutions (a chain has none);
 AutoSwap's memory pool. The scores are our reading of a description in words.
@@ -75,7 +75,7 @@ from remat_opt.offload.simulator import (
     schedule,
 )
 
-#: How many weights AutoSwap tries, beside each score alone.
+#: How many weights AutoSwap tries, besides each score alone.
 EVALUATIONS = 200
 
 
@@ -113,7 +113,7 @@ def vdnn(
                 tried.append((makespan, moved, float(variant == "half"), -threshold, chosen))
     if not tried:
         return no_schedule(name, chain, "No threshold frees enough memory.")
-    # Of equal ones the one that moves least, of all that reach the highest threshold.
+    # Of equal ones, the one that moves least, of all that reach the highest threshold.
     _, _, half, negated, chosen = min(tried)
     parameters = (("threshold_seconds_per_byte", -negated), ("half", half))
     return _answer(name, chain, exact, chosen, transfers, parameters)
@@ -178,7 +178,7 @@ def autoswap(
 
 
 def tflms(chain: Chain, *, transfers: Transfers = Transfers.INTEGRAL) -> OffloadAnswer | NoSchedule:
-    """The first n activations, fetched so many layers ahead: the best of all choices.
+    """The first n activations, fetched a number of layers ahead: the best of all choices.
 
     Args:
       chain: what to run, and where.
@@ -262,7 +262,7 @@ def _has_room(chain: LinkChain, timeline: Timeline, transfers: Transfers) -> boo
     fetches = timeline.transfers[len(sends) :]
 
     def freed(at: int, below: int) -> int:
-        """What of the activations before ``below`` has left."""
+        """How much of the activations before ``below`` has left."""
         return sum(
             one.end_grains - one.start_grains
             if at >= one.end_grains
@@ -350,7 +350,7 @@ def priority_scores(chain: LinkChain) -> np.ndarray:
 
 
 def _memory_over(chain: LinkChain) -> list[int]:
-    """For F_0..F_L, B_L..B_0 what each holds above the device's memory if nothing leaves."""
+    """For F_0..F_L, B_L..B_0, what each holds above the device's memory if nothing leaves."""
     x, y = chain.activations, chain.gradients
     held = list(itertools.accumulate(x))
     forward = [held[i + 1] + chain.forward_extra[i] - chain.device for i in range(len(chain))]
@@ -377,7 +377,7 @@ def _amounts(chain: LinkChain, chosen: Sequence[bool]) -> list[int]:
 
 
 def _makespan(chain: LinkChain, chosen: Sequence[bool], transfers: Transfers) -> int | None:
-    """Of the no-wait ordered schedule, in grains; None where there is none."""
+    """Makespan of the no-wait ordered schedule, in grains; None if there is none."""
     timeline = schedule(chain, _amounts(chain, chosen), transfers)
     return None if isinstance(timeline, Deadlock) else timeline.operations[-1].end_grains
 

@@ -4,15 +4,15 @@ Problem. Each activation of a chain leaves entirely or not at all. Which should,
 step fits the device and takes the least time? The problem is NP-complete in the weak sense
 even if transfers may be interrupted (Theorem 3).
 
-Method. With transfers that free memory byte by byte, what is still to come depends on the
-decisions so far through three numbers only (``offload_equations.Position``), beside the idle
-time so far: Algorithm 1 walks through the stages with a table from those numbers to the
-least idle time. Two kinds of states are left out, neither of which can lead to a better end:
+Method. With transfers that free memory byte by byte, what is still to come depends on the decisions
+so far only through three numbers (``offload_equations.Position``), besides the idle time so far:
+Algorithm 1 walks through the stages with a table from those numbers to the least idle time. Two
+kinds of states are left out, neither of which can lead to a better end:
 
 - a state from which, by the bytes that must still leave and the time that is left, no end
   is as good as one already known (offloading the first k activations, for the best k);
 - a state that another *dominates*: one that keeps no more bytes, and whose idle time is no
-  larger even after waiting until its link is as far. Waiting is always allowed, so the other
+  larger even after waiting until its link has caught up. Waiting is always allowed, so the other
   state can do all that this one can.
 
 ``dynamic_program`` is the paper's: memory in ``slots`` (500), sizes rounded so that what is
@@ -23,15 +23,15 @@ rounded size is below the true one, and closest to it, goes up by one slot.
 Why not a ready-made tool: an integer program would need a variable for every event; the
 state space is the paper's contribution.
 
-Complexity: O(L M^2 (sum |x_i| + u_{F_i} beta)) with everything in slots, times the number of
-rounds (at most the number of activations); 2^L at the worst where nothing is rounded. Tables
-above ``most_states`` states are refused.
+Complexity: O(L M^2 (sum |x_i| + u_{F_i} beta)) with everything in slots, times the number of rounds
+(at most the number of activations); 2^L at worst if nothing is rounded. Tables above
+``most_states`` states are refused.
 
-Guarantee: ``exact_dynamic_program`` is optimal for whole activations with fractional
-transfers. With integral transfers, which free memory only at their end, the same set in the
-same order is a schedule (DynProg as a heuristic); it need not be the best ordered one, and
-the best ordered one need not be the best (reading 15). ``dynamic_program`` finds a set that
-fits; where rounding leaves none in the table, the best first-k set, and says so.
+Guarantee: ``exact_dynamic_program`` is optimal for whole activations with fractional transfers.
+With integral transfers, which free memory only at their end, the same set in the same order is a
+schedule (DynProg as a heuristic); it need not be the best ordered one, and the best ordered one
+need not be the best (reading 15). ``dynamic_program`` finds a set that fits; if rounding leaves
+none in the table, it returns the best first-k set and says so.
 
 What is left out: nothing of the paper's.
 
@@ -71,7 +71,7 @@ from remat_opt.offload.simulator import (
 SLOTS = 500
 #: States per stage beyond which the table is refused.
 MOST_STATES = 200_000
-#: A state is compared with so many others at the most to see whether one dominates it.
+#: A state is compared with at most this many others to see whether one dominates it.
 _MOST_COMPARED = 256
 
 
@@ -80,7 +80,7 @@ class Choice:
     """What Algorithm 1 found.
 
     Attributes:
-      chosen: for each of x_0..x_L whether it leaves.
+      chosen: for each of x_0..x_L, whether it leaves.
       idle: idle time, in the grains of the chain that was solved.
       states: entries of the largest table.
     """
@@ -172,7 +172,7 @@ def dynamic_program(
 
 
 def algorithm_1(chain: LinkChain, most_states: int = MOST_STATES) -> Choice | None:
-    """The set of whole activations with the least idle time; None where none fits.
+    """The set of whole activations with the least idle time; None if none fits.
 
     Raises:
       _TooManyStatesError: a table with more than ``most_states`` entries.
@@ -258,8 +258,8 @@ def _outlook(chain: LinkChain) -> tuple[list[int], list[int]]:
     """What the operations from stage i on need and take, for i = 0..L + 1.
 
     Returns:
-      The most that one of them holds of what is made from stage i on (x_i is counted with
-      the bytes kept before); and their time.
+      The most that any of them holds of what is made from stage i on (x_i is counted with the bytes
+      kept before); and their time.
     """
     x, y = chain.activations, chain.gradients
     needs, times = [0], [0]

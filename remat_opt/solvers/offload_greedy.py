@@ -3,22 +3,20 @@
 Problem. Choose how much of each activation of a chain goes to the host and comes back, so
 that the step fits the device and takes the least time.
 
-Method. Whatever a schedule sends, it may as well send in order, from x_0 on (Lemma 1), and
-sending less than another schedule never takes longer (Lemma 2). Any schedule must send
-Q = M_peak - M_GPU (Prop. 2). So send exactly Q, from the first activations; the last of them
-may leave in part (``fractional``). Where only whole activations may leave, round up: the
-first k, where k is the least that makes up Q (``greedy``). Reading 14: where the chain fits,
-Q is negative and nothing leaves.
+Method. Whatever a schedule sends, it may as well send in order, from x_0 on (Lemma 1), and sending
+less than another schedule never takes longer (Lemma 2). Any schedule must send Q = M_peak - M_GPU
+(Prop. 2). So send exactly Q, from the first activations; the last of them may leave in part
+(``fractional``). If only whole activations may leave, round up: the first k, where k is the least
+that makes up Q (``greedy``). Reading 14: if the chain fits, Q is negative and nothing leaves.
 
 Why not a ready-made tool: it is three lines; all the work is the simulation's.
 
-Complexity: O(L) beside one simulation.
+Complexity: O(L) besides one simulation.
 
-Guarantee: ``fractional`` is optimal among all schedules with fractional transfers (Theorem
-2), whatever their order; the tests hold it against a linear program that knows nothing of
-order. ``greedy`` is feasible wherever any schedule is, and with integral transfers its
-distance to the optimum has no bound but that to ``Chain.lower_bound_seconds`` (Prop. 3),
-which is in the answer.
+Guarantee: ``fractional`` is optimal among all schedules with fractional transfers (Theorem 2),
+whatever their order; the tests compare it with a linear program that ignores order. ``greedy`` is
+feasible whenever any schedule is, and with integral transfers the only bound on its distance to the
+optimum is that to ``Chain.lower_bound_seconds`` (Prop. 3), which is in the answer.
 
 What is left out: nothing of the paper's.
 
@@ -94,7 +92,7 @@ def greedy(
         return no_schedule(name, chain, "The first activations leave too late.")
     return OffloadAnswer(
         solver=name,
-        # Where no operation ever waits, no schedule can be shorter.
+        # If no operation ever waits, no schedule can be shorter.
         status=Status.FEASIBLE if simulation.idle_seconds else Status.OPTIMAL,
         transfers=transfers,
         amounts_bytes=amounts,

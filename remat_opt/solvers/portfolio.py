@@ -1,17 +1,17 @@
 """The default solver: many kept sets, the best chains of regions for them, one referee.
 
-Problem. For every budget, a schedule of least overhead; in other words the frontier of
-(peak bytes, overhead).
+Problem. For every budget, find a schedule of least overhead; in other words, the frontier of (peak
+bytes, overhead).
 
-Method. Small values are always kept, and what is searched is the graph without them
-(``coarsening``). The kept sets on the convex hull of (kept bytes, cost of recomputation) come from
-``min_cut``. Then two searches, whose models of memory differ, so that where one is wrong the other
-may be right. ``joint_chain`` takes a dozen kept sets and gives every region a fate of its own,
-nested ones included; it reaches deepest. ``region_chain`` takes one kept set for the whole program:
-two dozen from all over the hull and mixtures between neighbours that lie far apart, and for each
-the chain of least peak, and chains for larger bounds, whose free last region is larger. To these
-come the schedules of the papers' solvers that are quick on any graph. ``local_search`` then
-improves on all that were found, and gives the best. ``simulator`` judges them.
+Method. Small values are always kept, and the graph is searched without them (``coarsening``). The
+kept sets on the convex hull of (kept bytes, cost of recomputation) come from ``min_cut``. Then
+follow two searches, whose models of memory differ, so that if one is wrong the other may be right.
+``joint_chain`` takes a dozen kept sets and gives every region, nested ones included, its own fate;
+it reaches the lowest peaks. ``region_chain`` takes one kept set for the whole program: two dozen
+from all over the hull, and mixtures between distant neighbours. For each it finds the chain of
+least peak, and chains for larger bounds, whose free last region is larger. To these we add the
+schedules of those papers' solvers that are quick on any graph. ``local_search`` then improves on
+everything found, and returns the best. ``simulator`` judges them.
 
 The candidates do not depend on the budget. So a larger budget never gives a larger
 overhead, and the plans for many budgets cost one sweep.
@@ -53,7 +53,7 @@ from remat_opt.solvers.base import (
 
 #: Values that together take less than this share of the plain peak are always kept.
 _SMALL_SHARE = 2e-3
-#: With a larger share of the vertices left, leaving out the small ones is not worth the while.
+#: If a larger share of the vertices is left, leaving out the small ones is not worthwhile.
 _WORTH_SHARE = 0.9
 #: Hull neighbours further apart than this share of the plain peak get mixtures between them.
 _GAP_SHARE = 0.05
@@ -61,25 +61,25 @@ _GAP_SHARE = 0.05
 _MOST_MIXTURES = 6
 #: Bounds tried above the least one of each kept set, as shares of the way to the plain peak.
 _BOUND_SHARES = (0.0, 0.15)
-#: Where the next larger kept set is far, bounds are tried across that gap: one for each such
-#: share of the plain peak, up to so many.
+#: If the next larger kept set is far, bounds are tried across that gap: one for each such share of
+#: the plain peak, up to this many.
 _BOUND_STEP = 0.02
 _MOST_BOUNDS = 20
 #: A kept set is only worth trying if it differs in kept bytes by more than this share of the
 #: plain peak from one already tried, or in cost by more than this share of the forward pass.
 _RESOLUTION = 0.004
-#: Work to be done for a large graph, in vertices: for flow problems, for kept sets with chains of
-#: their own, for schedules of the joint search and for those of Chen et al.
+#: Work to do for a large graph, in vertices: for flow problems, for kept sets with separate chains,
+#: for schedules of the joint search and for those of Chen et al.
 _FLOW_WORK, _CHAIN_WORK, _JOINT_WORK, _PAPERS_WORK = 50_000, 50_000, 100_000, 25_000
 _FEWEST = 12
-#: Most kept sets that get chains of their own: of fewer, what is cheapest is missed here and there.
+#: Most kept sets that get separate chains: with fewer, the cheapest is sometimes missed.
 _MOST_SETS = 24
-#: Kept sets for the joint search, how many of its schedules are improved on at most, and the ratio
-#: of bytes between the largest and the smallest kept set.
+#: Kept sets for the joint search, the most of its schedules that are improved on, and the ratio of
+#: bytes between the largest and the smallest kept set.
 _JOINT_SETS, _MOST_JOINT = 12, 300
 _RATIO = 64
 #: Into how many parts the dynamic program for chains divides memory, and the entries of its table
-#: times the choices at each; of long chains it divides memory more coarsely.
+#: times the choices at each; for long chains it divides memory more coarsely.
 _SLOTS, _TABLE_WORK = 100, 10_000_000
 
 
@@ -100,7 +100,7 @@ def frontier(graph: Graph, measure: Overhead = Overhead.SECONDS) -> list[Candida
     if len(seen.graph) > local_search.SMALL:
         starts = list(dict.fromkeys(starts + papers))
     else:
-        # Small graphs are searched from all over anyway, and more starts only crowd the pool.
+        # Small graphs are searched from everywhere anyway, and more starts only crowd the pool.
         given = judged(graph, map(seen.spread, papers))
     return list(dict.fromkeys([unchanged, *given, *local_search.front(seen, starts, measure)]))
 
@@ -122,9 +122,9 @@ def _starts(graph: Graph) -> list[Schedule]:
 
 
 def _papers(graph: Graph) -> Iterator[Schedule]:
-    """What those of the papers' solvers find that take any graph and little time.
+    """What those papers' solvers find that take any graph and little time.
 
-    They see its trunk. On chains of equal blocks they know where to compute several times.
+    They see its trunk. On chains of equal blocks they know where to recompute several times.
     """
     seen = trunk.trunk(graph)
     choices = math.comb(len(binomial.links(seen.graph)) + 2, 3)
@@ -138,7 +138,7 @@ def _papers(graph: Graph) -> Iterator[Schedule]:
 
 
 def _affordable(graph: Graph, work: int) -> int:
-    """How many times something may be done that takes time in the number of vertices."""
+    """How many times to do something whose time grows with the number of vertices."""
     return max(_FEWEST, work // len(graph))
 
 
@@ -175,8 +175,8 @@ def _one_kept_set_each(
 def _shares_across(gap_bytes: float, room_bytes: float, plain_peak_bytes: int) -> list[float]:
     """Bounds across the gap to the next larger kept set, as shares of the room above.
 
-    Where layers are alike the hull jumps from all of them to none; the plans in between
-    are those whose free last region takes in more and more layers.
+    With equal layers the hull jumps from all of them to none; the plans in between are those whose
+    free last region takes in more and more layers.
     """
     if room_bytes <= 0:
         return []
@@ -190,7 +190,7 @@ def _kept_sets(
     """Kept sets of the hull, mixtures included, near-duplicates left out.
 
     Returns:
-      For each kept set the bytes that the next larger one keeps more.
+      For each kept set, how many more bytes the next larger one keeps.
     """
     resolution = _RESOLUTION * (graph.forward_seconds or 1.0)
     gap_bytes = _GAP_SHARE * plain_peak_bytes

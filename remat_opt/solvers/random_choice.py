@@ -3,19 +3,17 @@
 Problem. As in ``arbitrary_graph``: vertices to keep so that the rest falls apart into independent
 segments, for little memory.
 
-Method. Draw one to five vertices among all; where the rest is not independent, draw again until
-there are ten valid draws; report the best of the ten. Source and target are kept in any case
-(correction 1), so the number drawn is of vertices besides them.
+Method. Draw one to five vertices among all; if the rest is not independent, draw again until there
+are ten valid draws; report the best of the ten. Source and target are always kept (correction 1),
+so the vertices drawn are others.
 
-Why not a ready-made tool: there is nothing to it. The generator is Python's own, whose sequence
-for a given seed is documented to stay the same between versions for ``random()``, the only method
-that is used.
+Why not a ready-made tool: there is nothing to it. The generator is Python's own. Its sequence for a
+given seed is documented to stay the same between versions for ``random()``, the only method used.
 
 Complexity: O(n + e) per draw.
 
 Guarantee: none. The same seed gives the same answer. After ``MOST_DRAWS`` draws, the best of the
-valid ones so far is taken; keeping nothing but the ends is valid always, and is taken where no
-draw was.
+valid ones so far is taken; keeping only the ends is always valid, and is taken if no draw was.
 
 Left out: everything that a search would do.
 
@@ -35,7 +33,7 @@ from remat_opt.solvers.division_tree import Checkpoints, Dependent, assess, ends
 FEWEST, MOST = 1, 5
 #: Valid draws of which the best is reported.
 TRIALS = 10
-#: Draws after which the search ends in any case.
+#: The number of draws after which the search ends in any case.
 MOST_DRAWS = 10_000
 
 

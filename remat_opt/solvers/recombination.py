@@ -1,11 +1,11 @@
-"""Regions that are known well, put together anew, for all budgets at once.
+"""Recombines well-known regions, for all budgets at once.
 
-Problem. Given regions, each with what it needs and holds and costs, find for every amount of memory
+Problem. Given regions, each with what it needs, holds and costs, find for every amount of memory
 the chain of them, from the first vertex to the last, that recomputes the least.
 
-What a region takes need not come from a model: where it was measured, a chain of measured regions
-is better known than any other. And what one stretch of a program does best, those alike it do as
-well, so each region is tried wherever the graph is the same.
+What a region takes need not come from a model: a chain of measured regions is better known than any
+other. And what is best for one stretch of a program is best for equal ones, so each region is tried
+wherever the graph is the same.
 
 Method. While a region runs, memory holds what the regions before it hold, and its own needs. So
 with m bytes left at position i, the least cost of the way to the end is
@@ -20,7 +20,7 @@ are filled with numpy.
 
 Complexity: O(r s) additions for r regions and s slots.
 
-Guarantee: for every number of slots the least cost of all chains of the given regions, as far as
+Guarantee: for every number of slots, the least cost of all chains of the given regions, as far as
 what a region takes does not depend on the others; bytes are rounded to the nearest slot. Left out:
 regions that are not stretches of the order of execution.
 
@@ -44,7 +44,7 @@ from remat_opt.spans import read_from_memory
 #: Slots of a table, and how much less memory each table has than the one before.
 SLOTS = 256
 _SCALES = (1.0, 0.4, 0.15)
-#: How many vertices at each end of a region are left out at the most.
+#: How many vertices at each end of a region may be left out.
 _MOST_TRIMMED = 2
 #: Costs that differ by less than this share of a forward pass make no new schedule.
 _RESOLUTION = 1e-3
@@ -56,10 +56,10 @@ class Part:
 
     Attributes:
       region: a stretch of the order of execution.
-      needs_bytes: the most that is alive while it runs, forward, again and backward, beside what
+      needs_bytes: the most that is alive while it runs, forward, again and backward, besides what
         the regions before it hold.
       held_bytes: what it leaves for the backward pass.
-      cost: of what it runs again.
+      cost: the cost of what it runs again.
     """
 
     region: Region
@@ -74,7 +74,7 @@ def is_stretch(region: Region) -> bool:
 
 
 class Alike:
-    """Tells where a graph is the same."""
+    """Finds where a graph is the same."""
 
     def __init__(self, graph: Graph) -> None:
         known: dict[tuple[object, ...], int] = {}
@@ -86,9 +86,9 @@ class Alike:
             self._places[kind].append(vertex)
 
     def shifts(self, region: Region) -> Iterator[int]:
-        """By how far a region can be shifted to where the graph is the same; 0 is among them.
+        """How far a region can be shifted to where the graph is the same; includes 0.
 
-        Vertices have the same figures there, and read and are needed in the same way.
+        There, vertices have the same figures, and read and are needed in the same way.
         """
         first, stop = region.vertices[0], region.vertices[-1] + 1
         shape = self._kinds[first:stop]
@@ -111,9 +111,9 @@ def _figures(graph: Graph, vertex: int) -> tuple[object, ...]:
 
 
 def trimmed(region: Region) -> Iterator[Region]:
-    """The region, and the same without some of its first vertices and some of its last.
+    """The region, also without some of its first and last vertices.
 
-    Where a block differs at its ends from the others, what lies between may be the same.
+    If a block differs from others at its ends, what lies between may be the same.
     """
     for first, last in itertools.product(range(_MOST_TRIMMED + 1), repeat=2):
         stop = len(region.vertices) - last
@@ -126,7 +126,7 @@ def trimmed(region: Region) -> Iterator[Region]:
 
 
 def _within(region: Region, left: frozenset[int]) -> Region | None:
-    """What is left of a region with these vertices alone."""
+    """What is left of a region with only these vertices."""
     vertices = tuple(vertex for vertex in region.vertices if vertex in left)
     if not vertices:
         return None
@@ -140,7 +140,7 @@ def _within(region: Region, left: frozenset[int]) -> Region | None:
 
 
 def shifted(region: Region, by: int) -> Region:
-    """The region so many vertices later."""
+    """The region shifted by a number of vertices."""
     if not by:
         return region
     return Region(
@@ -159,8 +159,8 @@ def schedules(
     Args:
       graph: what they are regions of.
       parts: regions that are stretches.
-      most_bytes: the largest amount of memory that is of interest.
-      most: how many steps to take at the most, evenly from all; all if None.
+      most_bytes: the largest amount of memory of interest.
+      most: how many steps to take at most, evenly from all; all if None.
     """
     by_start: defaultdict[int, list[Part]] = defaultdict(list)
     for part in _unbeaten(parts):
@@ -173,7 +173,7 @@ def schedules(
 
 
 def _unbeaten(parts: Sequence[Part]) -> Iterator[Part]:
-    """Those beside which no other of the same stretch is as good in everything."""
+    """Those for which no other of the same stretch is as good in everything."""
     stretches: defaultdict[tuple[int, int], list[Part]] = defaultdict(list)
     order = sorted(parts, key=lambda one: (one.needs_bytes, one.held_bytes, one.cost))
     for part in order:
@@ -219,7 +219,7 @@ def _schedule(
     choice: np.ndarray,
     level: int,
 ) -> Schedule:
-    """The chain that is chosen at a level, with what it holds for later regions kept by name."""
+    """The chain chosen at a level; what it holds for later regions is kept by name."""
     regions: list[Region] = []
     start = 0
     while start < len(graph):

@@ -15,10 +15,9 @@ least exports with which position j can be reached,
 
     D(j) = min { D(i) + exports(i, j) : D(i) + W(i, j) <= C },
 
-is a shortest path over the positions (the accessibility graph of Feng & Huang, where an
-edge is there if it fits the trial term), and fewer exports are never worse. Bisection on C
-gives the least peak; a larger C lets the free last region grow, which costs memory and
-saves recomputation.
+is a shortest path over the positions (the accessibility graph of Feng & Huang, where an edge exists
+if it fits the trial term), and fewer exports are never worse. Bisection on C gives the least peak;
+a larger C lets the free last region grow, which costs memory and saves recomputation.
 
 Why not a ready-made tool: the edges of this path depend on C and on the distance reached so
 far, and the workspace of all O(n^2) segments is computed together with numpy.
@@ -26,9 +25,9 @@ far, and the workspace of all O(n^2) segments is computed together with numpy.
 Complexity: O(n m) time for the workspaces and O(m^2) per trial, for n vertices and at most m
 candidate positions. Several kept sets are solved together: one alone is too little work for numpy.
 
-Guarantee: the shortest path is exact for this model of the workspace, in which a value is
-held from the first step that makes it needed to its last reader; ``simulator`` is the
-judge of the result. Left out: nested regions.
+Guarantee: the shortest path is exact for this model of the workspace, in which a value is held from
+the first step that makes it needed to its last reader; ``simulator`` judges the result. Left out:
+nested regions.
 
 Reference: Feng & Huang (2018, 2021), linear graphs.
 """
@@ -55,10 +54,10 @@ from remat_opt.solvers.lifetimes import (
 )
 from remat_opt.spans import read_from_memory
 
-#: Strains that ``relaxed_chains`` tries, as shares of that of the first chain found.
+#: Strains that ``relaxed_chains`` tries, as shares of the first chain's.
 _STRAIN_SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-#: Kept sets whose many bounds are solved in one go: enough to be worth the call, few enough for
-#: the cache.
+#: How many kept sets' bounds are solved together: enough to be worth the call, few enough for the
+#: cache.
 _TOGETHER = 8
 
 
@@ -107,8 +106,8 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 64) -> 
     starts = edges[:-1]
     row = np.searchsorted(edges, np.arange(count), side="right") - 1
     number = len(edges)
-    # Residuals without a name are provided by the run of the vertex, kept or not, and held until
-    # its backward step.
+    # Unnamed residuals come from running the vertex, kept or not, and are held until its backward
+    # step.
     internal = np.flatnonzero(arrays.internal_bytes)
 
     def held(chosen: np.ndarray) -> np.ndarray:
@@ -118,7 +117,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 64) -> 
         within = row[np.concatenate((values, internal))]
         return sums_from(within, until, sizes, rows=len(starts), columns=count)
 
-    # All tables are filled with the end of the segment first, which is how they are read.
+    # All tables have the end of the segment first, as they are read in that order.
     alive = held(recomputed)
     workspace = np.full((number, number), np.inf)
     workspace[1:, :-1] = _most_between(fixed[:, None] + alive, starts)
@@ -147,7 +146,7 @@ def segments(graph: Graph, kept: Sequence[int], *, most_positions: int = 64) -> 
 
 
 def _most_between(profiles: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """For each segment the most that its profile reaches; infinite where it would be empty.
+    """For each segment, the most that its profile reaches; infinite if it would be empty.
 
     Args:
       profiles: [step, start] the bytes.
@@ -174,19 +173,19 @@ def chains(
     *,
     strains_bytes: Sequence[Sequence[float]] | None = None,
 ) -> list[list[list[int] | None]]:
-    """For each bound the boundaries of a chain within it, with the largest free region.
+    """For each bound, the boundaries of a chain within it, with the largest free region.
 
     Args:
-      figures: of all segments, for each of several kept sets of one graph.
-      bounds_bytes: for each kept set bounds C on the peak; all are solved together.
-      strains_bytes: for each bound a limit on the strain of every region; none if left out.
+      figures: those of all segments, for each of several kept sets of one graph.
+      bounds_bytes: for each kept set, bounds C on the peak; all are solved together.
+      strains_bytes: for each bound, a limit on the strain of every region; none if left out.
 
     Returns:
-      For each bound ascending positions from 0 to the start of the free region, or None
-      where no chain is within it.
+      For each bound, ascending positions from 0 to the start of the free region, or None if no
+      chain is within it.
     """
     found: list[list[list[int] | None]] = [[] for _ in figures]
-    # Those with like numbers of bounds together: the others' rows are filled up.
+    # Group similar numbers of bounds: shorter rows are padded.
     order = sorted(range(len(figures)), key=lambda number: len(bounds_bytes[number]))
     for start in range(0, len(order), _TOGETHER):
         chosen = order[start : start + _TOGETHER]
@@ -216,7 +215,7 @@ def chains(
 
 
 def _filled_up(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """The rows as columns of one array; what is missing is a bound that nothing is within."""
+    """The rows as columns of one array; missing entries are a bound that nothing meets."""
     table = np.full((max(map(len, rows)), len(rows)), -np.inf)
     for place, row in enumerate(rows):
         table[: len(row), place] = row
@@ -244,7 +243,7 @@ def _boundaries(
 
 
 def _stacked(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """A figure of all segments, of several kept sets: [target, source, 1, kept set]."""
+    """A figure of all segments, for several kept sets: [target, source, 1, kept set]."""
     return np.stack([table.T for table in tables], axis=2)[:, :, None]
 
 
@@ -269,7 +268,7 @@ def _least_exports(
     if limited is not None:
         strain, limits = limited
         fits &= strain[:, :, 0] <= limits.max(axis=0)
-    # The shorter a segment, the less it takes: those that are too long for any bound come first.
+    # The shorter a segment, the less it takes: those too long for any bound come first.
     fitting = fits.any(axis=2)
     first = np.where(fitting.any(axis=1), fitting.argmax(axis=1), number).tolist()
     for target in range(1, number - 1):
@@ -291,9 +290,9 @@ def relaxed_chains(
 ) -> list[list[list[int] | None]]:
     """Chains as ``chains`` finds them, with the least strain that costs nothing.
 
-    Many chains have the same peak, because another region decides it. Of those the one whose
-    regions recompute the least at a time is the safest: the compiler is free in the order
-    within a region. A smaller strain is taken if the free last region stays as large.
+    Many chains have the same peak, because another region decides it. Of those, the one whose
+    regions recompute the least at a time is the safest: the compiler may choose the order within a
+    region. A smaller strain is taken if the free last region stays as large.
     """
     found = chains(figures, bounds_bytes)
     trials: list[list[tuple[int, float]]] = []
@@ -326,9 +325,9 @@ def relaxed_chains(
 
 
 def least_bounds(figures: Sequence[Segments], *, rounds: int = 5, trials: int = 4) -> list[float]:
-    """For each kept set the least peak bound for which there is a chain.
+    """For each kept set, the least peak bound for which there is a chain.
 
-    It is found to ``trials ** -rounds`` of the bound of the unchanged function.
+    It is found to ``trials ** -rounds`` of the unchanged function's bound.
     """
     workspace = _stacked([one.workspace_bytes for one in figures])
     exports = _stacked([one.exports_bytes for one in figures])
@@ -348,7 +347,7 @@ def least_bounds(figures: Sequence[Segments], *, rounds: int = 5, trials: int = 
 
 
 def schedule_of(graph: Graph, kept: Sequence[int], boundaries: Sequence[int]) -> Schedule:
-    """The schedule with these boundaries, in which exported values are kept by name too."""
+    """The schedule with these boundaries; exported values are also kept by name."""
     count = len(graph)
     edges = [*boundaries, count]
     keep = set(kept)
@@ -377,7 +376,7 @@ def schedule_of(graph: Graph, kept: Sequence[int], boundaries: Sequence[int]) ->
 
 
 def _around_pinned(graph: Graph, edges: Sequence[int]) -> list[tuple[int, int]]:
-    """The segments between edges, each vertex with side effects in a segment of its own."""
+    """The segments between edges, with each side effect in a separate segment."""
     cuts = set(edges)
     for vertex, pinned in enumerate(graph.pinned):
         if pinned:

@@ -1,13 +1,13 @@
 """The least recomputation that any staged schedule takes within a budget: an integer program.
 
 Problem. Within M bytes, run the forward and the backward steps of a graph with the least
-recomputation, where every value may be dropped at any time and computed again at any later one, as
-often as it pays. The answer need not be a chain of checkpointed regions, and seldom is: it is the
-yardstick for those that are.
+recomputation, where every value may be dropped at any time and recomputed at any later time, as
+often as it pays. The answer need not be a chain of checkpointed regions, and seldom is one: it is
+the yardstick for those that are.
 
 Method. The steps that must run, n forward and up to n backward, run in the order of the graph and
-back. Each opens a stage, t = 1 .. T, and ends it; before it, within the stage, values that are
-not in memory may be computed again, in the order of the graph. For stage t and vertex i, of those
+back. Each opens a stage, t = 1 .. T, and ends it; before it, within the stage, values that are not
+in memory may be computed again, in the order of the graph. For stage t and vertex i, among those
 that have run by then and have a backward step to come:
 
     R[t,i] = 1   i runs in stage t (for the forward step of stage t itself: a constant)
@@ -25,40 +25,39 @@ Least sum of cost[i] R[t,i], with, p ranging over the predecessors of i,
     U[t,k] = C[t] + sum over i of b[i] S[t,i] + sum over i <= k of b[i] R[t,i]
              - sum over l < k, i of b[i] F[t,i,l] <= M                                  (7)
 
-where b are bytes and C[t] the cotangents alive, which are no variables: backward steps run once,
-in a fixed order. R and S are binary. F need not be: nothing forces a value to be freed, and at
-whole R and S whatever allows it allows it entirely. Residuals that only a run provides
-(``internal_bytes``) have binaries of their own for being made and held, and a vertex whose value
-is in memory may run for them. HiGHS solves it through scipy, by branch and bound.
+where b are bytes and C[t] the cotangents alive, which are constants: backward steps run once, in a
+fixed order. R and S are binary. F need not be: nothing forces a value to be freed, and with whole R
+and S, whatever allows it allows it entirely. Residuals that only a run provides
+(``internal_bytes``) have separate binaries for being made and held, and a vertex whose value is in
+memory may run for them. HiGHS solves it through scipy, by branch and bound.
 
-Memory is the simulator's, to the byte: what is allowed differs, not what is counted. Values may be
-dropped and computed again in the forward pass as well, and part of a region at one time and part
-at another.
+Memory is the simulator's, to the byte: what is allowed differs, not what is counted. Values may
+also be dropped and recomputed in the forward pass, and part of a region at one time and part at
+another.
 
 Why not a ready-made tool: HiGHS is one. The published program is for another framework's graphs.
 
 Complexity: exponential. About 2 n^2 binaries and 2 e n continuous variables for n vertices and e
-edges: milliseconds for 8 vertices, up to minutes for 25 where the budget is tight. Beyond
-``MOST_BINARIES`` it refuses; it stops at ``NODE_LIMIT`` nodes of the search tree, never at a
-clock.
+edges: milliseconds for 8 vertices, up to minutes for 25 if the budget is tight. Beyond
+``MOST_BINARIES`` it refuses; it stops at ``NODE_LIMIT`` nodes of the search tree, never by a clock.
 
-Guarantee. Status OPTIMAL: no schedule of that kind recomputes less, to a millionth of the dearest
-vertex. FEASIBLE: ``bound`` is proven, and so is ``gap``. What is returned is within the budget to
-the byte, by replay. Where sizes are rounded, a budget less than a share n / ``GRAINS`` above the
-least one can be called infeasible. The kind holds all that chains of regions can do, nested ones
-included, as long as their vertices are intervals of the graph's order and no chain inside a
-region ends in a checkpoint (which only adds to it). So none of these recomputes less within the
-same peak of the simulator.
+Guarantee. Status OPTIMAL: no schedule of that kind recomputes less, to a millionth of the most
+expensive vertex. FEASIBLE: ``bound`` is proven, and so is ``gap``. The result is within the budget
+to the byte, by replay. If sizes are rounded, a budget less than a share n / ``GRAINS`` above the
+least one may be called infeasible. This kind includes everything that chains of regions can do,
+nested ones included, as long as their vertices are intervals of the graph's order and no chain
+inside a region ends in a checkpoint (which only adds to it). So none of these recomputes less
+within the same peak of the simulator.
 
-Left out: computing a value twice within one stage, or out of the graph's order, either of which
-can save memory where a backward step reads values far apart; other orders of the steps; computing
-cotangents again. ``integer_program`` is restricted to what chains of regions can do.
+Left out: computing a value twice within one stage, or out of the graph's order, either of which can
+save memory if a backward step reads values far apart; other orders of the steps; recomputing
+cotangents. ``integer_program`` is restricted to what chains of regions can do.
 
-Reference: Jain et al., *Checkmate: Breaking the Memory Wall with Optimal Tensor
-Rematerialization* (MLSys 2020), section 4. Readings: there, gradients are values that may be
-dropped and computed again as any other, each from all of its readers' gradients at once; here
-they add up in place, as they do in JAX. There, F is pinned from both sides; here from above only,
-which is enough. The right sides of (4) and (6) could be 1; these make the relaxation tighter.
+Reference: Jain et al., *Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization*
+(MLSys 2020), section 4. Readings: there, gradients are values that may be dropped and recomputed
+like any other, each from all of its readers' gradients at once; here they add up in place, as in
+JAX. There, F is bounded on both sides; here only from above, which is enough. The right sides of
+(4) and (6) could be 1; these make the relaxation tighter.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ from remat_opt.solvers.lifetimes import cotangents
 MOST_BINARIES = 1_500
 #: The search stops after this many nodes of its tree.
 NODE_LIMIT = 1_000
-#: Bytes are counted in units of which the budget holds no more than this. Where a common measure
-#: of all sizes is finer, they are rounded: up for the answer, and down for the bound.
+#: Bytes are counted in units of which the budget holds at most this many. If a common measure of
+#: all sizes is finer, they are rounded: up for the answer, and down for the bound.
 GRAINS = 10_000
 
 
@@ -93,7 +92,7 @@ class Stage:
       phase: ``forward`` or ``backward``.
       vertex: whose step it is.
       held: the vertices whose values are in memory when the stage begins, ascending.
-      held_internal: those whose residuals without a name are.
+      held_internal: those whose unnamed residuals are.
       again: the vertices that run again before the step, ascending.
     """
 
@@ -106,12 +105,12 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A schedule in stages, which is not one of regions.
+    """A schedule in stages, rather than in regions.
 
     Attributes:
       stages: one for each forward step and each backward step, in order.
       status: ``OPTIMAL`` or ``FEASIBLE``.
-      objective: the figure that was minimised: the overhead in seconds or FLOPs, or the peak.
+      objective: the minimised figure: the overhead in seconds or FLOPs, or the peak.
       bound: a proven lower limit on it.
       gap: how far apart these are, as a share of the objective.
       nodes: nodes of the search tree.
@@ -181,7 +180,7 @@ def least_overhead(
         )
     least_bytes = max(replay(graph, least.stages))
     if least_bytes <= budget_bytes:
-        # What rounding had left without an answer.
+        # Rounding had left this without an answer.
         return _staged(graph, found, least.stages, objective(least.stages), bound)
     return Infeasible(budget_bytes=budget_bytes, least_bytes=least_bytes)
 
@@ -199,7 +198,7 @@ def least_peak(
             "dynamic_program.least_approximate_budget."
         )
     peak_bytes = max(replay(graph, found.stages))
-    # Where bytes were rounded down, the true peak of that schedule is no limit, its own is.
+    # If bytes were rounded down, the limit is that schedule's rounded peak, not its true one.
     finished = found.exact and found.lowest
     bound = peak_bytes if finished else math.ceil(found.proven) * found.unit_bytes
     return _staged(graph, found, found.stages, float(peak_bytes), float(bound))
@@ -210,13 +209,13 @@ class _Found:
     """How a search ended.
 
     Attributes:
-      stages: the best schedule found that is within the budget; empty where there is none.
-      lowest: a schedule that proves the limit, which may be over the budget by what was rounded
-        down; empty where the search for it was not finished.
+      stages: the best schedule found within the budget; empty if there is none.
+      lowest: a schedule that proves the limit, which may exceed the budget by what was rounded
+        down; empty if the search for it was not finished.
       proven: the limit that was proven otherwise, in the unit of the objective.
       infeasible: whether the search for ``stages`` has shown that there are none.
       exact: whether no bytes were rounded.
-      unit_bytes: what bytes were counted in.
+      unit_bytes: the unit in which bytes were counted.
       nodes: nodes of the search trees.
       binaries: binary variables of the program.
     """
@@ -238,7 +237,7 @@ def _search(
     node_limit: int,
     most_binaries: int,
 ) -> _Found | Refused:
-    """Solves the program; where bytes must be rounded, once with all up and once with all down."""
+    """Solves the program; if bytes must be rounded, once with all up and once with all down."""
     sizes = (
         *graph.bytes,
         *graph.internal_bytes,
@@ -333,12 +332,12 @@ def replay(graph: Graph, stages: Sequence[Stage]) -> Iterator[int]:
             return values + sum(graph.internal_bytes[vertex] for vertex in residuals) + extra
 
         for vertex in running:
-            # A value that is there already is run for its residuals; that copy is thrown away.
+            # A vertex whose value exists runs for its residuals; the copy is thrown away.
             copy = graph.bytes[vertex] if vertex in alive else 0
             alive.add(vertex)
             if vertex in internal or (not forward and vertex == stage.vertex):
                 residuals.update([vertex] if graph.internal_bytes[vertex] else [])
-            # What has a workspace runs exactly once.
+            # A vertex with a workspace runs exactly once.
             yield total(waiting + copy + graph.forward_workspace_bytes[vertex])
             for read in graph.predecessors[vertex]:
                 last_reads[read] -= 1
@@ -352,7 +351,7 @@ def replay(graph: Graph, stages: Sequence[Stage]) -> Iterator[int]:
 # ------------------------------------------------------------------------------------ program
 
 _DONE, _INFEASIBLE = 0, 2
-#: What the solver takes for equal, in the units of the objective.
+#: What the solver considers equal, in the units of the objective.
 _TOLERANCE = 1e-6
 Terms = list[tuple[int, float]]
 #: The numbers of variables, by stage and vertex.
@@ -362,7 +361,7 @@ Table = dict[tuple[int, int], int]
 class _Program:
     """The variables and rows for one graph; bytes are counted in whole units.
 
-    Whole and not too large, they keep what the solver tolerates below one unit.
+    If they are whole and not too large, the solver's tolerance stays below one unit.
     """
 
     def __init__(self, graph: Graph, unit: int, *, up: bool) -> None:
@@ -372,12 +371,12 @@ class _Program:
         self._kinds: list[int] = []
         self._rows: list[Terms] = []
         self._limits: list[tuple[float, float]] = []
-        #: Rows of (7), of which the budget is the upper limit less a constant.
+        #: Rows of (7), whose upper limit is the budget less a constant.
         self._memory: list[tuple[Terms, float]] = []
         self._run: Table = {}
         self._stay: Table = {}
         self._free: dict[tuple[int, int, int], int] = {}
-        # For residuals without a name: run though the value is there, make, hold.
+        # For unnamed residuals: run although the value exists, make, hold.
         self._rerun: Table = {}
         self._make: Table = {}
         self._hold: Table = {}
@@ -519,7 +518,7 @@ class _Program:
         return _one(table, stage, i, self._in_units(size))
 
     def solve(self, costs: Sequence[float] | None, limit: float, node_limit: int) -> OptimizeResult:
-        """The least cost within a limit in units; without costs the least limit."""
+        """The least cost within a limit in units; without costs, the least limit."""
         if not self._rows:
             self._add_rows()
         count = len(self._kinds)
@@ -546,7 +545,7 @@ class _Program:
         )
 
     def stages(self, values: np.ndarray) -> tuple[Stage, ...]:
-        """The schedule that a solution stands for, without what is held or run to no use."""
+        """The schedule that a solution represents, without what is held or run needlessly."""
         graph = self.graph
         found: list[Stage] = []
         later, later_internal = frozenset[int](), frozenset[int]()
@@ -582,7 +581,7 @@ class _Program:
 
 
 def _one(table: Table, stage: int, i: int, factor: float = 1.0) -> Terms:
-    """The variable with a factor; what has no variable is 0."""
+    """The variable with a factor; a missing variable is 0."""
     return [(table[stage, i], factor)] if (stage, i) in table else []
 
 

@@ -16,30 +16,29 @@ Method. Several ways to choose m; ``mirror`` turns any m into a gradient graph a
                    comes (section 4.4): g(n) = k + g(n / (k + 1)).
 ``within``         of all these, the one with the least recomputation that fits a budget.
 
-Splits are searched for among the articulation points of the graph that no edge leads past in order
-of execution: nothing else crosses from one stage to the next there. A graph's only source is one
-of them, as what comes before it hangs on it. On a chain these are all vertices but the last.
+Splits are chosen among the graph's articulation points that no edge leads past in order of
+execution: nothing else crosses from one stage to the next there. A graph's only source is one of
+them, since its input hangs on it. On a chain these are all vertices but the last.
 
-Why not a ready-made tool: networkx finds the articulation points, and is used for that. Of the
+Why not a ready-made tool: networkx finds the articulation points, and is used for that. For the
 rest there is no library; ``jax.checkpoint`` executes regions but does not choose them.
 
 Complexity: O(n + e) for a plan, and O(n log n) for the allocator to judge it; for recursion times
 its depth, log n to the base k + 1.
 
-Guarantee: ``segments`` takes the number of equal segments that is best for equal bytes in terms of
-Eq. 1: no set of splits has a smaller x + y. Otherwise none but what the figures say; status
-``OPTIMAL`` is given where the objective equals the bound, the memory that some single step needs
-in any plan.
+Guarantee: ``segments`` takes the number of equal segments that is best for equal bytes by Eq. 1: no
+set of splits has a smaller x + y. Otherwise only what the figures say; the status is ``OPTIMAL`` if
+the objective equals the bound, the memory that some single step needs in any plan.
 
-Readings. The comparison that is lost in Algorithm 3 is temp > B. As printed, y never sees the run
+Readings. The comparison missing from Algorithm 3 is temp > B. As printed, y never sees the run
 after the last split; ``Variant.PRINTED`` is that, ``Variant.MEMORY`` sees it. The roots are B =
 sqrt(x y) and the grid [B / sqrt(2), sqrt(2) B]; its six points are evenly spaced. g(1) is 0, and
 n / (k + 1) is rounded up (correction 11). Algorithm 1 stores the input of the first segment, which
 is an argument and no vertex here. Regions form a chain, and what crosses from one to another is
-stored: a result that is read past a kept one is kept in any case.
+stored: a result that is read past a kept one is always kept.
 
-Left out: internal bytes (the referee knows of them), the generalisation of Algorithm 3 that weighs
-seconds, other splits than those of a given set of candidates.
+Left out: internal bytes (the referee knows them), the generalisation of Algorithm 3 that weighs
+seconds, splits other than the given candidates.
 
 Reference: Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost* (2016).
 """
@@ -75,7 +74,7 @@ class Variant(enum.Enum):
     """Which y Algorithm 3 gives (correction 11).
 
     PRINTED: of the stages that end in a split; the pseudo-code.
-    MEMORY: of all stages, the one after the last split too.
+    MEMORY: of all stages, including the one after the last split.
     """
 
     PRINTED = "printed"
@@ -101,8 +100,8 @@ class MirrorPlan:
 
     Attributes:
       mirror: m(v), closed under what crosses from stage to stage.
-      executed: how often each vertex runs again: less where the last stage is spared.
-      approximate: x and y of ``mirror``, the last stage included.
+      executed: how often each vertex runs again: less if the last stage is spared.
+      approximate: x and y of ``mirror``, including the last stage.
       allocated_bytes: what the static allocator needs for the gradient graph: the exact memory.
       live_bytes: the most bytes alive in it, below which no allocator goes.
       overhead_seconds: time of the recomputation.
@@ -122,7 +121,7 @@ Answer = Solution[MirrorPlan] | Refused
 
 
 def segments(graph: Graph, count: int | None = None) -> Answer:
-    """A chain in equal segments of which only the last result is kept (Algorithm 1).
+    """A chain in equal segments, keeping only the last result of each (Algorithm 1).
 
     Args:
       graph: what to plan.
@@ -138,8 +137,8 @@ def segments(graph: Graph, count: int | None = None) -> Answer:
     for vertex, found in enumerate(graph.predecessors):
         if found != ((vertex - 1,) if vertex else ()):
             return Refused(
-                message=f"The graph is no chain: vertex {graph.names[vertex]!r} does not read just "
-                "the one before it. Use sublinear.least_memory, which splits any graph at its "
+                message=f"The graph is not a chain: vertex {graph.names[vertex]!r} does not read "
+                "just the one before it. Use sublinear.least_memory, which splits any graph at its "
                 "articulation points."
             )
     wanted = segment_count(len(graph)) if count is None else count
@@ -163,17 +162,17 @@ def segment_count(count: int) -> int:
 def drop_cheap(
     graph: Graph, *, at_most: float, measure: Overhead = Overhead.SECONDS
 ) -> Solution[MirrorPlan]:
-    """Keeps the results of dear operations and drops those of cheap ones (section 4.2).
+    """Keeps the results of expensive operations and drops those of cheap ones (section 4.2).
 
     Args:
       graph: what to plan.
-      at_most: an operation that takes more than this is dear: convolutions and products of
-        matrices. Those up to it are cheap: normalisation, activation, pooling.
+      at_most: an operation that takes more than this is expensive: convolutions and matrix
+        products. Others are cheap: normalisation, activation, pooling.
       measure: what an operation is measured in.
 
     Returns:
-      A solution whose objective is the allocated bytes. With everything cheap nothing is kept,
-      and the one stage there is needs no recomputation.
+      A solution whose objective is the allocated bytes. If everything is cheap, nothing is kept,
+      and the single stage needs no recomputation.
     """
     costs = graph.seconds if measure is Overhead.SECONDS else graph.flops
     dear = [vertex for vertex, cost in enumerate(costs) if cost > at_most]
@@ -225,7 +224,7 @@ def plan(
       variant: which y to give; it decides nothing else.
 
     Raises:
-      ValueError: a split is no vertex.
+      ValueError: a split is not a vertex.
     """
     allowed = frozenset(_splits(graph, splits))
     temp = x = y = 0
@@ -295,7 +294,7 @@ def _searched(graph: Graph, splits: Collection[int], variant: Variant) -> Iterat
 
 
 def recursion(graph: Graph, *, kept: int = 1, splits: Collection[int] | None = None) -> Answer:
-    """Nested stages: of each, ``kept`` results are stored when its turn comes (section 4.4).
+    """Nested stages: each stores ``kept`` results when its turn comes (section 4.4).
 
     Args:
       graph: what to plan.
@@ -332,7 +331,7 @@ def recursive_cost(count: int, kept: int) -> int:
 
 
 def _recursive(graph: Graph, kept: int, splits: Collection[int]) -> tuple[int, ...]:
-    """m(v): the depth at which v is kept, or else at which there is nothing left to split."""
+    """m(v): the depth at which v is kept, or at which there is nothing left to split."""
     ends = [*sorted(set(splits) - {len(graph) - 1}), len(graph) - 1]
     starts = [0, *(end + 1 for end in ends)]
     mirror = [0] * len(graph)
@@ -356,10 +355,10 @@ def _recursive(graph: Graph, kept: int, splits: Collection[int]) -> tuple[int, .
 def within(
     graph: Graph, budget_bytes: float, *, splits: Collection[int] | None = None
 ) -> Answer | Infeasible:
-    """Of all plans of this file the one with the least recomputation within a budget.
+    """Of all plans in this file, the one with the least recomputation within a budget.
 
-    They are: nothing dropped, the grid of Algorithm 3, thresholds of what is cheap in seconds
-    (all, or ``MOST_THRESHOLDS`` evenly from among them), and recursion with k = 1, 2, 4, ...
+    They are: nothing dropped, the grid of Algorithm 3, thresholds of what is cheap in seconds (all,
+    or ``MOST_THRESHOLDS`` spread evenly), and recursion with k = 1, 2, 4, ...
 
     Args:
       graph: what to plan.
@@ -396,7 +395,7 @@ def schedules(
     Args:
       graph: what to plan.
       nested: whether recursion is among them.
-      most: at most so many, from all over; all if None.
+      most: the most plans, spread over all; all if None.
     """
     allowed = _allowed(graph, None)
     if isinstance(allowed, Refused):
@@ -430,7 +429,7 @@ def step_bytes(graph: Graph) -> int:
     execution = gradient_graph(graph, (0,) * len(graph)).execution
     return max(
         sum(execution.bytes[read] for read in reads)
-        # In place, the result takes no room of its own.
+        # In place, the result takes no extra room.
         + (0 if execution.in_place[step] else execution.bytes[step])
         for step, reads in enumerate(execution.reads)
     )
@@ -499,7 +498,7 @@ def _judged(graph: Graph, mirrors: Sequence[tuple[int, ...]]) -> list[MirrorPlan
 
 
 def _solution(graph: Graph, mirrors: Sequence[tuple[int, ...]]) -> Solution[MirrorPlan]:
-    """The plan with the least allocated bytes; of equal ones the fastest, and the first."""
+    """The plan with the least allocated bytes; of equal ones, the fastest, then the first."""
     best = min(_judged(graph, mirrors), key=lambda one: (one.allocated_bytes, one.overhead_seconds))
     bound = step_bytes(graph)
     return Solution(

@@ -1,16 +1,15 @@
-"""A program's graph as the papers draw one: a single result, and side results hung onto it.
+"""A program's graph as papers draw it: a single result, with side results hung onto it.
 
 Problem. The papers' solvers for linear and arbitrary graphs know one target, the loss. A traced
 program has more: running statistics, metrics, auxiliary outputs; a ResNet has two small ones for
 every normalisation. To them each such vertex is a target, all of them have to be kept apart
 from one another, and no segment is independent of any other.
 
-Method. What the loss does not read, directly or through others, is merged into the latest vertex
-of the trunk that it hangs on: it costs next to nothing, and runs where that vertex runs. Among
-several sinks the loss is the one with the most work behind it.
+Method. What the loss does not read, directly or through others, is merged into the latest vertex of
+the trunk that it depends on: it costs next to nothing, and runs when that vertex runs. Of several
+sinks, the loss is the one with the most work behind it.
 
-Why not a ready-made tool: networkx contracts edges one by one and has no notion of the merged
-figures.
+Why not a ready-made tool: networkx contracts edges one by one and does not know the merged figures.
 
 Complexity: linear in the edges.
 
@@ -39,7 +38,7 @@ def trunk(graph: Graph) -> Coarse:
         if vertex in behind:
             owner[vertex] = vertex
         else:
-            # Something that reads nothing runs with the first vertex.
+            # A vertex that reads nothing runs with the first vertex.
             owner[vertex] = max((owner[one] for one in predecessors), default=min(behind))
     kept = sorted(behind)
     number = {vertex: position for position, vertex in enumerate(kept)}
@@ -89,7 +88,7 @@ def _loss(graph: Graph) -> int:
     up_to = list(itertools.accumulate(graph.seconds))
     most, found = -1.0, sinks[-1]
     for sink in reversed(sinks):
-        # What lies behind a sink comes before it: from here on no sink has more.
+        # The work behind a sink comes before it: from here on no sink has more.
         if up_to[sink] < most:
             break
         work = math.fsum(graph.seconds[vertex] for vertex in _behind(graph, sink))
@@ -99,7 +98,7 @@ def _loss(graph: Graph) -> int:
 
 
 def _behind(graph: Graph, sink: int) -> set[int]:
-    """The sink and all that it reads, directly or through others."""
+    """The sink and everything it reads, directly or through others."""
     found = {sink}
     pending = [sink]
     while pending:

@@ -1,1 +1,1 @@
-"""Program and plan -> the same program as a chain of `jax.checkpoint` regions."""
+"""Program and plan -> the same program as a chain of ``jax.checkpoint`` regions."""

@@ -1,7 +1,7 @@
-"""Barriers: what is to be an array, and what is not to be computed before something else is.
+"""Barriers: force a value to be an array, or to be computed only after something else.
 
-XLA takes an optimization barrier for a function of all that goes in: nothing behind it is there
-before all of that is.
+To XLA an optimization barrier is a function of all its inputs: nothing behind it exists before all
+of them do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from remat_opt import _jax_internals as internals
 
 @jax.custom_jvp
 def stored(*given: Any) -> tuple[Any, ...]:
-    """The values as arrays of their own; their cotangents are as they were."""
+    """The values as separate arrays; their cotangents are unchanged."""
     return tuple(jax.lax.optimization_barrier(given))
 
 
@@ -29,10 +29,10 @@ stored.defjvp(_stored_rule, symbolic_zeros=True)
 
 @jax.custom_jvp
 def behind_barrier(*given: Any) -> tuple[Any, ...]:
-    """The values, none before all are computed; and their cotangents likewise.
+    """The values, none available before all are computed; likewise their cotangents.
 
-    What has no tangent gets none here, unlike from JAX's own barrier: frozen arguments are known
-    only when a derivative is taken, and what has no derivative may read what is behind.
+    What has no tangent gets none here, unlike with JAX's own barrier: frozen arguments are known
+    only when a derivative is taken, and something without a derivative may read what comes after.
     """
     return tuple(jax.lax.optimization_barrier(given))
 
@@ -45,12 +45,12 @@ behind_barrier.defjvp(_behind_barrier_rule, symbolic_zeros=True)
 
 
 def cotangents_together(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The values; of their cotangents none goes on before all are computed.
+    """The values; none of their cotangents goes on before all are computed.
 
-    So the gradient for a weight is taken in its turn. What it is multiplied by may have been
-    recomputed for it alone, as a concatenation is: XLA for NVIDIA would rather hold the cotangent
-    and what the operand is made of, to the end of the backward pass. Forward nothing changes: a
-    barrier there would keep elementwise operations out of the product.
+    So a weight's gradient is computed in its turn. The operand it needs may have been recomputed
+    just for it, as a concatenation is. XLA for NVIDIA would rather hold the cotangent, and what the
+    operand is made of, to the end of the backward pass. The forward pass is unchanged: a barrier
+    there would keep elementwise operations out of the product.
     """
     results: tuple[Any, ...] = _same(*values)
     return results

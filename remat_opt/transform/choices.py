@@ -18,8 +18,8 @@ def check_choice(equation: Equation, choice: Choice) -> None:
     """Raises PlanFileError unless the branches can be those of the equation."""
     if equation.operation.primitive != "cond" or equation.once:
         raise PlanFileError(
-            f"The plan opens equation {choice.root}, which is no choice that can be opened. Make "
-            "the plan again."
+            f"The plan opens equation {choice.root}, which is not a choice that can be opened. "
+            "Make the plan again."
         )
     count = len(internals.branches_of(equation.jax_equation))
     if len(choice.branches) != count:
@@ -37,7 +37,7 @@ def run_choice(
     Args:
       equation: the choice.
       inputs: its inputs.
-      branches: in order; each takes all inputs but the first, and gives the outputs.
+      branches: in order; each takes all inputs but the first, and returns the outputs.
 
     Returns:
       Its outputs.

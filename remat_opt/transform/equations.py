@@ -1,4 +1,4 @@
-"""One equation, written in the way that the plan and the compiler ask for."""
+"""Writes one equation in the way that the plan and the compiler ask for."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def name_of(root: int, position: int, within: str = "") -> str:
 
     Args:
       root: the equation.
-      position: of the output.
+      position: the output's position.
       within: the ``Rewriting.within`` of its program.
     """
     return f"remat_opt_{within}{root}_{position}"
 
 
 def stands_in(equation: Equation, summed: Set[int], *, waiting: bool, weight: int | None) -> bool:
-    """Whether an equation's named outputs are to stand in for it in its own derivative.
+    """Whether an equation's named outputs should stand in for it in its own derivative.
 
-    What has no derivative must have its name in the open: JAX's partial evaluation does not look
-    into a function with a derivative of its own that nothing took, and would run it again.
+    A name on something without a derivative must be visible: JAX's partial evaluation does not look
+    into a custom-derivative function that was not differentiated, and would run it again.
 
     Args:
       equation: whose outputs carry names.
-      summed: the values that derivatives are taken for, or of.
+      summed: the values that derivatives are taken of, or with respect to.
       waiting: whether its derivative waits for its cotangent.
-      weight: for a product the place of the input whose gradient comes first, if any; the
+      weight: for a product, the position of the input whose gradient comes first, if any; the
         derivative of a product reads no output.
     """
     varies = not summed.isdisjoint(equation.value_inputs)
@@ -46,7 +46,7 @@ def stands_in(equation: Equation, summed: Set[int], *, waiting: bool, weight: in
 
 
 def arrays_of(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of an equation with literals as the arrays that they stand for."""
+    """The inputs of an equation, with literals as arrays."""
     return [
         value if isinstance(atom, int) else internals.array_of(value, variable.aval)
         for value, atom, variable in zip(
@@ -67,10 +67,10 @@ def run_one(
 
     Args:
       rewriting: what holds for all steps.
-      index: of the equation.
+      index: the equation's number.
       inputs: its inputs.
       named: whether a policy asks for its outputs.
-      weight: for a product the place of the input whose gradient comes first, if any.
+      weight: for a product, the position of the input whose gradient comes first, if any.
     """
     equation = rewriting.program.equations[index]
     named_as = functools.partial(_all_named, index, rewriting.within)
@@ -88,7 +88,7 @@ def run_one(
     elif index in rewriting.ways.picking:
         results = _run_picking(equation, inputs, rewriting.ways.picking[index])
     elif waiting:
-        # A checkpoint's derivative waits for its cotangent; nothing has to be computed again.
+        # A checkpoint's derivative waits for its cotangent; nothing needs to be recomputed.
         results = jax.checkpoint(run)(*inputs)
     elif weight is not None:
         results = _run_weight_first(run, inputs, weight)
@@ -105,7 +105,7 @@ def _run_picking(equation: Equation, inputs: Sequence[Any], dtype: str) -> list[
     Args:
       equation: the gather.
       inputs: its inputs.
-      dtype: that of what it is to read, which holds what the operand is.
+      dtype: the dtype to read in, which can hold the operand's values.
     """
 
     @jax.custom_jvp
@@ -135,11 +135,11 @@ def _run_picking(equation: Equation, inputs: Sequence[Any], dtype: str) -> list[
 def _run_weight_first(
     run: Callable[..., list[Any]], inputs: Sequence[Any], weight: int
 ) -> list[Any]:
-    """Runs a product so that backward, its weight's gradient is computed before the other one.
+    """Runs a product so that, backward, its weight's gradient is computed before the other.
 
-    What the gradient of the weight reads may have been recomputed for it alone, as the result of an
-    activation is. It is free then before the cotangent of the other operand, which is as large,
-    takes its room; XLA for NVIDIA would hold what it is made of to the end of the backward pass.
+    What the weight's gradient reads may have been recomputed just for it, like the result of an
+    activation. Then it is freed before the cotangent of the other operand, which is as large, takes
+    its place; XLA for NVIDIA would hold what it is made of to the end of the backward pass.
     """
     (other,) = [p for p in range(len(inputs)) if p != weight]
 
@@ -168,14 +168,14 @@ def _run_weight_first(
 def _run_kept(
     equation: Equation, inputs: Sequence[Any], named_as: Callable[[Sequence[Any]], list[Any]]
 ) -> list[Any]:
-    """Runs an equation so that its own derivative, too, reads the named outputs.
+    """Runs an equation so that its own derivative also reads the named outputs.
 
-    The derivative rule of ``tanh`` computes the output and reads that, not the named copy:
-    the policy would keep the copy, and the equation would run again, with all before it. So
-    the equation gets a derivative in which it is not run: the named outputs stand in for it.
+    The derivative rule of ``tanh`` computes the output and reads that, not the named copy. The
+    policy would keep the copy, yet the equation and all before it would run again. So the equation
+    gets a derivative in which it does not run: the named outputs stand in for it.
     """
     places = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
-    # Without the inputs themselves: the rule outlives the trace that they belong to.
+    # Do not capture the inputs: the rule outlives the trace that they belong to.
     literals = {
         p: atom.value for p, atom in enumerate(equation.inputs) if not isinstance(atom, int)
     }
@@ -212,7 +212,8 @@ def _run_kept(
             closed, [*primals, *directions], equation.jax_equation, literals, outputs
         )
         moved = internals.depends_on(closed, len(primals))
-        # What depends on no direction is zero, and what has no derivative may read that output.
+        # A tangent that depends on no direction is zero; something without a derivative may read
+        # that output.
         return outputs, tuple(
             tangent if moves else internals.zero_tangent(output)
             for output, tangent, moves in zip(
@@ -231,8 +232,8 @@ def _all_named(index: int, within: str, results: Sequence[Any]) -> list[Any]:
 
 
 def _named(value: Any, name: str) -> Any:
-    # JAX rounds what a policy keeps to its own precision, and cannot do so for complex
-    # numbers; so their parts are kept.
+    # JAX rounds what a policy keeps to its own precision, but cannot do so for complex numbers, so
+    # their parts are kept.
     if jnp.iscomplexobj(value):
         return jax.lax.complex(
             checkpoint_name(jnp.real(value), name), checkpoint_name(jnp.imag(value), name)

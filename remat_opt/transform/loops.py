@@ -1,10 +1,9 @@
 """A ``scan`` written as parts whose iterations keep what the plan says.
 
-Every iteration runs under a checkpoint of its own, whose policy keeps some values by name: a
-``scan`` stacks these, and what it carries. A chunk is a checkpoint around a few iterations, which
-are in parts again. Parts follow one another. What they read of stacked inputs they read by index,
-behind the checkpoint: nothing is cut up, and gradients are written where they belong. One part that
-is all there is is a plain ``scan``.
+Every iteration runs under its own checkpoint, whose policy keeps some values by name: a ``scan``
+stacks these, and its carry. A chunk is a checkpoint around a few iterations, which again form
+parts. Parts follow one another. They read stacked inputs by index, inside the checkpoint: nothing
+is cut up, and gradients are written where they belong. A single part is a plain ``scan``.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def check_loop(equation: Equation, loop: Loop) -> None:
     """Raises PlanFileError unless the parts can be those of the equation."""
     if equation.operation.primitive != "scan" or equation.once:
         raise PlanFileError(
-            f"The plan opens equation {loop.root}, which is no loop that can be opened. Make the "
-            "plan again."
+            f"The plan opens equation {loop.root}, which is not a loop that can be opened. Make "
+            "the plan again."
         )
     length = internals.scan_of(equation.jax_equation).length
     if not _fit(loop.parts, length):
@@ -73,8 +72,8 @@ def run_loop(
       equation: the loop.
       loop: its parts.
       inputs: its inputs.
-      body: gives for a part the function that runs one iteration, from the body's flat arguments to
-        its flat outputs, and the policy of its checkpoint.
+      body: gives, for a part, the function that runs one iteration, from the body's flat arguments
+        to its flat outputs, and the policy of its checkpoint.
 
     Returns:
       Its outputs.
@@ -100,11 +99,11 @@ def run_loop(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """What is run.
+    """What to run.
 
     Attributes:
       scan: what the equation says.
-      of: gives for a part what runs one iteration, and the policy of its checkpoint.
+      of: gives, for a part, the function that runs one iteration, and the policy of its checkpoint.
       reached: what derivatives along some inputs of the equation reach (``bodies.reached``).
     """
 
@@ -115,15 +114,15 @@ class _Body:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Turns:
-    """A part as a loop whose turns, an iteration or a chunk each, are under checkpoints.
+    """A part as a loop whose turns, each an iteration or a chunk, are under checkpoints.
 
     Attributes:
       scan: what the equation says.
       count: how many turns there are.
       size: how many iterations are in one.
-      turn: runs the one whose entries begin at a place: from what is read, all of it, the carry and
-        the place to the next carry, what is stacked, and what is read.
-      policy: of its checkpoint; none where it is a chunk.
+      turn: runs the turn whose entries begin at a position: takes everything that is read, the
+        carry and the position, and returns the next carry, the stacked outputs, and what is read.
+      policy: that of its checkpoint; none for a chunk.
     """
 
     scan: internals.Scan
@@ -134,12 +133,12 @@ class _Turns:
 
     @property
     def unroll(self) -> int:
-        """How many turns are written out in a row."""
+        """How many turns are unrolled."""
         return 1 if self.policy is None else min(self.scan.unroll, self.count)
 
     def checkpointed(self, turn: Callable[..., Any]) -> Callable[..., Any]:
         """A turn under its checkpoint."""
-        # In a loop, nothing but the loop that runs backward repeats what is under it.
+        # In a loop, only the backward loop repeats what is under it.
         return jax.checkpoint(turn, prevent_cse=self.unroll >= self.count, policy=self.policy)
 
     def flat(self, made: Sequence[Any]) -> list[Any]:
@@ -209,9 +208,9 @@ def _run_parts(
     Args:
       body: what is run.
       parts: what the iterations do.
-      reads: constants, and what is stacked: for all iterations of the loop.
-      carry: what the first iteration is handed.
-      place: of the first entry of what is stacked.
+      reads: constants and stacked inputs, for all iterations of the loop.
+      carry: what the first iteration receives.
+      place: position of the first stacked entry.
 
     Returns:
       The carry, the stacked outputs of these iterations, and what is read.
@@ -236,17 +235,17 @@ def _run_some(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Runs the turns of a part.
 
-    What is read is handed on to the next part, and its gradient comes back from there: that of this
-    part is added to it, in its place. ``scan`` by itself would sum up a gradient of its own in each
-    part, as large as the whole. For that the tangents of what is read are carried, and only they:
-    what is carried is there once for each iteration, where the backward pass reads it.
+    What is read is passed on to the next part. Its gradient comes back from there, and this part
+    adds its own in place. A plain ``scan`` would sum a separate gradient in each part, as large as
+    the whole. So the tangents of what is read are carried, and only they: the backward pass would
+    need any carry once for each iteration.
 
     Args:
       body: what is run.
-      turns: of the part.
-      reads: constants, and what is stacked: for all iterations of the loop.
-      carry: what the first turn is handed.
-      first: the place of the first entry of what is stacked.
+      turns: the part's turns.
+      reads: constants and stacked inputs, for all iterations of the loop.
+      carry: what the first turn receives.
+      first: position of the first stacked entry.
 
     Returns:
       The carry, the stacked outputs of these iterations, and what is read.
@@ -294,7 +293,7 @@ def _run_some(
                 ([reads[n] for n in read_places], [carry[n] for n in carried]),
                 (to_reads, to_carry),
             )
-            # Copies, which cost nothing: what is only handed on, ``scan`` would not carry.
+            # Copies, which cost nothing: ``scan`` would not carry what is only passed on.
             handed_on = [jnp.copy(one) for one in to_reads]
             state = carry_out, [to_next[n] for n in carried], handed_on
             return state, (made, [to_made[n] for n in stacked])
@@ -317,7 +316,7 @@ def _run_some(
 
 
 def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The values, with others in some places."""
+    """The values, with some replaced."""
     found = list(values)
     for place, value in zip(places, others, strict=True):
         found[place] = value

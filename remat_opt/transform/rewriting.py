@@ -1,16 +1,15 @@
 """Rewrites a program as a chain of ``jax.checkpoint`` regions.
 
-One checkpoint around a whole function changes nothing: its recomputation may start as soon
-as the forward pass ends. Each checkpoint of a chain, however, ties its recomputation to the
-arrival of its own cotangents, so it cannot start before its turn. So each region of a
-schedule becomes one ``jax.checkpoint`` whose policy keeps the region's kept values by
-name; every reader inside the region reads the named value. A region with regions inside is a
-checkpoint round theirs. Equations that are fused into several vertices are emitted again in
-each region that needs them.
+One checkpoint around a whole function changes nothing: its recomputation may start as soon as the
+forward pass ends. In a chain, however, each checkpoint ties its recomputation to the arrival of its
+own cotangents, so it cannot start early. So each region of a schedule becomes one
+``jax.checkpoint`` whose policy keeps the region's kept values by name; every reader inside the
+region reads the named value. A region with regions inside is a checkpoint around theirs. Equations
+that are fused into several vertices are emitted again in each region that needs them.
 
-Cotangents of what is read often are summed up as they come: barriers keep XLA from leaving that to
-the end, see ``_run`` and ``turns``. What else is written in another way than the
-function has it, so that a compiler does as planned, is said by ``compilers.rewrites``.
+Cotangents of a value with many readers are summed as they arrive: barriers keep XLA from leaving
+that to the end, see ``_run`` and ``turns``. ``compilers.rewrites`` says what else must be written
+differently so that a compiler does as planned.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ def rewrite(
       program: a traced function.
       stages: hold every root equation once, in an order of execution. What no stage
         computes and the result still needs is computed at the end, as it is.
-      platform: whose compiler is expected. On another the results are the same, and the memory may
-        not be.
-      off: names of rules about compilers that are switched off.
-      loops: those of the program that are opened, choices among them; the others run as they are.
+      platform: whose compiler is expected. On another one the results are the same, but the memory
+        may not be.
+      off: names of compiler rules to switch off.
+      loops: the program's opened loops and choices; the others run as they are.
       named: equations whose outputs carry a name for a policy around all of it.
       within: what to put into names, so that they are not those of the program around this one.
       place: where the program runs.
@@ -120,10 +119,10 @@ def _run_loop(
     Args:
       loop: how it is opened.
       equation: the loop.
-      summed: values of the program around it that are differentiated.
+      summed: differentiated values of the surrounding program.
       rewritten: ``rewrite`` for the same compiler.
       inside: what to put into names in it.
-      inputs: of the equation.
+      inputs: the equation's inputs.
     """
     program = bodies.body_of(equation, summed)
 
@@ -167,7 +166,7 @@ def _run_choice(
 
 
 def _policy(program: Program, kept: Iterable[int], within: str) -> Callable[..., Any]:
-    """What keeps the outputs of these equations."""
+    """The policy that keeps the outputs of these equations."""
     names = [
         name_of(index, position, within)
         for index in sorted(kept)
@@ -200,25 +199,25 @@ def _run(
     *,
     around: tuple[int, ...] = (),
 ) -> None:
-    """Runs steps one after the other and adds what they provide.
+    """Runs steps one after the other and adds their outputs to the environment.
 
-    Of what a step reads and later ones read too, those that have a cotangent (``summed``) reach
-    them behind a barrier. So the cotangent is summed up step by step; XLA would hold what each
-    reader contributes, or all that the parts are slices of, until the last has come, and then add
-    them at once. Arguments pass the barrier together with what the step hands on: their parts,
+    What both a step and later ones read passes a barrier before the later ones, if it has a
+    cotangent (``summed``). So the cotangent is summed step by step. XLA would hold every reader's
+    contribution, or whatever it is a slice of, until the last has arrived, and then add them all at
+    once. Arguments pass the barrier together with what the step passes on: their contributions,
     which nothing else waits for, are added before the step's own turn comes.
 
     Args:
       rewriting: what holds for all steps.
       steps: in an order of execution.
       environment: the values known before.
-      around: the number of the region that the steps are inside of.
+      around: the number of the region that contains the steps.
     """
     program = rewriting.program
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
         given = [environment[value] for value in step.inputs]
-        # What is added up where regions meet has the name of the region alone.
+        # A sum where regions meet has only the region's name.
         with jax.named_scope(region_scope((*around, number))):
             results = _runner(rewriting, step, (*around, number))(*given)
         _check_types(program, step, results)
@@ -233,7 +232,7 @@ def _run(
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
-    """Raises PlanFileError unless the stages can be run: a plan may come from a file."""
+    """Raises PlanFileError unless the stages can run: a plan may come from a file."""
     seen: set[int] = set()
     for number, stage in enumerate(stages):
         for root in stage.roots:
@@ -272,7 +271,7 @@ def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
 
 
 def _check_types(program: Program, step: Step, results: Sequence[Any]) -> None:
-    """The result of a rewrite has the types of what was rewritten, or it is a mistake of ours.
+    """Checks that a rewrite kept the types; if not, it is a bug of ours.
 
     (That the rewritten program is well formed as a whole is checked in tests: JAX's own
     check would cost as much as tracing does, at every call.)

@@ -16,7 +16,7 @@ class Step:
     """A stage made ready to run: which equations, what goes in and what comes out.
 
     Attributes:
-      equations: those to emit, in order; none where there are steps inside.
+      equations: those to emit, in order; none if there are steps inside.
       inputs: values that it reads.
       outputs: values that later steps or the result read.
       kept: equations whose outputs are saved by the step's own policy.
@@ -34,7 +34,7 @@ class Step:
     inside: tuple[Step, ...]
 
 
-#: Runs a loop that is opened on its inputs.
+#: Runs an opened loop on its inputs.
 Opened = Callable[[Sequence[Any]], list[Any]]
 
 
@@ -44,10 +44,10 @@ class Rewriting:
 
     Attributes:
       program: what to run.
-      summed: the values that derivatives are taken for, or of.
-      ways: what is to be written in another way.
+      summed: the values that derivatives are taken of, or with respect to.
+      ways: what to write differently.
       loops: those that are opened, by equation.
-      within: what tells the names of values from those of the program around it.
+      within: what distinguishes the names of values from those of the surrounding program.
     """
 
     program: Program
@@ -60,19 +60,19 @@ class Rewriting:
 def steps_of(
     program: Program, stages: Sequence[Stage], named: frozenset[int] = frozenset()
 ) -> list[Step]:
-    """The stages in order, and one more for what none of them has and the result needs.
+    """The stages in order, and one more for what the result needs and none of them has.
 
     Args:
       program: a traced function.
-      stages: of it.
+      stages: its stages.
       named: equations whose outputs carry a name for a policy around all of them.
     """
     maker = program.makers()
     all_roots = {root for stage in stages for root in stage.roots}
     available = set(program.constants) | set(program.arguments)
     drafts = _drafts(program, stages, named, maker, available)
-    # Outputs that are only another shape of a root are emitted without a checkpoint at the end.
-    # So is, where no stage has it, what has side effects.
+    # Outputs that are only another shape of a root are emitted at the end, without a checkpoint. So
+    # are side effects that no stage has.
     left = {maker[value] for value in program.output_values if value in maker} | {
         index for index, equation in enumerate(program.equations) if equation.effects
     }
@@ -99,7 +99,7 @@ def _drafts(
     maker: Mapping[int, int],
     available: set[int],
 ) -> list[Step]:
-    """Stages one after the other, with all that they provide as outputs.
+    """Stages one after the other, with everything that they provide as outputs.
 
     What they provide is added to ``available``.
     """
@@ -136,7 +136,7 @@ def _drafts(
 
 
 def _finished(drafts: Sequence[Step], wanted: set[int]) -> list[Step]:
-    """The drafts with those outputs alone that are ``wanted`` in the end or by a later one."""
+    """The drafts, with only those outputs that are ``wanted`` at the end or by a later one."""
     wanted = set(wanted)
     steps = []
     for draft in reversed(drafts):

@@ -1,4 +1,4 @@
-"""Whose turn it is: what the products of a step wait for, so that no gradient is put off."""
+"""Order of gradients: what the products of a step wait for, so that none is put off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ties:
       ahead: values whose cotangents go on together, from before the equation on.
       before: arguments that pass a barrier together with the equation's inputs.
       behind: values whose cotangents go on together with those of the equation's outputs.
-      inputs: places of inputs of which no cotangent goes on before all are computed.
+      inputs: positions of inputs none of whose cotangents goes on before all are computed.
     """
 
     ahead: Mapping[int, frozenset[int]]
@@ -58,9 +58,9 @@ def _late(rewriting: Rewriting, step: Step) -> dict[int, Activation]:
 def _ahead(
     rewriting: Rewriting, step: Step, late: Mapping[int, Activation]
 ) -> dict[int, frozenset[int]]:
-    """What to tie where activations that are late begin: their sources, and the product's weight.
+    """What to tie where late activations begin: their sources, and the product's weight.
 
-    Backward, the cotangents of the sources go on when the gradient of the weight is there.
+    Backward, the cotangents of the sources go on once the gradient of the weight exists.
     """
     found: dict[int, frozenset[int]] = {}
     made: set[int] = set(step.inputs)
@@ -92,7 +92,7 @@ def _begin(rewriting: Rewriting, one: Activation) -> int:
 def _tied_inputs(
     rewriting: Rewriting, step: Step, late: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
-    """For each product whose gradients must not be put off the places of what they are for."""
+    """For each product whose gradients must not be put off, the positions of those inputs."""
     if not rewriting.ways.ordered:
         return {}
     found = {}
@@ -112,8 +112,8 @@ def _with_biases(
 ) -> dict[int, frozenset[int]]:
     """What to tie to products' outputs, with those biases whose gradients must not be put off.
 
-    Their sums are small, and are read at the end; XLA for NVIDIA would hold a whole cotangent till
-    then, where it is no part of a kernel that something waits for.
+    Their gradients are small sums that are read only at the end. XLA for NVIDIA would hold a whole
+    cotangent until then, unless the sum is part of a kernel that something waits for.
     """
     found = dict(behind)
     if rewriting.ways.ordered:
@@ -128,10 +128,10 @@ def _with_biases(
 def _with_followers(
     rewriting: Rewriting, step: Step, behind: Mapping[int, frozenset[int]]
 ) -> dict[int, frozenset[int]]:
-    """What to tie to equations' outputs, with what is read behind a loop.
+    """What to tie to equations' outputs, together with what is read after a loop.
 
-    Its gradients are there, then, before the loop runs backward: XLA for TPU would take that of a
-    head's weights when the loop is done, and hold all that it reads till then.
+    Then its gradients exist before the loop runs backward. XLA for TPU would compute that of a
+    head's weights after the loop, and hold everything it reads until then.
     """
     found = dict(behind)
     for index in _loops(rewriting, step):
@@ -148,17 +148,17 @@ def _with_followers(
 def renewed(
     rewriting: Rewriting, step: Step, number: int, last_reader: Mapping[int, int]
 ) -> list[list[int]]:
-    """What passes a barrier behind a step, group by group, before later steps read it.
+    """What passes a barrier after a step, group by group, before later steps read it.
 
-    It is what the step reads and they read too, if it has a cotangent. Arguments pass together with
-    what the step hands on: their gradients from later steps are there before the step's own turn.
+    It is what both the step and later steps read, if it has a cotangent. Arguments pass together
+    with what the step passes on: their gradients from later steps exist before the step's own turn.
     If the step has a loop, so do all arguments that later steps read.
 
     Args:
       rewriting: what holds for all steps.
       step: one of them.
-      number: which one it is.
-      last_reader: by value the number of the last step that reads it.
+      number: its number.
+      last_reader: for each value, the number of the last step that reads it.
     """
 
     def is_read_later(value: int) -> bool:
@@ -174,7 +174,7 @@ def renewed(
 
 
 def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:
-    """The loops of a step before which gradients must be there, if that can be written."""
+    """The loops of a step before which gradients must exist, if that can be written."""
     if not (rewriting.ways.before_loops and internals.TIES_SCANS):
         return
     for index in step.equations:
@@ -187,25 +187,25 @@ def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:
 def _multiplied_again(
     rewriting: Rewriting, step: Step
 ) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
-    """For products of a step the arguments that other products of it read too.
+    """For products of a step, the arguments that other products of it also read.
 
-    These pass a barrier together with what they are multiplied by. Backward, that has the product
-    add its part to their cotangent before it hands on the other one; XLA would compute the parts of
-    all products, such as the steps of a recurrent network, before it adds the first two. What has
-    no cotangent, such as the batch, would get one there: then the barrier is one behind the
-    product, which has its cotangent only when the later parts are added. XLA for CPU needs both: it
-    would compute the parts of a layer whose input nothing waits for, and add them later.
+    They pass a barrier together with the other operand. So, backward, the product adds its part to
+    their cotangent before it passes on the other one. XLA would compute the parts of all products,
+    such as the steps of a recurrent network, before it adds the first two. An operand without a
+    cotangent, such as the batch, would get one there. Then the barrier goes behind the product
+    instead, which gets its cotangent only once the later parts are added. XLA for CPU needs both:
+    it would compute the parts of a layer whose input nothing waits for, and add them later.
 
     Returns:
-      What to tie to a product's inputs, where an earlier product reads it, and what to tie to its
-      outputs, where a later one does.
+      What to tie to a product's inputs, if an earlier product reads it, and to its outputs, if a
+      later one does.
     """
     program, summed = rewriting.program, rewriting.summed
     arguments = summed.intersection(program.arguments)
     order = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]
     to_inputs: dict[int, frozenset[int]] = {}
     to_outputs: dict[int, frozenset[int]] = {}
-    # A product is tied by its inputs if all of them have a cotangent, else by its outputs.
+    # Tie a product by its inputs if all of them have a cotangent, else by its outputs.
     by_inputs = {i for i in order if summed.issuperset(program.equations[i].value_inputs)}
     by_outputs = set(order) if rewriting.ways.in_turn else set(order) - by_inputs
     for indices, tied, found in (
@@ -224,10 +224,10 @@ def _multiplied_again(
 def with_partner(
     program: Program, partner: int, inputs: Sequence[Any], environment: Mapping[int, Any]
 ) -> Sequence[Any]:
-    """A product's inputs, which are not there before those of the product it is summed up with.
+    """A product's inputs, delayed until those of the product it is summed with exist.
 
-    XLA for NVIDIA would compute it for all steps of a recurrent layer as soon as the layer below
-    is done, and hold the results, or what it has split them into, until their partners come.
+    XLA for NVIDIA would compute the product for all steps of a recurrent layer as soon as the layer
+    below is done, and hold the results, or their pieces, until their partners are ready.
     """
     waited_for = set(program.equations[partner].value_inputs).difference(program.arguments)
     if not waited_for <= environment.keys():

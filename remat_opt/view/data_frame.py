@@ -1,4 +1,4 @@
-"""Rows as a DataFrame. pandas is imported only where one is asked for."""
+"""Rows as a DataFrame. pandas is imported only when one is asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from remat_opt.errors import MissingPackageError
 
 
 def of(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A DataFrame with a line for each row.
+    """A DataFrame with one line per row.
 
     Raises:
       MissingPackageError: pandas is not installed.

@@ -1,7 +1,7 @@
-"""What pictures share: axes, the frame that they span, and SVG in small pieces.
+"""What pictures share: axes, the frame they span, and small pieces of SVG.
 
-Text takes its colour from the page around it, so that it is legible in light and dark. The same
-data give the same characters.
+Text takes its colour from the surrounding page, so that it is legible in light and dark. The same
+data gives the same characters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Axis:
     Attributes:
       title: what is shown along it.
       write: how an amount on it is written.
-      tick: how a round amount along it is written.
+      tick: how a round amount on it is written.
       unit: ticks are round multiples of it, such as 1024**2 for MiB.
     """
 
@@ -42,7 +42,7 @@ def share_axis(title: str) -> Axis:
 
 
 def bytes_axis(title: str, most: float) -> Axis:
-    """An axis of bytes, with ticks that are round in the unit that ``most`` is written in.
+    """An axis of bytes, with round ticks in the unit in which ``most`` is written.
 
     Args:
       title: what is shown along it, without a unit.
@@ -74,7 +74,7 @@ def thinned(amounts: Sequence[float], most: int) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The axes of a picture and where on it amounts lie, in pixels."""
+    """The axes of a picture and the positions of amounts on it, in pixels."""
 
     x: Axis
     y: Axis
@@ -167,7 +167,7 @@ def words(x: float, y: float, said: str, anchor: str) -> str:
 
 
 def svg_element(description: str, title: str, width: int, height: int, inside: str) -> str:
-    """A picture with what screen readers are to say of it."""
+    """A picture with what screen readers should say about it."""
     described = f"<desc>{escape(description)}</desc>" if description != title else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '

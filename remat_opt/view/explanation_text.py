@@ -1,4 +1,4 @@
-"""What a training step's memory is spent on, for the eye: one screen, or a page. Plain data in."""
+"""What a training step's memory is spent on, as one screen or a page, from plain data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from remat_opt.view.plan_words import RESIDENT
 
 #: Rows of the table of arrays in a terminal, and on a page.
 _MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
-#: Characters of the picture in a terminal, of what is beside it, and of the compiler's words.
+#: Widths in characters: the picture in a terminal, what is beside it, the compiler's words.
 _COLUMNS, _BESIDE, _MOST_WORDS = 60, 34, 300
-#: Characters of a line from which on there is room for the names of functions.
+#: Lines of at least this many characters have room for function names.
 _WIDE = 110
-#: How many moments are drawn; and up to how many times the peak the device's memory is.
+#: How many moments are drawn; and up to what multiple of the peak the device's memory is drawn.
 _MOST_MOMENTS, _FARTHEST = 240, 2.0
-#: What is there from first to last has a line in a terminal if it is this part of all.
+#: A share held throughout has a line in a terminal if it is at least this part of the total.
 _SHOWN = 50
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -30,7 +30,7 @@ def text(explanation: Mapping[str, Any], width: int = report.WIDTH) -> str:
 
     Args:
       explanation: what ``Explanation.to_dict`` gives.
-      width: of the terminal, in characters. What is longer is cut or broken.
+      width: that of the terminal, in characters. Longer lines are cut or broken.
     """
     facts = report.facts_text(_facts(explanation), width)
     parts = [f"{_title(explanation)}\n{facts}"]
@@ -42,7 +42,7 @@ def text(explanation: Mapping[str, Any], width: int = report.WIDTH) -> str:
 
 
 def html(explanation: Mapping[str, Any]) -> str:
-    """An explanation as a part of an HTML page.
+    """An explanation as part of an HTML page.
 
     Args:
       explanation: what ``Explanation.to_dict`` gives.
@@ -57,7 +57,7 @@ def html(explanation: Mapping[str, Any]) -> str:
 
 
 def _picture(explanation: Mapping[str, Any]) -> str:
-    """Memory over time by share, with a legend; "" where nothing is known of it."""
+    """Memory over time by share, with a legend; "" if unknown."""
     total = _total(explanation)
     if not total:
         return ""
@@ -90,7 +90,7 @@ def _picture(explanation: Mapping[str, Any]) -> str:
 
 
 def _fullest(total: Sequence[int]) -> list[int]:
-    """Of each of so many stretches the step at which most is alive."""
+    """For each stretch, the step at which most is alive."""
     count = min(_MOST_MOMENTS, len(total))
     edges = [len(total) * n // count for n in range(count + 1)]
     return [max(range(a, b), key=total.__getitem__) for a, b in itertools.pairwise(edges)]
@@ -139,7 +139,7 @@ def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
 
 
 def _resident(explanation: Mapping[str, Any]) -> dict[str, int]:
-    """What is there from first to last, by its share."""
+    """What is held throughout, by share."""
     return {
         row["share"]: row["bytes"]
         for row in explanation["shares"]
@@ -154,7 +154,7 @@ def _total(explanation: Mapping[str, Any]) -> list[int]:
 
 
 def _curves(explanation: Mapping[str, Any], columns: int) -> str:
-    """Memory over time, a line of characters for all and for each share of temporaries."""
+    """Memory over time: a line of characters for the total and for each share of temporaries."""
     total = _total(explanation)
     if not total:
         return ""
@@ -182,7 +182,7 @@ def _curve(amounts: Sequence[int], highest: int, columns: int) -> str:
         max(amounts[len(amounts) * n // count : len(amounts) * (n + 1) // count])
         for n in range(count)
     ]
-    # Rounded up: what is there, however little, shows.
+    # Rounded up, so that even the smallest amount shows.
     return "".join(_BLOCKS[-(-8 * amount // highest)] for amount in most)
 
 

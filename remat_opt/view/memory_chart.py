@@ -1,9 +1,9 @@
 """Memory over time: what is alive, stacked by kind, as an SVG element and in words.
 
-A plain function of data. Each band has one amount a moment, all bands equally many; bands are
-stacked from the bottom in the order given. Over them go lines (another account of the same time, as
-of a compiler) and levels (a budget, the memory of a device). On the plan page a script shows what
-is alive at the moment that is pointed at; the picture says all that it has without one.
+A plain function of data. Each band has one amount per moment, all bands equally many; bands are
+stacked from the bottom in the given order. Over them go lines (another account of the same time,
+such as the compiler's) and levels (a budget, a device's memory). On the plan page a script shows
+what is alive at the moment under the pointer; the picture is complete without one.
 
 >>> chart = MemoryChart(
 ...     title="Memory over time",
@@ -31,8 +31,8 @@ from remat_opt.units import format_bytes
 from remat_opt.view.drawing import bytes_axis, pixels, svg_element, thinned, ticks
 from remat_opt.view.report import escape
 
-#: The colour of each kind where the page gives none (as ``--ro-KIND``): told apart by those who do
-#: not tell red from green, too.
+#: The colour of each kind if the page gives none (as ``--ro-KIND``); distinguishable also for the
+#: colour-blind.
 COLORS = {
     "kept": "#3568b2",
     "boundaries": "#7fb3e6",
@@ -50,12 +50,12 @@ COLORS = {
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LEFT, _RIGHT, _CEILING, _FLOOR = 66.0, 14.0, 22.0, 26.0
-#: Pixels between two lines of text that are not to touch.
+#: Pixels between two lines of text so that they do not touch.
 _LINE = 15.0
 
 
 def color(kind: str) -> str:
-    """The colour of a kind, in the words of CSS: the page's, or that of ``COLORS``.
+    """The colour of a kind in CSS: the page's, or that of ``COLORS``.
 
     >>> color("kept")
     'var(--ro-kept,#3568b2)'
@@ -123,10 +123,10 @@ class MemoryChart:
       bands: stacked from the bottom.
       lines: drawn over the bands.
       levels: drawn over both.
-      turn: number of the first moment of the backward pass, or None where there is none.
-      base: bytes at the bottom of the stack that are there all the time, such as parameters. Lines
-        and levels, which are about temporaries, are drawn above them.
-      top: bytes at the top of the picture, so that several can share a scale; None for what fits.
+      turn: number of the first moment of the backward pass, or None if there is none.
+      base: bytes at the bottom of the stack that are held throughout, such as parameters. Lines and
+        levels, which are about temporaries, are drawn above them.
+      top: bytes at the top of the picture, so that several can share a scale; None to fit the data.
     """
 
     title: str
@@ -157,7 +157,7 @@ class MemoryChart:
 
     @property
     def highest(self) -> int:
-        """The largest amount of all that is drawn."""
+        """The largest amount drawn."""
         beside = [one.amount for one in self.levels]
         beside += [most for line in self.lines for most in line.amounts]
         return max([*self.totals, *(self.base + amount for amount in beside)], default=0)
@@ -187,7 +187,7 @@ class MemoryChart:
         """The picture in characters, and what is alive at its highest point.
 
         Args:
-          width: of the terminal, in characters.
+          width: that of the terminal, in characters.
         """
         totals = self.totals
         if not totals:
@@ -211,8 +211,8 @@ class MemoryChart:
     def svg(self, width: int = 860, height: int = 250) -> str:
         """The picture as an SVG element.
 
-        Its attributes ``data-left``, ``data-right`` and ``data-moments`` say where on it moments
-        lie, in its own coordinates.
+        Its attributes ``data-left``, ``data-right`` and ``data-moments`` give the positions of
+        moments, in its own coordinates.
         """
         count = len(self.totals)
         frame = _Frame(width=width, height=height, count=count, top=self.top or self.highest)
@@ -271,7 +271,7 @@ class MemoryChart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Where on the picture moments and amounts lie, in pixels."""
+    """The positions of moments and amounts on the picture, in pixels."""
 
     width: int
     height: int
@@ -364,7 +364,7 @@ def _level(
     *,
     is_highest: bool,
 ) -> str:
-    """A dashed line and its name where nothing else is written: above the highest, below others."""
+    """A dashed line and its name in a free place: above the highest line, below others."""
     y = frame.down(base + level.amount)
     said = level.text
     wide = 6.9 * len(said)

@@ -1,7 +1,7 @@
-"""The shell of a page: style, script and data around a part, and a document around that.
+"""The shell of a page: style, script and data around a part, and a document around those.
 
 Both files are in ``assets``. Everything is under the class ``remat-opt``, so that nothing else on a
-notebook's page changes, and nothing has an identifier, so that several parts can stand on one.
+notebook's page changes, and nothing has an identifier, so that one page can hold several parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ASSETS = Path(__file__).with_name("assets")
 
 
 def part(body: str, data: str = "") -> str:
-    """A part of a page with its style, and, where it has data, its script.
+    """A part of a page with its style and, if it has data, its script.
 
     Args:
       body: HTML.

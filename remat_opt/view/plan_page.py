@@ -1,8 +1,8 @@
 """A plan as a page: figures, memory over time, every value and why, the program by regions.
 
-All of it stands in the markup, legible where scripts are not run; a script adds what moves: what is
-alive at the moment that is pointed at, a table that sorts and filters, values inside regions.
-Nothing is loaded from anywhere.
+Everything is in the markup, legible without scripts. A script adds the interactive parts: what is
+alive at the moment under the pointer, a table that sorts and filters, values inside regions.
+Nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from remat_opt.view.memory_chart import MemoryChart, color
 from remat_opt.view.page import part
 from remat_opt.view.report import escape
 
-#: Values in the page of a notebook, which is stored with it, and in one of its own.
+#: How many values are on a notebook's page, which is stored with it, and on a separate page.
 MOST_IN_NOTEBOOK, MOST_ALONE = 2_000, 100_000
-#: Rows of the table where no script is run, and modules of regions that are told in all.
+#: Most rows of the table without scripts, and most modules shown in regions.
 _MOST_STATIC, _MOST_NODES = 20, 400
-#: How many arrays are named as alive at a moment.
+#: How many arrays alive at a moment are named.
 _MOST_ALIVE = 6
-#: Sizes of pictures, in pixels: for a wide page, and for a narrow one.
+#: Sizes of pictures, in pixels, for a wide page and for a narrow one.
 _WIDE, _NARROW = (820, 250), (400, 220)
 
 
 def html(plan: Mapping[str, Any], most: int = MOST_IN_NOTEBOOK) -> str:
-    """A plan as a part of an HTML page.
+    """A plan as part of an HTML page.
 
     Args:
       plan: what ``Plan.to_dict`` gives, with printable texts.
-      most: how many values, the largest, are in its table.
+      most: how many of the largest values are in its table.
     """
     charts = plan_words.charts(plan)
     margins = "".join(f"<li>{escape(one)}</li>" for one in plan_rows.margins(plan))
@@ -127,7 +127,7 @@ def _figure(label: str, said: str, more: str, share: float | None = None) -> str
         else ""
     )
     return (
-        # With spaces, for a notebook that is not trusted shows it without styles.
+        # With spaces, because an untrusted notebook shows it without styles.
         f'<li><span class="ro-label">{escape(label)}</span> <b>{escape(said)}</b>{meter} '
         f'<span class="ro-sub">{escape(more)}</span></li>'
     )
@@ -190,7 +190,7 @@ def _memory(
 
 
 def _parts(chart: MemoryChart) -> str:
-    """How much of a picture is there all the time, and how much is temporaries."""
+    """How much of a picture is held throughout, and how much is temporaries."""
     if not chart.base:
         return ""
     most = chart.totals[chart.peak] - chart.base
@@ -235,12 +235,12 @@ def _array_title(one: Mapping[str, Any], titles: Mapping[int, str]) -> str:
 
 
 def _title(root: int, titles: Mapping[int, str]) -> str:
-    """What the value is that an equation makes."""
+    """What the value made by an equation is."""
     return titles.get(root, "another value")
 
 
 def _two_lines(title: str) -> str:
-    """What a value is, and below it its extents."""
+    """What a value is, with its extents below."""
     what, _, kind = title.rpartition(", ")
     return f'{escape(what)}<span class="ro-sub">{escape(kind)}</span>' if what else escape(kind)
 
@@ -309,7 +309,7 @@ def _program(plan: Mapping[str, Any], values: Sequence[Mapping[str, Any]]) -> st
 
 
 def _node(node: regions.Node, most: int, room: list[int]) -> str:
-    """A region, loop or module, folded; past so many in all those inside are left out."""
+    """A region, loop or module, folded; past a total limit, those inside are left out."""
     room[0] -= 1
     inner = ""
     for child in node.children:
@@ -343,7 +343,7 @@ def _data(
     listed: Sequence[Mapping[str, Any]],
     shown: Sequence[int],
 ) -> str:
-    """Values and timelines as JSON, each text once."""
+    """Values and timelines as JSON, with each text stored once."""
     texts: dict[str, int] = {}
 
     def number_of(text: str) -> int:
@@ -370,7 +370,7 @@ def _data(
     ]
     titles = {one["root"]: plan_words.value_title(one["name"]) for one in plan["decisions"]}
 
-    # The same in all of them.
+    # The same for all of them.
     kinds = [(band.kind, band.label) for chart, _ in charts[:1] for band in chart.bands]
     places = {kind: place for place, (kind, _) in enumerate(kinds)}
     told = [

@@ -1,7 +1,7 @@
 """The values of a plan as rows: what each is, what happens to it, and why.
 
-Those inside loops that are opened are among them: as many bytes, and as much time, as all the
-iterations of their part come to together.
+They include those inside opened loops, with the bytes and time of all the iterations of their part
+together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from remat_opt.units import format_bytes, format_seconds
 from remat_opt.view.plan_words import value_title, values
 
 _MIB = 2**20
-#: What is smaller than this part of the largest value is small.
+#: A value smaller than this part of the largest is small.
 _SMALL = 64
 
 #: Why a value has its fate; with ``{bytes}``, ``{time}`` and ``{rate}``, a time for each MiB.
@@ -70,7 +70,7 @@ def rows(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def boundary_roots(stages: Sequence[Mapping[str, Any]]) -> frozenset[int]:
-    """What regions under a checkpoint do not keep by name: if it is kept, others read it."""
+    """What checkpointed regions do not keep by name: if such a value is kept, others read it."""
     return frozenset(
         root
         for stage in stages
@@ -80,7 +80,7 @@ def boundary_roots(stages: Sequence[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def reason_of(decision: Mapping[str, Any], boundaries: frozenset[int]) -> str:
-    """Which of ``WHY`` goes for a value."""
+    """Which of ``WHY`` applies to a value."""
     fate = decision["fate"]
     if decision["handed_on"] and fate == "kept":
         return "handed on"
@@ -92,7 +92,7 @@ def reason_of(decision: Mapping[str, Any], boundaries: frozenset[int]) -> str:
 
 
 def rate_of(decision: Mapping[str, Any]) -> float | None:
-    """Seconds of recomputation for each MiB of a value; None where it is not a matter of choice."""
+    """Seconds of recomputation for each MiB of a value; None if there is no choice."""
     if decision["fate"] == "not needed" or decision["handed_on"] or not decision["bytes"]:
         return None
     size: int = decision["bytes"]
@@ -103,7 +103,7 @@ def margins(plan: Mapping[str, Any]) -> list[str]:
     """What one MiB more would save, and one less would cost, at best."""
     found = []
     told = values(plan)
-    # What is small is no way to save a MiB.
+    # A small value is no way to save a MiB.
     least = max((one["bytes"] for one in told), default=0) / _SMALL
     rated = [
         (rate, one) for one in told if one["bytes"] >= least and (rate := rate_of(one)) is not None

@@ -1,8 +1,7 @@
-"""A plan in a terminal: facts, memory over time, tables. From plain data only.
+"""A plan in a terminal: facts, memory over time, tables; from plain data only.
 
-A plan of a real network holds hundreds of values, most of them the same from layer to
-layer. Values of one kind and source line, under modules that differ in their numbers
-alone, share a row.
+A plan of a real network holds hundreds of values, most of them the same from layer to layer. Values
+of one kind and source line share a row if their modules differ only in numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 from remat_opt.units import format_bytes, format_flops, format_seconds
 from remat_opt.view import plan_rows, plan_words, report
 
-#: Rows of a table; what is left is summed up below it.
+#: Rows of a table; the rest is summed up below it.
 _MOST_ROWS = 12
-#: Characters of a line from which on there is room for all columns.
+#: Lines of at least this many characters have room for all columns.
 _WIDE = 150
 #: Characters of a picture.
 _MOST_WIDTH = 100
@@ -31,7 +30,7 @@ def text(plan: Mapping[str, Any], width: int = report.WIDTH) -> str:
 
     Args:
       plan: what ``Plan.to_dict`` gives.
-      width: of the terminal, in characters. What is longer is cut or wrapped.
+      width: that of the terminal, in characters. Longer lines are cut or wrapped.
     """
     plan = printable_data(plan)
     facts = plan_words.facts(plan)
@@ -53,7 +52,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text with escapes in the place of what a terminal would take for commands.
+    r"""The text with everything that a terminal would take for commands escaped.
 
     >>> print(printable("a\x1b[31mb"))
     a\x1b[31mb
@@ -77,8 +76,8 @@ def printable_data(thing: Any) -> Any:
 def _tables(plan: Mapping[str, Any], width: int) -> list[report.Table]:
     """What is kept, what is recomputed and what is alive at the peak.
 
-    What a value is tells most of its module already: where there is little room that column,
-    FLOPs and the names of functions are left out.
+    A value's description already implies most of its module, so in little room that column, FLOPs
+    and function names are left out.
     """
     narrow = width < _WIDE
     tables = [
@@ -90,7 +89,7 @@ def _tables(plan: Mapping[str, Any], width: int) -> list[report.Table]:
 
 
 def _narrow(table: report.Table) -> report.Table:
-    """The table without what there is no room for."""
+    """The table, without the columns that do not fit."""
     kept = [n for n, heading in enumerate(table.headings) if heading not in ("module", "FLOPs")]
     source = table.headings.index("source")
 
@@ -107,7 +106,7 @@ def _narrow(table: report.Table) -> report.Table:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """Values of repeated layers, together."""
+    """Values of repeated layers, merged."""
 
     value: str
     source: str
@@ -120,7 +119,7 @@ class _Row:
 
 
 def _folded(values: Iterable[Mapping[str, Any]]) -> list[_Row]:
-    """Values that differ in the numbers of their modules alone, added up; in order of first."""
+    """Values that differ only in module numbers, added up; in order of first occurrence."""
     groups: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
     for value in values:
         name = value["name"]
@@ -151,12 +150,12 @@ def _folded(values: Iterable[Mapping[str, Any]]) -> list[_Row]:
 
 
 def _each_time(value: Mapping[str, Any], what: str) -> float:
-    """What computing a value again takes, as often as it is planned."""
+    """What recomputing a value takes, as often as planned."""
     return float(value.get(what, 0) * max(1, value.get("times", 1)))
 
 
 def _common(texts: Sequence[str]) -> str:
-    """The one text of those that differ in numbers: ``*`` where they do.
+    """One text for several that differ in numbers, with ``*`` for those.
 
     >>> _common(["stage_1/block_2", "stage_1/block_3"])
     'stage_1/block_*'

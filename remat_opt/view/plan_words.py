@@ -1,4 +1,4 @@
-"""What there is to say of a plan, in words and as charts: for the page and the terminal alike."""
+"""What there is to say about a plan, in words and charts, for both the page and the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat_opt.recomputation import Recomputation
 from remat_opt.units import format_bytes, format_flops, format_seconds, format_share
 from remat_opt.view.memory_chart import Band, Level, Line, MemoryChart
 
-#: What the kinds of a timeline are called.
+#: Names for the kinds of a timeline.
 KINDS = {
     "kept": "kept",
     "boundaries": "boundaries",
@@ -21,15 +21,15 @@ KINDS = {
     "gradients": "gradients",
     "workspace": "workspace",
 }
-#: What a training step has in memory all the time, beside temporaries: keys of ``resident`` in a
-#: plan, and what they are called.
+#: What a training step holds throughout, besides temporaries: keys of ``resident`` in a plan, and
+#: their names.
 RESIDENT = {
     "parameters": "parameters",
     "optimizer_state": "optimizer state",
     "inputs": "inputs",
     "results": "results",
 }
-#: What each of all these is.
+#: What each of these is.
 MEANINGS = {
     "parameters": "held throughout: what is trained",
     "optimizer state": "held throughout: what the optimizer keeps from step to step",
@@ -39,7 +39,7 @@ MEANINGS = {
     "boundaries": "waits for the backward pass of a later region",
     "passing": "waits for a later step of the forward pass",
     "recomputed": "computed again, for the backward pass of its region",
-    "gradients": "gradients of values, and of parameters where these are temporaries",
+    "gradients": "gradients of values, and of parameters if these are temporaries",
     "workspace": "memory that a step takes while it runs",
 }
 #: What the roles of arrays at the peak are.
@@ -56,7 +56,7 @@ _FAR = 0.15
 
 
 def title(plan: Mapping[str, Any]) -> str:
-    """What the whole is called."""
+    """The title of the whole."""
     return f"Plan of {plan['function']} for {plan['device']}"
 
 
@@ -68,9 +68,9 @@ def value_title(name: Mapping[str, Any]) -> str:
 def values(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The decisions of a plan, each loop's followed by those inside it, with the same keys.
 
-    ``part`` says which iterations or branch, and is "" outside of loops and choices; ``count`` how
-    many values alike there are; ``outer_module``, ``outer_source`` and ``outer_primitive`` are
-    those of the loop or choice.
+    ``part`` says which iterations or branch, and is "" outside loops and choices; ``count`` is the
+    number of similar values; ``outer_module``, ``outer_source`` and ``outer_primitive`` are those
+    of the loop or choice.
 
     Args:
       plan: what ``Plan.to_dict`` gives.
@@ -94,7 +94,7 @@ def values(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _all_iterations(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A value inside a loop, of all the iterations of its part together."""
+    """A value inside a loop, for all the iterations of its part together."""
     runs = value["runs"]
     return {
         **{key: value[key] for key in ("name", "fate", "times", "part", "handed_on")},
@@ -111,7 +111,7 @@ def kept_count(plan: Mapping[str, Any]) -> int:
 
 
 def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of a word and what is said of it."""
+    """Pairs of a word and what is said about it."""
     predicted = plan["predicted"]
     found = [
         ("asked for", asked(plan)),
@@ -143,13 +143,13 @@ def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def notes(plan: Mapping[str, Any]) -> list[str]:
-    """What a reader has to know, of the plan and of what was compiled."""
+    """What a reader must know about the plan and what was compiled."""
     measured = plan["measured"]
     return [*(measured["notes"] if measured is not None else ()), *plan["notes"]]
 
 
 def warnings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of what is amiss and what to do about it."""
+    """Pairs of what is wrong and what to do about it."""
     found = []
     measured, predicted, budget = plan["measured"], plan["predicted"], plan["budget_bytes"]
     if measured is None:
@@ -184,7 +184,7 @@ def warnings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def asked(plan: Mapping[str, Any]) -> str:
-    """What was wanted of the plan."""
+    """What the plan was asked to achieve."""
     objective = plan["objective"]
     measure = "FLOPs" if objective["overhead"] == "flops" else "seconds"
     if objective["max_overhead"] is not None:
@@ -206,7 +206,7 @@ def asked(plan: Mapping[str, Any]) -> str:
 
 
 def _whole(plan: Mapping[str, Any], share: float) -> str:
-    """What a budget is a share of: in a step, of what the unchanged function compiles to."""
+    """What a budget is a share of; in a step, what the unchanged function compiles to."""
     whole_bytes = plan["budget_bytes"] / share
     if abs(whole_bytes - plan["predicted"]["plain_temporary_bytes"]) <= 1 / share:
         return "the unchanged function's"
@@ -222,9 +222,9 @@ def loop_words(loop: Mapping[str, Any]) -> str:
 
 
 def alive(plan: Mapping[str, Any]) -> list[str]:
-    """Why temporaries are not as much as what is alive at once, where they are not.
+    """Why temporaries differ from what is alive at once, if they do.
 
-    What is alive is what is drawn over time; temporaries are what the program needs in all.
+    The chart over time shows what is alive; temporaries are what the program needs in all.
     """
     predicted, measured = plan["predicted"], plan["measured"]
     found = _gaps("", predicted["temporary_bytes"], predicted["timeline"])
@@ -262,14 +262,14 @@ def _most_alive(timeline: Mapping[str, Any]) -> int:
 
 
 def _differ(one: int, other: int) -> bool:
-    """Whether two amounts differ as they are written."""
+    """Whether two amounts differ when written out."""
     return format_bytes(one) != format_bytes(other)
 
 
 def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]]]:
-    """Memory over time as planned and of the unchanged function, on one scale.
+    """Memory over time as planned and for the unchanged function, on one scale.
 
-    Where the plan was made in a training step, what that has in memory all the time is below the
+    If the plan was made in a training step, what the step holds throughout is below the
     temporaries.
 
     Returns:
@@ -304,7 +304,7 @@ def charts(plan: Mapping[str, Any]) -> list[tuple[MemoryChart, Mapping[str, Any]
 
 
 def _resident(plan: Mapping[str, Any]) -> dict[str, int]:
-    """What is there all the time, by what to call it."""
+    """What is held throughout, by its name."""
     there = plan["resident"] or {}
     return {label: there[key] for key, label in RESIDENT.items() if there.get(key)}
 
@@ -341,7 +341,7 @@ def _chart(
 
 
 def _with_resident(plan: Mapping[str, Any], timeline: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The timeline with what is there all the time among its arrays."""
+    """The timeline with what is held throughout added to its arrays."""
     last = len(timeline["at"]) - 1
     there = [
         {"root": -1, "title": label, "kind": label, "bytes": size, "first": 0, "last": last}
@@ -351,7 +351,7 @@ def _with_resident(plan: Mapping[str, Any], timeline: Mapping[str, Any]) -> Mapp
 
 
 def counted(number: int, what: str) -> str:
-    """So many of something.
+    """A number of things, in words.
 
     >>> counted(1, "value"), counted(3, "value")
     ('1 value', '3 values')
@@ -360,7 +360,7 @@ def counted(number: int, what: str) -> str:
 
 
 def difference(plan: Mapping[str, Any]) -> str:
-    """How far the compiled figure is from the predicted one; "" where that cannot be said."""
+    """How far the compiled figure is from the predicted one; "" if unknown."""
     expected = plan["predicted"]["temporary_bytes"]
     if plan["measured"] is None or not expected:
         return ""
@@ -384,7 +384,7 @@ def _length(parts: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    """What the parts of a loop keep, in order; neighbours of which the same is said, as one."""
+    """What the parts of a loop keep, in order; neighbours with equal descriptions are merged."""
     groups = itertools.groupby(parts, key=lambda part: _part({**part, "length": 2}))
     return ", then ".join(
         _part({**part, "length": _length([part, *others])}) for _, (part, *others) in groups
@@ -396,13 +396,11 @@ def _part(part: Mapping[str, Any]) -> str:
     if part["inside"]:
         return f"{said} in chunks of {_length(part['inside'])} ({_parts(part['inside'])})"
     kept = counted(len(part["kept"]), "value")
-    keep, each, they_are = (
-        ("keeps", "", "it is") if part["length"] == 1 else ("keep", " each", "they are")
-    )
+    keep, each, their = ("keeps", "", "its") if part["length"] == 1 else ("keep", " each", "their")
     if part["kept"]:
         said += f" that {keep} {format_bytes(part['kept_bytes'])} in {kept}{each}"
     else:
-        said += f" that {keep} nothing but what {they_are} handed"
+        said += f" that {keep} only {their} inputs"
     nested = [loop_words(one) for one in part["loops"]]
     return said + (f" (inside: {'; '.join(nested)})" if nested else "")
 

@@ -1,6 +1,6 @@
 """The same pictures on matplotlib's axes, for papers and notebooks.
 
-matplotlib is imported only where a picture is asked for: nothing else here needs it.
+matplotlib is imported only when a picture is asked for: nothing else here needs it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from remat_opt.view.memory_chart import COLORS, MemoryChart
 from remat_opt.view.scatter import Scatter
 
 _COLORS = ("#59636f", "#d9731a", "#2f81d8", "#2a9d6f", "#b05cc6", "#c9475b")
-#: Where the name of a point may stand: so many lines of so many points above it.
+#: Where a point's name may go: how many lines above it, and the line height in points.
 _LINES, _LINE = (0, 1, -1, 2, -2, 3, -3, 4, -4), 10
 _MARKERS = "osD^v*"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def scatter(picture: Scatter, ax: Any = None) -> Any:
-    """Draws memory against overhead; what is to choose from as a line, other points with names.
+    """Draws memory against overhead: the choices as a line, other points with names.
 
     Args:
       picture: shares along the horizontal axis, bytes along the vertical one.
@@ -54,7 +54,7 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
         )
         if series.staircase:
             staircases.append(line)
-    # Room for the names of the highest.
+    # Room for the names of the highest points.
     ax.set_ylim(0, 1.12 * picture.top / unit or 1)
     shown = [(100 * point.x, point.y / unit) for one in picture.series for point in one.points]
     taken = [Bbox([at, at]).padded(4) for at in ax.transData.transform(shown)] if shown else []
@@ -88,7 +88,7 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
 
 
 def _segments(ax: Any, staircase: Any) -> list[Any]:
-    """The straight pieces of a line that is level, then steps: their ends, in pixels."""
+    """The straight pieces of a staircase line: their ends, in pixels."""
     points = list(zip(staircase.get_xdata(), staircase.get_ydata(), strict=True))
     corners = [
         corner
@@ -102,13 +102,13 @@ def _segments(ax: Any, staircase: Any) -> list[Any]:
 
 
 def _write_beside(ax: Any, at: tuple[float, float], said: str, taken: list[Any]) -> None:
-    """Writes a point's name where it lies on nothing; to its right where that is free.
+    """Writes a point's name in a free place, to its right if possible.
 
     Args:
       ax: axes.
       at: where the point is.
       said: its name.
-      taken: what is there, in pixels; the name is added.
+      taken: the occupied areas, in pixels; the name is added.
     """
     inside = ax.get_window_extent()
     for lines, side in itertools.product(_LINES, (1, -1)):
@@ -140,7 +140,7 @@ def memory(
 
     Args:
       charts: with their timelines.
-      title: of the picture.
+      title: the picture's title.
       ax: axes; the current ones if None.
 
     Returns:
@@ -157,7 +157,7 @@ def memory(
     unit, name = _unit(chart.top or chart.highest)
 
     def steps(amounts: Sequence[int]) -> list[float]:
-        """A step lasts until the next one: the last amount stands at both of its ends."""
+        """A step lasts until the next one; the last amount is repeated at its end."""
         return [amount / unit for amount in (*amounts, amounts[-1])]
 
     edges = [*timeline["at"], timeline["steps"]]
@@ -181,7 +181,7 @@ def memory(
             label=line.label,
         )
     for other, told in others:
-        # Its steps are stretched: fewer are run than with recomputation.
+        # Its steps are stretched: fewer run than with recomputation.
         scale = timeline["steps"] / max(told["steps"], 1)
         where = [scale * step for step in (*told["at"], told["steps"])]
         label = other.title.rpartition(", ")[2]
@@ -194,7 +194,7 @@ def memory(
             linestyle=":",
             label=label,
         )
-    # The upper of two has its name above its line, the lower one below.
+    # Of two lines, the upper has its name above, the lower below.
     levels = sorted(chart.levels, key=lambda level: level.amount)
     for number, level in enumerate(levels, 1):
         height = (chart.base + level.amount) / unit
@@ -217,7 +217,7 @@ def memory(
     )
     ax.set_ylim(bottom=0)
     ax.margins(x=0)
-    # Beside the picture, which is full, and from the top down, as bands lie on one another.
+    # Beside the picture, which is full, and from the top down, in the order of the bands.
     ax.legend(
         reverse=True,
         frameon=False,
@@ -239,7 +239,7 @@ def _axes(ax: Any) -> Any:
 
 
 def _unit(most: float) -> tuple[float, str]:
-    """The unit that the largest amount is written in."""
+    """The unit in which the largest amount is written."""
     powers = itertools.takewhile(lambda power: most >= 1024**power, range(1, len(_UNITS)))
     power = max(powers, default=0)
     return float(1024**power), _UNITS[power]

@@ -1,4 +1,4 @@
-"""The program of a plan as regions: in them regions, loops and modules, in them values."""
+"""The program of a plan as a tree: regions hold regions, loops and modules, which hold values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from remat_opt.view import plan_words
 #: Fates, in the order in which they are shown.
 FATES = ("kept", "recomputed", "not needed")
 
-#: A value, as ``plan_words.values`` gives it, and its number there.
+#: A value from ``plan_words.values``, and its number there.
 _Numbered = tuple[int, Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A region, or a loop or module in one.
+    """A region, or a loop or module inside one.
 
     Attributes:
       label: what to call it.
       said: more about it: which modules it goes through, what it keeps; or "".
-      bytes: of its values, by fate.
-      seconds: of what it computes again.
+      bytes: those of its values, by fate.
+      seconds: time of what it computes again.
       count: how many values it has.
       children: what is inside.
-      values: numbers of the values that are in none of these.
+      values: numbers of the values that are in none of its children.
     """
 
     label: str
@@ -39,7 +39,7 @@ class Node:
 
     @property
     def total_bytes(self) -> int:
-        """Of all its values."""
+        """The bytes of all its values."""
         return sum(self.bytes)
 
     def all(self) -> Iterator[Node]:
@@ -54,7 +54,7 @@ def regions(plan: Mapping[str, Any], values: Sequence[Mapping[str, Any]]) -> lis
 
     Args:
       plan: what ``Plan.to_dict`` gives.
-      values: its values, those inside loops among them, as ``plan_words.values`` gives them.
+      values: its values from ``plan_words.values``, including those inside loops.
     """
     members: list[list[_Numbered]] = [[] for _ in plan["stages"]]
     for number, one in enumerate(values):
@@ -72,7 +72,7 @@ def _region(
 
     Args:
       label: what to call it.
-      stage: what the plan says of it.
+      stage: what the plan says about it.
       own: its values.
       nested: whether it is inside another one.
     """
@@ -80,7 +80,7 @@ def _region(
     said = [_span(own)]
     if not stage["inside"]:
         if nested and stage["kept"]:
-            # A region at the top is told by the fates of its values.
+            # The fates of its values describe a top-level region.
             said.append(f"keeps {plan_words.counted(len(stage['kept']), 'value')}")
         path = _shared([_path(one) for _, one in own])
         return _node(title, own, path, said=", ".join(filter(None, said)), is_region=True)
@@ -99,13 +99,13 @@ def _region(
 
 
 def _path(value: Mapping[str, Any]) -> list[str]:
-    """The modules that a value, or the loop that it is in, is in."""
+    """The modules that contain a value, or the loop around it."""
     module = value["outer_module"]
     return module.split("/") if module else []
 
 
 def _span(own: Sequence[_Numbered]) -> str:
-    """The modules of a region from first to last; "" where there are none."""
+    """The modules of a region from first to last; "" if there are none."""
     named = [path for _, one in own if (path := _path(one))]
     if not named:
         return ""
@@ -125,7 +125,7 @@ def _node(
     said: str = "",
     is_region: bool = False,
 ) -> Node:
-    """The values below a path of modules; a module with one module alone is told with it."""
+    """The values below a path of modules; a module with a single inner module is merged with it."""
     groups: dict[str, list[_Numbered]] = {}
     loops: dict[int, list[_Numbered]] = {}
     values = []

@@ -1,7 +1,7 @@
-"""Rows and facts as text and as HTML, and what goes around them, from plain data only.
+"""Rows and facts as text and as HTML, with their surroundings, from plain data only.
 
-The markup carries its style inline and takes text colours from the page around it, so that it is
-legible in light and dark notebooks. The same data give the same characters.
+The markup carries its style inline and takes text colours from the surrounding page, so that it is
+legible in light and dark notebooks. The same data gives the same characters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-#: Characters of a line where nothing is known of the terminal.
+#: Characters of a line if the terminal's width is unknown.
 WIDTH = 120
 
 _FONT = "font-family:system-ui,sans-serif;font-size:13px"
@@ -26,7 +26,7 @@ def columns() -> int:
 
 
 def wrapped(lines: Sequence[str], width: int) -> list[str]:
-    """The lines, those broken that are longer than the width."""
+    """The lines, with those longer than the width broken."""
     return [part for line in lines for part in textwrap.wrap(line, width) or [""]]
 
 
@@ -43,9 +43,9 @@ class Table:
       headings: one per column.
       rows: the cells, as many in each row as there are headings.
       align: ``l`` or ``r`` for each column.
-      title: stands above the table, or "".
-      footer: stands below the table, or "".
-      prose: whether the last column is of sentences: these are broken, where words are cut.
+      title: goes above the table, or "".
+      footer: goes below the table, or "".
+      prose: whether the last column holds sentences: these are broken, while words are cut.
     """
 
     headings: tuple[str, ...]
@@ -67,8 +67,8 @@ class Table:
         """The table as aligned lines.
 
         Args:
-          width: of the terminal, in characters: the longest columns of words are cut until the
-            table fits, unless that leaves next to nothing of them. None cuts nothing.
+          width: that of the terminal, in characters: the longest columns of words are cut until the
+            table fits, unless that leaves next to nothing. None cuts nothing.
         """
         widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
         rows = [self.headings, *self.rows]
@@ -120,16 +120,16 @@ class Table:
         )
 
 
-#: No column of words is cut to less.
+#: No column of words is cut below this.
 _FEWEST = 12
-#: Between two columns.
+#: What goes between two columns.
 _GAP = 2
 
 
 def _narrowed(widths: Sequence[int], table: Table, width: int) -> list[int]:
-    """Widths of columns that fit into a line, as far as the columns of words can give.
+    """Column widths that fit into a line, as far as columns of words can shrink.
 
-    The user's lines are cut last: by them a value is found.
+    The user's source lines are cut last: they are how a value is found.
     """
     found = list(widths)
     over = sum(found) + _GAP * (len(found) - 1) - width
@@ -144,14 +144,14 @@ def _narrowed(widths: Sequence[int], table: Table, width: int) -> list[int]:
 
 
 def _broken(cells: Sequence[str], width: int) -> list[tuple[str, ...]]:
-    """A row with its last cell in lines, each in a row of its own."""
+    """A row with its last cell broken into lines, each in a separate row."""
     lines = textwrap.wrap(cells[-1], width) or [""]
     blank = ("",) * (len(cells) - 1)
     return [(*(blank if n else cells[:-1]), line) for n, line in enumerate(lines)]
 
 
 def _cut(text: str, most: int) -> str:
-    """The text without its middle where it is too long: both ends say which it is.
+    """The text without its middle if it is too long: both ends identify it.
 
     >>> _cut("ResNet/stage_1/block_2/Conv_0", 16)
     'ResNet.../Conv_0'
@@ -167,11 +167,11 @@ _WRAP = "overflow-wrap:break-word"
 
 
 def facts_text(facts: Sequence[tuple[str, str]], width: int | None = None) -> str:
-    """Pairs of a word and what is said of it, as aligned lines.
+    """Pairs of a word and what is said about it, as aligned lines.
 
     Args:
       facts: the pairs.
-      width: of the terminal, in characters, to break longer lines at; None breaks none.
+      width: that of the terminal, in characters, at which to break lines; None breaks none.
     """
     margin = max((len(word) for word, _ in facts), default=0) + _GAP
     lines = []
@@ -188,7 +188,7 @@ def facts_text(facts: Sequence[tuple[str, str]], width: int | None = None) -> st
 
 
 def facts_html(facts: Sequence[tuple[str, str]]) -> str:
-    """Pairs of a word and what is said of it, as an HTML table without headings."""
+    """Pairs of a word and what is said about it, as an HTML table without headings."""
     rows = "".join(
         f'<tr><th scope="row" style="{_CELL};text-align:left;font-weight:400;opacity:0.75;'
         f'white-space:nowrap">{escape(word)}</th>'
@@ -202,7 +202,7 @@ def facts_html(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """HTML parts one below the other, under a title; what a notebook shows."""
+    """HTML parts one below the other, under a title, as shown in a notebook."""
     inside = "".join(
         f'<div style="margin:0 0 10px;overflow-x:auto">{part}</div>' for part in parts if part
     )

@@ -10,11 +10,11 @@ from typing import TypeAlias
 from remat_opt.view.drawing import Axis, Frame, pixels, svg_element, words
 from remat_opt.view.report import Table, escape
 
-#: One colour and one shape per series, so that neither is needed to tell them apart.
+#: One colour and one shape per series, so that either alone distinguishes them.
 _COLORS = ("#2f81d8", "#d9731a", "#2a9d6f", "#b05cc6", "#c9475b", "#8a8a2b")
-#: A level is drawn up to so many times the highest point.
+#: A level is drawn up to this multiple of the highest point.
 _FARTHEST = 2.0
-#: Room above the highest, for names.
+#: Room above the highest point, for names.
 _HEADROOM = 1.08
 _SHAPES = ("circle", "square", "diamond", "triangle", "circle", "square")
 
@@ -45,8 +45,8 @@ class Series:
     Attributes:
       label: their common name.
       points: in any order.
-      staircase: whether they are alternatives to choose from: a line leads from each to the
-        next one to the right, and their names are left out of the picture.
+      staircase: whether they are alternatives to choose from: a line leads from each to the next
+        one on the right, and the picture omits their names.
     """
 
     label: str
@@ -75,7 +75,7 @@ class Scatter:
 
     @property
     def top(self) -> float:
-        """The largest amount that is drawn: a level that dwarfs the points is told, not drawn."""
+        """The largest amount drawn: a level that dwarfs the points is written, not drawn."""
         highest = max((point.y for one in self.series for point in one.points), default=0.0)
         near = [level for _, level in self.levels if level <= _FARTHEST * highest]
         return max([highest, *near])
@@ -139,7 +139,7 @@ class Scatter:
 
 
 def _level(frame: Frame, name: str, level: float, top: float, taken: list[_Box]) -> str:
-    """A dashed line with its name; where it is far above all else its name at the upper edge."""
+    """A dashed line with its name; if it is far above everything, only its name at the top."""
     said = f"{name} {frame.y.write(level)}"
     drawn = level <= top
     y = frame.down(level) if drawn else frame.ceiling
@@ -155,7 +155,7 @@ def _level(frame: Frame, name: str, level: float, top: float, taken: list[_Box])
 
 
 def _staircase(frame: Frame, series: Series) -> list[tuple[float, float]]:
-    """The corners of a line that is level from each point to the next, then steps to it."""
+    """The corners of a staircase line: level from each point to the next, then a step."""
     points = sorted(series.points, key=lambda point: (point.x, point.y))
     corners: list[tuple[float, float]] = []
     for point in points:
@@ -193,7 +193,7 @@ def _mark(shape: str, x: float, y: float, color: str, said: str) -> str:
 
 
 def _name(frame: Frame, taken: list[_Box], x: float, y: float, label: str) -> str:
-    """A point's name beside it, where it lies on nothing that is drawn already."""
+    """A point's name beside it, where nothing is drawn yet."""
     width = 6.4 * len(label)
     for lines in (0, -1, 1, -2, 2, -3, 3, -4, 4, 5, 6):
         at = y + 14 * lines

@@ -1,4 +1,4 @@
-"""The ablation finds the plans of truth's rows again, and counts what rules earn."""
+"""The ablation recovers the plans in truth's rows, and counts what rules earn."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_vertices_that_a_plan_does_not_know_go_to_who_reads_them() -> None:
     found = ablation.schedule_of(with_it, stages)
     found.check(with_it.graph)
     assert sum(len(region.vertices) for region in found.regions) == len(with_it.graph)
-    # And back: what there is no vertex for is left out.
+    # And back: what has no vertex is left out.
     assert without.stages(ablation.schedule_of(without, with_it.stages(found))) == stages
 
 
@@ -80,7 +80,7 @@ def test_rows_and_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "device": "h200",
             "step": "adam",
             "share": share,
-            # As if the compiler did just what is predicted without the rule.
+            # As if the compiler did exactly what is predicted without the rule.
             "compiled_bytes": size,
             "stages": [dataclasses.asdict(one) for one in of.model.stages(chosen.schedule)],
         }
@@ -101,7 +101,7 @@ def test_rows_and_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert off["median"] > 0.01
     assert nothing["helped"] == nothing["hurt"] == nothing["least_changed"] == 0
     assert {row["set"] for row in judged} == {"judged"}
-    # What is on file is not done again.
+    # Rows on file are not computed again.
     monkeypatch.setattr(ablation, "traced", None)
     again = ablation.Table("h200", "adam", plans, path)
     assert list(again.rows(["transcendental", "pooling_zeros"], compiling=False)) == found

@@ -1,4 +1,4 @@
-"""What it takes to dominate a default, and what a summary says of rows."""
+"""What it takes to dominate a default, and how rows are summarised."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         if one["label"].startswith("FLOPs of") and one["label"].endswith("try 1"):
             default = next(d for d in found[1:7] if one["label"] == f"FLOPs of {d['label']}, try 1")
             assert one["recomputed_flops"] <= max(0, default["recomputed_flops"])
-    # Of the defaults none is compiled again; of another device or version all are.
+    # No default is compiled again; on another device or version all are.
     monkeypatch.setattr(compiled.Subject, "row", lambda *_: pytest.fail("compiled"))
     again = itertools.islice(dominance.rows("lstm", None, "cpu", "adam", known=found), 7)
     assert list(again) == found[:7]

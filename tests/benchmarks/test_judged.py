@@ -113,7 +113,7 @@ def test_wrapping_blocks_changes_no_result(name: str, monkeypatch: pytest.Monkey
         family.network(name, size, batch, policy) for policy in (None, "nothing_saveable")
     )
     assert str(plain.arguments) == str(wrapped.arguments)
-    # Compiling is nearly all of the work, and takes a third of the time so.
+    # Compiling is nearly all of the work, and takes a third of the time like this.
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     arguments = jit(plain.make_arguments, static_argnums=0)(0)
     found = [

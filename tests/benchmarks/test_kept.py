@@ -1,4 +1,4 @@
-"""What the compiler has said is asked once."""
+"""The compiler is asked only once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_programs_are_told_apart_and_nothing_else() -> None:
     def key(scale: float, device: str = "cpu") -> str:
         return Kept.key(device, jax.grad(lambda x: named(x, scale)), (X,))
 
-    # The policy is another object each time.
+    # The policy is a new object each time.
     assert key(2.0) == key(2.0)
     assert len({key(2.0), key(3.0), key(2.0, "h200")}) == 3
     assert Kept.key("cpu", jnp.sin, (X,)) != Kept.key("cpu", jnp.sin, (X[:32],))

@@ -78,7 +78,7 @@ def small(family: str, block_policy: str | None) -> Network:
 
 @functools.cache
 def made(family: str) -> tuple[Any, Any]:
-    # One compilation, where drawing each parameter by itself would take dozens.
+    # One compilation; drawing each parameter by itself would take dozens.
     network = small(family, None)
     arguments: tuple[Any, Any] = jax.jit(network.make_arguments, static_argnums=0)(0)
     return arguments
@@ -198,7 +198,7 @@ def test_block_policy_changes_no_result(family: str) -> None:
     plain, wrapped = gradients(None), gradients("nothing_saveable")
     assert str(jax.tree.structure(plain)) == str(jax.tree.structure(wrapped))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(wrapped), strict=True):
-        # Where a normalisation follows, a gradient is zero but for rounding.
+        # If a normalisation follows, a gradient is zero up to rounding.
         scale = float(jnp.max(jnp.abs(one))) + 1e-3
         precision = 2e-2 if one.dtype == jnp.bfloat16 else 1e-4
         assert float(jnp.max(jnp.abs(one - other))) <= precision * scale

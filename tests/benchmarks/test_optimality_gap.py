@@ -1,4 +1,4 @@
-"""The default solver beside the best executable schedules, and the record of these."""
+"""The default solver against the best executable schedules, and the record of these."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_every_variant_is_timed_and_then_on_file(
         1 + share * forward["ratio_to_plain"], abs=1e-4
     )
 
-    # Rows that are there are not taken again.
+    # Existing rows are not timed again.
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("measured again")
 
@@ -80,7 +80,7 @@ def test_every_variant_is_timed_and_then_on_file(
     assert printed(capsys) == rows
     with pytest.raises(AssertionError, match="measured again"):
         run("--rows", str(file), "--step", "gradient")
-    # A network that is not there in full is.
+    # An incomplete network is.
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]))
     with pytest.raises(AssertionError, match="measured again"):
@@ -150,7 +150,7 @@ def test_the_state_goes_from_variant_to_variant() -> None:
 
 
 class Recorder:
-    """Runs that write down their turns; the one called ``bad`` fails when its turn is ``fails``."""
+    """Runs that record their turns; the one called ``bad`` fails when its turn is ``fails``."""
 
     def __init__(self, labels: str, fails: int = 0) -> None:
         self.order: list[str] = []
@@ -180,7 +180,7 @@ def test_order_rotates_and_every_second_round_goes_backward() -> None:
     assert {label: len(seconds) for label, seconds in times.seconds.items()} == dict.fromkeys(
         "abc", 4
     )
-    # Each took the state that the one before put out.
+    # Each took the state that the previous one returned.
     assert sorted(itertools.chain(*times.seconds.values())) == list(range(6, 18))
     assert recorder.made == 1
 
@@ -202,7 +202,7 @@ def test_rounds_go_on_for_some_time() -> None:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    # Twice as slow while all is slow, and as fast otherwise.
+    # Twice as slow while everything is slow, and as fast otherwise.
     found = step_time.figures([2.0, 2.0, 20.0, 40.0], [1.0, 1.0, 10.0, 40.0])
     assert found["ratio_to_plain"] == 2
     assert found["ratio_quartiles"] == [1.75, 2]

@@ -1,4 +1,4 @@
-"""What is predicted stands beside what the same thing compiles to."""
+"""Predictions stand beside what the same thing compiles to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import remat_opt
 from benchmarks import networks, truth
 from benchmarks.networks import Network
 
-#: Steps of a recurrent network: as it is, a part of its weight's gradient waits for each of them.
+#: Steps of a recurrent network: unchanged, a part of its weight's gradient waits for each.
 STEPS = 24
 
 

@@ -1,4 +1,4 @@
-"""What a library that convolves is given in another form."""
+"""What a convolution library receives in another form."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_copies_of_weights_wait_for_the_gradients_of_operands() -> None:
     _, _, graph = graph_of(layers, [KERNEL] * 4, IMAGES)
     convolutions = [v for v, one in enumerate(names(graph)) if one == "conv_general_dilated"]
     size = KERNEL.nbytes
-    # The first has no gradient of its operand: the images are not differentiated.
+    # The first needs no gradient of its operand: the images are not differentiated.
     held = [graph.workspace_bytes[v] for v in convolutions]
     assert np.diff(held).tolist() == [size] * 3
-    # Then they wait for the end of the forward pass, where all are there.
+    # Then they wait for the end of the forward pass, when all exist.
     assert graph.workspace_bytes[-1] == held[-1] == 3 * size
     _, _, other = graph_of(layers, [KERNEL] * 4, IMAGES, device="v5e")
     assert not any(other.workspace_bytes), "no library is called there"
@@ -52,7 +52,7 @@ def test_an_operand_that_is_padded_behind_is_there_twice() -> None:
     operand, size = copy.operand, copy.bytes
     assert names(graph)[by] == "conv_general_dilated"
     assert graph.bytes[operand] == IMAGES.nbytes
-    # One more row and column, behind.
+    # One more row and column at the end.
     assert size == 4 * 2 * 9 * 9 * 4
     in_the_open = changed(found, plain(graph))
     assert in_the_open.bytes[operand] == IMAGES.nbytes + size
@@ -60,7 +60,7 @@ def test_an_operand_that_is_padded_behind_is_there_twice() -> None:
     again = changed(found, whole(graph))
     assert again.bytes == graph.bytes
     assert again.workspace_bytes[by] == graph.workspace_bytes[by] + size
-    # What counts is where the convolution is.
+    # Only the convolution's position counts.
     every = range(len(graph))
     cut = Schedule(
         regions=(

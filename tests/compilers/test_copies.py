@@ -23,7 +23,7 @@ def test_copies_to_vector_memory_take_room_for_each_product_that_is_computed() -
     big = jnp.ones((512, 512))
     _, found, graph = graph_of(two_layers, [big, big], big, device="v5e")
     one = 4 * 16 * 1024
-    # Two products forward, two gradients of each, and the first once more under a checkpoint.
+    # Two products forward, two gradients of each, and the first again under a checkpoint.
     assert found.held_bytes(plain(graph)) == held_bytes(found, None) == 6 * one
     kept = Region(vertices=tuple(range(len(graph))), kept=(1,))
     assert found.held_bytes(Schedule(regions=(kept,))) == 7 * one

@@ -1,4 +1,4 @@
-"""What cotangents take: which are arrays, which come in the place of another."""
+"""What cotangents take: which are arrays, and which take the place of another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_cotangent_is_handed_on_where_nothing_else_reads_it() -> None:
         return jnp.sum(jnp.sin(x @ weights[0]))
 
     _, _, graph = graph_of(residual, [W] * 2, X @ W, device="cpu")
-    # The second sum's cotangent is, masked, that of the first one, too.
+    # The second sum's cotangent, masked, is also that of the first.
     assert names(graph)[:4] == ["dot_general", "custom_jvp_call", "dot_general", "custom_jvp_call"]
     assert graph.in_place[:4] == (False, True, False, True)
 
@@ -41,7 +41,7 @@ def test_a_cotangent_is_handed_on_where_nothing_else_reads_it() -> None:
     def narrowed(w, x):
         return jnp.sum(jnp.sin(jax.nn.relu(x @ w).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)))
 
-    # Two bytes a number have no room for four.
+    # Two bytes per number have no room for four.
     _, _, graph = graph_of(narrowed, W, X)
     rounded = names(graph).index("convert_element_type", 1)
     assert graph.predecessors[rounded] == (rounded - 1,)
@@ -83,17 +83,17 @@ def test_logits_are_overwritten_by_their_cotangent_on_nvidia() -> None:
         # On a TPU the product's gradients compute the cotangent as they read the logits.
         assert (logits in graph.needs[logits]) is (device != "cpu")
         if overwritten:
-            # One byte says that there is one, which takes no memory.
+            # One byte means that there is one, but it takes no memory.
             assert graph.cotangent_bytes[logits] == 1
 
-    # Where they meet a sum of them, the kernel sums over a row before it writes it.
+    # If they meet a sum of them, the kernel sums over a row before writing it.
     def log_softmax(w, x):
         return -jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(jnp.arange(len(x)), w.shape[1]))
 
     _, _, graph = graph_of(log_softmax, W, X)
     assert graph.cotangent_bytes[0] == size
 
-    # What is read elementwise, too, stays what it is.
+    # A value that is also read elementwise stays as it is.
     def squared(w, x):
         y = x @ w
         return jnp.sum(jnp.sin((y - jnp.max(y, axis=-1, keepdims=True)) @ w))
@@ -101,7 +101,7 @@ def test_logits_are_overwritten_by_their_cotangent_on_nvidia() -> None:
     _, _, graph = graph_of(squared, W, X)
     assert graph.cotangent_bytes[0] == size
 
-    # Nothing of the product is read again: its cotangent has a place of its own.
+    # Nothing reads the product again: its cotangent has a separate place.
     _, _, graph = graph_of(lambda w, x: jnp.sum(x @ w), W, X)
     assert graph.cotangent_bytes[0] == size
     assert graph.needs[0] == ()
@@ -113,10 +113,10 @@ def test_on_a_cpu_the_cotangent_of_logits_takes_the_place_of_exponentials() -> N
     logits, exponentials = (names(graph).index(one) for one in ("dot_general", "exp"))
     assert graph.cotangent_bytes[logits] == graph.cotangent_bytes[exponentials] == 1
     assert graph.needs[exponentials] == (exponentials,)
-    # In the product's own step there is the cotangent.
+    # The cotangent exists in the product's own step.
     assert graph.workspace_bytes[logits] == logits_bytes
 
-    # What is read elementwise, too, has a cotangent of its own.
+    # A value that is also read elementwise has a separate cotangent.
     def weighted(w, x):
         exponentials = jnp.exp(x @ w)
         return jnp.sum(jnp.sin(exponentials / jnp.sum(exponentials, axis=-1, keepdims=True) @ w))

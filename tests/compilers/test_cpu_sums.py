@@ -1,4 +1,4 @@
-"""What XLA for CPU stores where others fuse, and what its products are given."""
+"""What XLA for CPU stores where others fuse, and in what form its products read operands."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_a_cpu_transposes_cotangents_for_the_gradients_of_weights() -> None:
         return jnp.sum(jnp.sin(scores))
 
     for device, shape, transposed, twice in (
-        # Where it sums over examples and tokens.
+        # If it sums over examples and tokens.
         ("cpu", (2, 16, 8), 2 * 16 * 4 * 4, 0),
         ("cpu", (16, 8), 0, 0),
-        # There the cotangent of what is multiplied with itself is two arrays.
+        # There the cotangent of a value multiplied with itself is two arrays.
         ("h200", (2, 16, 8), 0, 2 * 16 * 4 * 4),
         ("v5e", (2, 16, 8), 0, 0),
     ):
@@ -79,7 +79,7 @@ def test_a_cpu_transposes_cotangents_for_the_gradients_of_weights() -> None:
 
 
 def all_kept(graph: Graph) -> Schedule:
-    """All under one checkpoint that keeps everything by name."""
+    """Everything under one checkpoint that keeps it all by name."""
     every = tuple(range(len(graph)))
     return Schedule(regions=(Region(vertices=every, kept=every),))
 
@@ -135,9 +135,9 @@ def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
         rows, product = widened * 32 * 8, widened * 8 * 4
         for schedule in (None, plain(graph)):
             assert held_bytes(found, schedule, Held) == rows + product
-        # A checkpoint widens again what it reads; the zeros that rows are added to are there.
+        # A checkpoint widens its inputs again; the zeros to which rows are added exist.
         assert held_bytes(found, whole(graph), Held) == rows
-        # Its gradient comes out as float32, while the product's step runs.
+        # Its gradient is float32 while the product's step runs.
         assert graph.workspace_bytes[names(graph).index("dot_general")] == product
 
 
@@ -169,14 +169,14 @@ def test_a_cpu_transposes_what_convolutions_read() -> None:
         assert products == [0, 2, 4, 5]
         effects = [one for one in found.effects if isinstance(one, Transposed)]
         assert [pair for one in effects for pair in one.pairs] == pairs
-        # Beside the step of what is read lies the cotangent of what reads it.
+        # The cotangent of the reader exists during the step of what it reads.
         workspaces = [graph.workspace_bytes[vertex] for vertex in (1, 3)]
         assert all((size <= one) == bool(pairs) for one in workspaces)
         every = tuple(range(len(graph)))
         for regions, twice in (
             ([Region(vertices=every)], 0),
             ([Region(vertices=every, checkpointed=False)], 0),
-            # Transposed for what is outside of the checkpoint, as it is for what is under it.
+            # Transposed for what is outside the checkpoint, unchanged for what is inside.
             ([Region(vertices=every[:5], checkpointed=False), Region(vertices=every[5:])], size),
             ([Region(vertices=every[:4], checkpointed=False), Region(vertices=every[4:])], 0),
         ):

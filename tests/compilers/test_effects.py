@@ -1,4 +1,4 @@
-"""What depends on the schedule: arrays to write to, and bytes held beside."""
+"""What depends on the schedule: arrays to write to, and bytes held in addition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat_opt.schedule import Region, Schedule, plain
 from tests.compiler_graphs import whole
 from tests.graphs import depth, graphs, nested_graphs
 
-#: Only what is pinned may take memory just while it runs forward.
+#: Only a pinned vertex may take memory just while it runs forward.
 CHAIN = dataclasses.replace(
     Graph.from_edges([4] * 5, [(vertex, vertex + 1) for vertex in range(4)]),
     pinned=(False, False, True, False, False),
@@ -34,7 +34,7 @@ def test_what_is_written_is_put_into_the_graph_and_nothing_else(name: str) -> No
     assert after == (*before[:2], before[2] + 7, *before[3:])
     assert all(type(one) is int for one in after)
     assert dataclasses.replace(found, **{name: before}) == CHAIN
-    # The graph itself is as it was.
+    # The graph itself is unchanged.
     assert Figures.of(CHAIN).put_into(CHAIN) == CHAIN
 
 

@@ -44,22 +44,22 @@ def test_arrays_that_meet_lie_beside_one_another() -> None:
 
 
 def test_an_array_takes_the_tightest_hole() -> None:
-    # 4 at 0, 1 at 4, 3 at 5, 1 at 8. When 4 and 3 are gone, another 3 comes between the ones, so
-    # that the 4 after it has a place as well.
+    # 4 at 0, 1 at 4, 3 at 5, 1 at 8. When 4 and 3 are gone, another 3 goes between the ones, so
+    # that the 4 after it also has a place.
     found = arrays((0, 4, 4), (1, 9, 1), (2, 4, 3), (3, 9, 1), (5, 9, 3), (6, 9, 4))
     assert heap_bytes(found) == 9
 
 
 def test_an_array_that_outlives_its_neighbours_leaves_a_hole() -> None:
-    # They are placed as they come: the 3 above the 4, where it stays, and then nothing of 5 fits.
-    # (Less than 17 MiB would be copied from vector memory.)
+    # They are placed as they come: the 3 above the 4, where it stays, and then no 5 fits. (Less
+    # than 17 MiB would be copied from vector memory.)
     found = arrays((0, 1, 4), (1, 5, 3), (2, 5, 5), unit=17 * MIB)
     assert found.peak_bytes == 8 * 17 * MIB
     assert heap_bytes(found) == 12 * 17 * MIB
 
 
 def test_what_is_copied_from_vector_memory_takes_the_place_of_what_was_read_to_make_it() -> None:
-    # The 16 is made of the 512, which nothing reads any more: it is copied to where that was.
+    # The 16 is made from the 512, which nothing reads any more: it is copied to its place.
     lives = (0, 9, 32), (1, 3, 512), (3, 9, 16), (4, 9, 520)
     assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 16 + 520) * MIB
     # A 17 comes straight from the step that makes it, above the 512, and nothing fits below.
@@ -68,7 +68,7 @@ def test_what_is_copied_from_vector_memory_takes_the_place_of_what_was_read_to_m
 
 
 def test_of_arrays_that_come_together_the_largest_is_placed_first() -> None:
-    # Else the 5 would lie above the 2, and the 6 above it.
+    # Otherwise the 5 would be above the 2, and the 6 above it.
     found = arrays((0, 9, 2), (0, 1, 5), (2, 9, 6), unit=17 * MIB)
     assert heap_bytes(found) == (5 + 2 + 6) * 17 * MIB
 
@@ -76,7 +76,7 @@ def test_of_arrays_that_come_together_the_largest_is_placed_first() -> None:
 def test_many_small_arrays_count_by_what_is_alive() -> None:
     small = [(step, step + 9, 1) for step in range(50)]
     assert heap_bytes(arrays((0, 60, 1000), *small)) == 1010
-    # They are gone when the larger array comes.
+    # They are freed when the larger array comes.
     early = [(0, 9, 1)] * 10
     assert heap_bytes(arrays((0, 9, 1000), (10, 20, 1005), *early)) == 1010
 
@@ -86,12 +86,12 @@ def test_what_is_small_and_soon_read_stays_in_vector_memory() -> None:
     for last, mebibytes, counts in ((5, 48, False), (6, 48, True), (5, 49, True)):
         found = heap_bytes(arrays(large, (1, last, mebibytes * MIB)))
         assert found == (2000 + mebibytes * counts) * MIB
-    # Not where that would be much of the program.
+    # But not if that would be much of the program.
     assert heap_bytes(arrays((0, 60, 300 * MIB), (1, 5, 48 * MIB))) == 348 * MIB
 
 
 def test_the_backward_pass_fills_vector_memory_with_what_it_reads_soonest() -> None:
-    # Five run again, one after the other, and are read in the opposite order. Two find room.
+    # Five run again, one after the other, and are read in reverse order. Two find room.
     again = [(10 + number, 40 - number, 48) for number in range(5)]
     kept = 0, 50, 1000
     assert heap_bytes(arrays(kept, *again, unit=MIB, backward=10)) == (1000 + 3 * 48) * MIB
@@ -115,7 +115,7 @@ def test_a_heap_holds_what_is_alive_and_no_more_than_all(
 @hypothesis.given(scheduled_graphs())
 def test_heaps_of_schedules(drawn: tuple[Graph, Schedule]) -> None:
     found = spans(*drawn)
-    # What is no small share of all that is alive is never left out.
+    # An array that is not a small share of what is alive is never left out.
     large = found.bytes > found.peak_bytes / 8
     chosen = {name: getattr(found, name)[large] for name in ("first", "last", "bytes")}
     least = dataclasses.replace(found, **chosen).peak_bytes
@@ -123,18 +123,18 @@ def test_heaps_of_schedules(drawn: tuple[Graph, Schedule]) -> None:
 
 
 def test_the_largest_is_placed_first_whenever_it_comes() -> None:
-    # The 4s lie at 0 and 4 though they come last, so the 2s that meet one of them lie above both.
+    # The 4s are at 0 and 4 although they come last, so the 2s that meet one of them are above both.
     found = arrays((0, 5, 2), (1, 5, 2), (2, 3, 4), (3, 4, 4), (6, 7, 4))
     assert found.peak_bytes == 12
     assert heap.decreasing_size_heap_bytes(found) == 12
-    # While the 2s live two 4s are never there with the third: nothing of the third's place is free.
+    # While the 2s live, two 4s are never alive with the third: the third's place is never free.
     found = arrays((0, 9, 2), (0, 9, 2), (0, 1, 4), (1, 2, 4), (1, 1, 4), (8, 9, 3), (7, 8, 3))
     assert found.peak_bytes == 16
     assert heap.decreasing_size_heap_bytes(found) == 16
 
 
 def test_what_lives_longest_may_be_placed_first_instead() -> None:
-    # Largest first, the 5 is at the bottom and the 2 that meets it on top of it: 9 with all others.
+    # Largest first, the 5 is at the bottom with the 2 that meets it on top: 9 with all others.
     found = arrays((4, 6, 4), (5, 5, 2), (1, 3, 5), (2, 6, 2))
     assert found.peak_bytes == 8
     assert heap.decreasing_size_heap_bytes(found) == 8

@@ -1,4 +1,4 @@
-"""Which axes may be in the lanes of a TPU's tiles, beside what was seen compiled."""
+"""Which axes may be in the lanes of a TPU's tiles, compared with what was seen compiled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_convolutions_have_channels_or_batch_innermost_and_what_is_beside_them_t
     images = [v for v, kind in enumerate(program.types) if len(kind.shape) == 4 and v in found]
     assert set(found) == set(images)
     assert {found[value] for value in images} == {(0, 1)}
-    # All of them but the kernel.
+    # All of them except the kernel.
     assert sum(len(kind.shape) == 4 for kind in program.types) - 1 == len(images)
 
 

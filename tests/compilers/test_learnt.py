@@ -1,4 +1,4 @@
-"""What was learnt by compiling: sharing it, correcting by it, files of it."""
+"""What was learnt by compiling: sharing it, correcting by it, storing it in files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAIN = Graph.from_edges([100] * 8, [(v, v + 1) for v in range(7)])
 
 
 def cut(*edges: int, checkpointed: bool = True) -> Schedule:
-    """Regions between edges under checkpoints that keep their last vertex; the rest is open."""
+    """Regions between edges, whose checkpoints keep their last vertex; the rest is free."""
     regions = [
         Region(vertices=tuple(range(a, b)), kept=(b - 1,), checkpointed=checkpointed)
         for a, b in itertools.pairwise(edges)
@@ -39,7 +39,7 @@ def moments(schedule: Schedule) -> tuple[Moment, ...]:
 
 
 def compiled(schedule: Schedule, known: Learnt | None = None, holes: int = 0) -> Learnt:
-    """What a compiler teaches that takes 7 more for each tanh's backward step, and 2 forward."""
+    """What we learn from a compiler that takes 7 more for each tanh backward, and 2 forward."""
     story = moments(schedule)
     more = {"backward": 7, "forward": 2, "recompute": 0}
     alive = [

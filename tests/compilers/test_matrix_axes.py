@@ -1,4 +1,4 @@
-"""Which axes a TPU's compiler stores innermost, beside what was seen compiled."""
+"""Which axes a TPU's compiler stores innermost, compared with what was seen compiled."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_of_attention_tokens_and_channels_are_innermost() -> None:
     one = jnp.ones((WIDTH, DEPTH)), jnp.ones((DEPTH,))
     x = jnp.ones((3, TOKENS, WIDTH))
     program, found = axes_by_shape(attention, [one] * 3, x)
-    # Of queries, keys and values, biases included, whatever lies between them and the product.
+    # Of queries, keys and values, including biases, whatever lies between them and the product.
     assert found[(3, TOKENS, DEPTH)] == {(1, 2)}
     assert found[(3, TOKENS, TOKENS)] == {(1, 2)}
-    # What the projections read is no operand of a batched product; nor are weights.
+    # What the projections read is not an operand of a batched product; nor are weights.
     assert (3, TOKENS, WIDTH) not in found
     assert (WIDTH, DEPTH) not in found
     by_products = {
@@ -62,7 +62,7 @@ def test_a_transposed_operand_has_them_where_it_comes_from() -> None:
     "fn",
     [
         lambda x: jnp.sum(x @ x),
-        # A matrix times a vector of each batch.
+        # A matrix times a vector for each batch.
         lambda x: jnp.sum(jnp.einsum("bi,bi->b", x, x)),
         # With two batch axes, one of these may be innermost.
         lambda x: jnp.sum(jnp.einsum("abij,abjk->abik", *[x.reshape(2, 2, 4, 4)] * 2)),

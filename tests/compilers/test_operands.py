@@ -1,4 +1,4 @@
-"""What XLA for TPU stores of what its products read."""
+"""What XLA for TPU stores of its products' operands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_tpu_stores_as_bfloat16_what_one_product_reads_with_others() -> None:
     args, full = ([jnp.ones((256, 128))] * 2, jnp.ones((256, 128))), 128 * 128 * 4
     _, _, graph = graph_of(loss, *args, device="v5e")
     sizes = dict(zip(names(graph), graph.bytes, strict=True))
-    # The sums are read there alone, what is summed elsewhere too.
+    # The sums are read only there, what is summed elsewhere too.
     assert sizes["cumsum"] == full // 2
     assert sizes["reduce_window_max"] == full
     assert "concatenate" not in sizes
@@ -60,7 +60,7 @@ def test_a_tpu_stores_as_bfloat16_what_one_product_reads_with_others() -> None:
 
 
 def test_a_tpu_stores_what_products_read_with_its_bias_and_scale() -> None:
-    """As the queries of attention: one kernel multiplies, adds, scales and rounds."""
+    """Like the queries of attention: one kernel multiplies, adds, scales and rounds."""
 
     def attention(parameters, x):
         query = (x @ parameters["query"] + parameters["bias"]) / 8
@@ -83,7 +83,7 @@ def test_a_tpu_stores_what_products_read_with_its_bias_and_scale() -> None:
     assert names(graph)[:2] == ["div", "dot_general"]
     assert graph.bytes[:2] == (full // 2, full // 2)
     assert graph.flops[0] == graph.flops[1] + 2 * 256 * 128
-    # The step backward is a product: the cotangent that it reads is not written over.
+    # The backward step is a product: the cotangent that it reads is not overwritten.
     assert graph.cotangent_bytes[0] == full
     assert not graph.in_place[0]
     _, _, unscaled = graph_of(scaled, *args, device="v5e")

@@ -1,4 +1,4 @@
-"""Cotangents that take the place of values that go."""
+"""Cotangents that take the place of values no longer needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions with what they take, read off the schedules that have them."""
+"""Regions with what they take, from the schedules that have them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_region_is_there_wherever_the_graph_is_the_same() -> None:
     assert by_region[three].held_bytes == 100
     assert by_region[three].needs_bytes == by_region[schedule.regions[1]].needs_bytes
     assert by_region[three].cost == by_region[schedule.regions[1]].cost > 0
-    # The same is not looked at twice.
+    # The same schedule is not looked at twice.
     count = len(parts.found)
     parts.add(schedule, simulate(CHAIN, schedule).moments)
     assert len(parts.found) == count
@@ -55,7 +55,7 @@ def test_the_parts_of_a_schedule_add_up_to_it() -> None:
 
 
 def test_what_one_region_does_well_all_others_do() -> None:
-    """Of one schedule with one short region come schedules with many."""
+    """One schedule with one short region gives schedules with many."""
     schedule = cut(0, 9, 11)
     parts = Parts(CHAIN, NOTHING, CHAIN.seconds)
     parts.add(schedule, simulate(CHAIN, schedule).moments)

@@ -41,7 +41,7 @@ def test_zeros_are_shared_with_a_pooling_of_overlapping_windows() -> None:
         return lax.max(y, 0.0)
 
     zeros = 2 * IMAGES.nbytes
-    # What the transform can keep apart only the unchanged function pays for.
+    # What the transform can keep apart costs only the unchanged function.
     for activation, strides, device, held, unchanged in (
         (jax.nn.relu, OVERLAPPING, "h200", 0, zeros),
         (maximum, OVERLAPPING, "h200", zeros, zeros),
@@ -65,11 +65,11 @@ def pooled_on_a_cpu(loss, kernels) -> tuple[Model, Graph, list[int]]:
 def test_a_cpu_searches_coordinates_where_a_pooling_runs() -> None:
     size, pooled = IMAGES.size, 2 * 4 * 4 * 4
     found, graph, (vertex,) = pooled_on_a_cpu(pooling_loss(jax.nn.relu, APART), KERNEL)
-    # The gradient reads the place of each maximum, and not what was searched for it.
+    # The gradient reads the place of each maximum, not the array searched for it.
     assert graph.internal_bytes[vertex] == 4 * 4 * pooled
     assert graph.forward_workspace_bytes[vertex] == 4 * 4 * size
     assert graph.needs[vertex] == ()
-    # To search once more would take these arrays from one pass to the other.
+    # Searching again would hold these arrays from one pass to the other.
     assert graph.pinned[vertex]
     assert held_bytes(found, plain(graph)) == held_bytes(found, None) == 0
     # Overlapping windows scatter into zeros; padding makes both larger.

@@ -88,7 +88,7 @@ def test_what_is_added_to_a_product_is_its_bias() -> None:
     def loss(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
         first = x @ w + b
         second = (first @ w).reshape(-1, 2, 4) + b.reshape(2, 4)
-        # Neither a residual nor what is computed of it is a bias.
+        # Neither a residual nor anything computed from it is a bias.
         return jnp.sum(jnp.tanh(x + second.reshape(x.shape) @ w) @ w + jnp.sin(b))
 
     program = tracing.trace(loss, W, B, X)

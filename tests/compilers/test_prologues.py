@@ -28,10 +28,10 @@ def two_products(between: Callable[[jax.Array], jax.Array]) -> Callable[..., jax
         # Computed from the product, with its bias.
         (jax.nn.relu, []),
         (lambda y: jax.nn.relu(-y), []),
-        # Dear, or of two arrays.
+        # Expensive, or made from two arrays.
         (jnp.tanh, ["tanh"]),
         (lambda y: y * jax.nn.sigmoid(y), ["mul"]),
-        # Of what a normalisation gives, not of what is under it.
+        # For the result of a normalisation, not for what is below it.
         (lambda y: jax.nn.relu(y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True))), ["mul"]),
     ],
 )

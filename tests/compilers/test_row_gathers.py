@@ -25,7 +25,7 @@ ROWS = jnp.zeros(X.shape[0], int)
     [
         (lambda x: jnp.take_along_axis(x, ROWS[:, None], axis=1), True),
         (lambda x: jnp.take_along_axis(x, ROWS[:, None], axis=1, mode="clip"), True),
-        # Two of each row, whole rows, and one of each column.
+        # Two from each row, whole rows, and one from each column.
         (lambda x: jnp.take_along_axis(x, jnp.stack([ROWS, ROWS], axis=1), axis=1), False),
         (lambda x: x[ROWS], False),
         (lambda x: jnp.take_along_axis(x, jnp.zeros((1, X.shape[1]), int), axis=0), False),
@@ -78,7 +78,7 @@ def test_what_is_picked_from_is_what_was_widened() -> None:
         program = tracing.trace(fn, W.astype(dtype), X.astype(dtype))
         found = picking(program, Rules(platform="tpu"))
         assert list(found.values()) == ([narrow] if narrow else [])
-        # Elsewhere a gather reads what it read.
+        # Elsewhere a gather reads what it read before.
         read = [
             e.operation.inputs[0].dtype for e in program.equations if is_row_gather(e.operation)
         ]

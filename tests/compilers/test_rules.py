@@ -1,4 +1,4 @@
-"""The rules by name: each is asked for where its row says, and changes something."""
+"""The rules by name: each is used in the file that its row names, and changes something."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_rule_is_asked_for_by_its_file_or_by_one_that_uses_it() -> None:
 
 
 def test_nothing_else_asks_for_a_rule() -> None:
-    """``transform`` and the rest know nothing of compilers."""
+    """``transform`` and the rest know nothing about compilers."""
     inside = {*ROOM.glob("*.py")}
     others = [file for file in ROOM.parent.rglob("*.py") if file not in inside]
     assert others
@@ -96,7 +96,7 @@ def test_arrays_are_padded_to_tiles_where_that_is_a_rule() -> None:
     kind = ArrayType(shape=(9, 100), dtype="float32")
     assert compiler_of("v5e").buffer_bytes(kind) == 16 * 128 * 4
     assert compiler_of("v5e", ["tiles"]).buffer_bytes(kind) == kind.bytes == 9 * 100 * 4
-    # What has one dimension, or no entry, is not.
+    # Arrays with one dimension, or no entries, are not.
     for shape in ((9,), (), (0, 3)):
         assert compiler_of("v5e").buffer_bytes(ArrayType(shape=shape, dtype="float32")) == (
             4 * jnp.zeros(shape).size
@@ -282,7 +282,7 @@ huge = jax.ShapeDtypeStruct((8192, 8192), "float32")
 widths = [64, 128, 96, 384, 640, 64, 32]
 changing = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
 
-#: For each rule devices and a program with arguments.
+#: For each rule, devices and a program with arguments.
 PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
     "operands_rounded": ("v5e", pooled_rows, ([SQUARE], ROWS)),

@@ -30,7 +30,7 @@ def all_of(*weights: SharedWeight) -> SharedWeights:
 
 
 def summed(*regions: Region) -> list[int]:
-    """The sums, without the parts, in weights."""
+    """The sums, without the parts, as multiples of the weight."""
     found = all_of(WEIGHT).sums(regions, 8).tolist()
     return [(size - part) // 10 for size, part in zip(found, PART, strict=True)]
 
@@ -42,17 +42,17 @@ def test_outermost_sums_are_computed_where_gradients_are_put_out() -> None:
 
 
 def test_a_checkpointed_region_has_a_sum_of_its_own() -> None:
-    # Backward from the last vertex: nothing is summed until a part was computed in the region.
+    # Backward from the last vertex: nothing is summed until a part is computed in the region.
     assert summed(region(*range(8))) == [1, 1, 1, 1, 1, 1, 0, 0]
     halves = region(0, 1, 2, 3), region(4, 5, 6, 7)
     assert summed(*halves) == [1, 1, 1, 0, 1, 1, 0, 0]
-    # No matter in what order the vertices are numbered.
+    # Whatever the order in which vertices are numbered.
     assert summed(region(0, 2, 4, 6), region(1, 3, 5, 7)) == [1, 1, 1, 0, 1, 0, 0, 0]
 
 
 def test_regions_inside_have_more() -> None:
     inside = region(0, 1), region(2, 3), region(4, 5, 6, 7)
-    # While a region in it has its turn, the sum of the later ones waits beside its own.
+    # During an inner region's turn, the sum of the later ones waits beside its own.
     assert summed(region(*range(8), inside=inside)) == [2, 1, 2, 1, 1, 1, 0, 0]
     inside = region(0, 1, 2, 3), region(4, 5, 6, 7, checkpointed=False)
     assert summed(region(*range(8), inside=inside)) == [2, 2, 2, 1, 1, 1, 0, 0]
@@ -84,7 +84,7 @@ def test_unchanged_all_parts_wait() -> None:
 
 def test_unchanged_parts_are_put_off_where_what_they_read_is_smaller() -> None:
     late = dataclasses.replace(all_of(WEIGHT), put_off=True)
-    # All parts when the first vertex that has one comes, before that what they are computed from.
+    # All parts once the first vertex that has one comes; before that, what they are computed from.
     assert late.parts(8).tolist() == [12 + 40, 12 + 40, 9, 9, 6, 3, 3, 0]
     assert late.parts_bytes == 40
     large = dataclasses.replace(WEIGHT, read_bytes=10)
@@ -120,7 +120,7 @@ def test_what_vector_memory_takes_is_spared() -> None:
 
 
 def shared_weights(fn: Callable[..., Any], *args: Any, device: str = "h200") -> SharedWeights:
-    """Those of a function."""
+    """The shared weights of a function."""
     _, found, _ = graph_of(fn, *args, device=device)
     (weights,) = (effect for effect in found.effects if isinstance(effect, SharedWeights))
     return weights
@@ -147,7 +147,7 @@ def test_weights_of_a_program(device: str, spared: bool) -> None:
 
 
 def test_weights_with_common_factors_are_one_group() -> None:
-    """Of a stack of cells: the state of one layer is the input of the next."""
+    """The loss of a stack of cells: the state of one layer is the input of the next."""
 
     def stack(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         states = [x] * 3
@@ -161,7 +161,7 @@ def test_weights_with_common_factors_are_one_group() -> None:
     weight = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     found = shared_weights(stack, [weight] * 6, weight)
     groups = [one.group for one in found.weights]
-    # With what a layer multiplies its state, the next one multiplies its input.
+    # A layer multiplies its state by what the next one multiplies its input by.
     assert len(groups) == 6
     assert groups[0] == groups[3]
     assert groups[2] == groups[5]
@@ -177,8 +177,8 @@ def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
 
     size = W.nbytes
     for device, summed, of_plan, unchanged in (
-        # In a checkpointed region the sum, and beside it the part that is computed; without a
-        # checkpoint the sum is where the gradient is put out.
+        # In a checkpointed region, the sum and the part being computed; without a checkpoint, the
+        # sum is where the gradient is returned.
         ("h200", 2 * size, size, 5 * size),
         ("cpu", 2 * size, 2 * size, 5 * size),
         ("v5e", 0, 0, 0),
@@ -191,7 +191,7 @@ def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
         planned = found.graph_of(plain(graph)).workspace_bytes
         assert {planned[v] for v in products[:5]} == {of_plan}
         assert not any(graph.workspace_bytes[v] for v in (*before, *after))
-        # As it is, one part after the other comes, and none goes.
+        # Unchanged, parts come one after the other, and none is freed.
         parts = changed(found, None).workspace_bytes
         assert not any(parts[v] for v in after)
         for number, vertex in enumerate(products[:5]):

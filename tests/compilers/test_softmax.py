@@ -1,4 +1,4 @@
-"""Softmax in mixed precision: which ones are found, what a TPU stores, what plans keep of it."""
+"""Softmax in mixed precision: which ones are found, what a TPU stores, what plans keep."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None
     scores, exponentials = (found.labels.index(text) for text in squares(found))
     assert found.labels[exponentials].startswith("exp f32")
     assert found.graph.predecessors[exponentials].count(scores) == 1
-    # The padding of a TPU hides the widths: what is compared is one array in two of them.
+    # A TPU's padding hides the widths: one array is compared in two of them.
     assert found.graph.cotangent_bytes[scores] == 1
     assert 0 < found.graph.cotangent_bytes[exponentials] <= found.graph.bytes[exponentials]
-    # Backward the exponentials are read, and the scores no more.
+    # Backward, the exponentials are read, and the scores no longer.
     read = {needed for needs in found.graph.needs for needed in needs}
     assert exponentials in read
     assert scores not in read
@@ -111,7 +111,7 @@ def test_a_tpu_stores_the_scores_of_a_plan_and_the_gradient_of_the_weights() -> 
         "reduce_sum",
     ]
     assert 0 < found.graph.cotangent_bytes[scores] <= found.graph.bytes[scores]
-    # The gradients of queries and keys are products that read the scores once more.
+    # The gradients of queries and keys are products that read the scores again.
     assert scores in found.graph.needs[scores]
     assert len(found.as_it_is.graph) == len(found.graph) + 1
     assert found.unchanged_peak_bytes() == found.as_it_is.unchanged_peak_bytes()
@@ -161,7 +161,7 @@ def test_for_nvidia_the_scores_stay_and_the_exponentials_are_no_array() -> None:
 
 
 def barriers(jaxpr: Any) -> Iterator[Any]:
-    """The barriers, in regions too."""
+    """The barriers, including those in regions."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "optimization_barrier":
             yield equation
@@ -198,5 +198,5 @@ def test_storing_the_maxima_changes_no_gradient() -> None:
     )
     expected = np.asarray(jax.grad(loss)(w, x), "float32")
     found = np.asarray(jax.grad(rewritten(loss, "tpu", w, x))(w, x), "float32")
-    # A CPU rounds to bfloat16 where it fuses, and fuses otherwise under a checkpoint.
+    # A CPU rounds to bfloat16 where it fuses, and fuses differently under a checkpoint.
     np.testing.assert_allclose(found, expected, atol=0.01 * np.abs(expected).max())

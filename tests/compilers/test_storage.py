@@ -1,4 +1,4 @@
-"""Which values a compiler stores: FACTS of XLA's fusion, as the graph shows them."""
+"""Which values a compiler stores: facts about XLA's fusion, as the graph shows them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_elementwise_results_live_inside_what_reads_them() -> None:
 
     _, _, graph = graph_of(loss, X, X)
     assert names(graph) == ["reduce_sum"]
-    # The sum alone is computed, and it is an output: nothing lies in temporary memory.
+    # Only the sum is computed, and it is an output: nothing is in temporary memory.
     assert graph.bytes == (0,)
 
 
@@ -35,8 +35,8 @@ def test_what_an_opaque_equation_makes_or_reads_is_stored() -> None:
     assert names(graph) == ["sin", "dot_general", "reduce_sum"]
     assert graph.bytes == (X.nbytes, X.nbytes, 0)
     assert graph.predecessors == ((), (0,), (1,))
-    # The product's derivative reads the sine; the cosine's, inside the sum, the product, and writes
-    # the product's cotangent over it.
+    # The product's derivative reads the sine; the cosine's, inside the sum, reads the product and
+    # writes the product's cotangent over it.
     assert graph.needs == ((), (0, 1), (1,))
     assert graph.cotangent_bytes == (0, 1, 4)  # x is not differentiated
     assert [program.equations[root].operation.primitive for root in found.roots] == names(graph)
@@ -61,7 +61,7 @@ def test_the_sum_of_a_residual_stream_is_stored() -> None:
         return jnp.sum(jnp.sin(x))
 
     _, _, graph = graph_of(loss, [W] * 3, X)
-    # Each sum feeds a product. The last feeds the loss alone and so lives inside it.
+    # Each sum feeds a product. The last feeds only the loss, and so lives inside it.
     assert names(graph) == ["dot_general", "add", "dot_general", "add", "dot_general", "reduce_sum"]
 
 
@@ -78,7 +78,7 @@ def test_a_cheap_shared_value_is_not_stored() -> None:
 
 
 def test_a_tpu_stores_a_concatenation_that_is_read_twice() -> None:
-    """As DenseNet's, of which a normalisation takes the mean, and then reads it once more."""
+    """Like DenseNet's, of which a normalisation takes the mean before reading it again."""
 
     def loss(w, x, normalised):
         joined = jnp.concatenate([x, x @ w], axis=1)
@@ -129,8 +129,8 @@ def test_a_tpu_computes_operands_of_products_as_it_reads_them() -> None:
     # The second product's derivative reads the sine, which is computed from the first, and its own
     # result, of which its cotangent is computed.
     assert graph.needs == ((), (0, 1), (1,))
-    # Of the cotangents only the one that the second product's backward step writes is stored:
-    # the second one's own is a cosine times a scalar.
+    # Only the cotangent that the second product's backward step writes is stored: its own is a
+    # cosine times a scalar.
     assert graph.cotangent_bytes == (256 * 128 * 2, 1, 4)
 
 
@@ -151,6 +151,6 @@ def test_parts_of_sums_are_no_arrays_of_their_own() -> None:
 
     wide = jnp.ones((W.shape[0], 2 * W.shape[1]))
     _, _, graph = graph_of(loss, [wide, wide, W], X)
-    # Products, the sum of the first two, what is dear, the cell's new state, what the third reads.
+    # Products, the sum of the first two, expensive results, the new state, what the third reads.
     each = ["dot_general", "dot_general", "add", "tanh", "add", "tanh", "dot_general"]
     assert names(graph)[:14] == each * 2

@@ -1,4 +1,4 @@
-"""What is summed up has one cotangent."""
+"""The terms of a sum have one cotangent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ W, X = jnp.ones((64, 64)), jnp.ones((256, 64))
 
 
 def skips(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-    """Each layer's product is summed up in the end."""
+    """Each layer's product is summed at the end."""
     found = []
     for w in weights:
         x = jnp.tanh(x @ w)
@@ -27,7 +27,7 @@ def skips(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-    """Each layer's result is summed up in the end, and read by the next layer."""
+    """Each layer's result is summed at the end, and read by the next layer."""
     found = []
     for w in weights:
         x = jnp.tanh(x @ w)
@@ -38,11 +38,11 @@ def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("device", ["h200", "v5e", "cpu"])
 def test_products_that_are_summed_up_have_one_cotangent(device: str) -> None:
     _, _, graph = graph_of(skips, [W] * 4, X, device=device)
-    # Each activation is read by two products, of which one is summed up.
+    # Each activation is read by two products, one of which is summed.
     readers = graph.successors()
     summed = [min(readers[v]) for v, name in enumerate(names(graph)) if name == "tanh"]
     whole = [v for v in summed[:-1] if graph.cotangent_bytes[v] == X.nbytes]
-    # That of the first layer has the array: its step is the last.
+    # The first layer's has the array: its step is the last.
     assert whole == summed[:1]
 
 

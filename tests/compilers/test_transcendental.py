@@ -1,4 +1,4 @@
-"""Which results of dear functions are stored."""
+"""Which results of expensive functions are stored."""
 
 from __future__ import annotations
 

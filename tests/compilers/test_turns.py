@@ -1,4 +1,4 @@
-"""Which of a product's gradients comes first, and what is there then."""
+"""Which of a product's gradients comes first, and what is alive then."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_activation_that_is_read_elsewhere_is_not_late() -> None:
 
 
 def per_layer(graph, count: int) -> Schedule:
-    """A checkpoint for every layer of ``mlp``, the rest as it is."""
+    """A checkpoint for every layer of ``mlp``, the rest unchanged."""
     layers = names(graph).count("tanh")
     assert layers == count
     size = names(graph).index("add") + 1
@@ -115,7 +115,7 @@ def test_a_dear_result_is_no_array_where_one_kernel_reads_it() -> None:
         assert [changed(found, schedule).bytes[v] for v in tanhs] == [size] * 2
     schedule = per_layer(graph, 2)
     assert [changed(found, schedule).bytes[v] for v in tanhs] == [0, 0]
-    # Not where it is kept, nor where the product runs again for what comes behind.
+    # Not if it is kept, nor if the product runs again for what comes after.
     first, second, rest = schedule.regions
     kept = Region(vertices=first.vertices, kept=(tanhs[0],))
     assert changed(found, Schedule(regions=(kept, second, rest))).bytes[tanhs[0]] == size
@@ -172,7 +172,7 @@ def test_a_checkpoint_per_layer_takes_what_was_predicted(act) -> None:
     flat = jax.tree.leaves(arguments)
     compiled = verification.measure_plan(plan, program, flat, device).temporary_bytes
     assert compiled == pytest.approx(plan.predicted.temporary_bytes, rel=0.1)
-    # Not more than the checkpoints that a user writes.
+    # No more than a user's own checkpoints.
     by_hand = functools.partial(mlp, act=act, layer=jax.checkpoint(layer, static_argnums=2))
 
     def run(constants, given):

@@ -1,4 +1,4 @@
-"""What the graph says of each vertex, beside what is stored."""
+"""What the graph says about each vertex, besides what is stored."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def compiled() -> Callable[..., Counts]:
 
 @pytest.fixture
 def unexpanded() -> Callable[..., Counts]:
-    """(fn, *args) -> what the compiler counts before CPU expands what it has no kernel for.
+    """(fn, *args) -> what the compiler counts before CPU expands operations without a kernel.
 
     Lowered for TPU, which keeps the most operations whole; nothing is compiled.
     """

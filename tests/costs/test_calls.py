@@ -1,4 +1,4 @@
-"""A call costs what it calls, and fuses if and only if all of that does."""
+"""A call costs what it calls, and fuses if and only if everything in it does."""
 
 from __future__ import annotations
 

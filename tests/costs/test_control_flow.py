@@ -90,7 +90,7 @@ def test_a_while_that_counts_is_its_turns(only: Any) -> None:
         return lax.while_loop(lambda c: c[0] < 7, lambda c: (c[0] + 2, c[1] @ c[1]), (0, x))
 
     answer = cost(only(loop, MATRIX))
-    # A comparison and an addition beside the product.
+    # A comparison and an addition besides the product.
     assert answer.flops == 4 * (DOT + 2)
     assert not answer.estimated
 

@@ -168,6 +168,6 @@ def drawn_cases(draw: st.DrawFn) -> Case:
 )
 @given(case=drawn_cases())
 def test_flops_of_any_convolution_are_the_compilers(case: Case, ours: Any, unexpanded: Any) -> None:
-    """Held against the count before compilation: CPU rewrites degenerate convolutions."""
+    """Compared with the count before compilation: CPU rewrites degenerate convolutions."""
     assume(jax.eval_shape(case, *case.args()).size > 0)
     assert ours(case, *case.args()).flops == unexpanded(case, *case.args()).flops

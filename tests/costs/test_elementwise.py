@@ -126,7 +126,7 @@ def test_counts_are_the_compilers(name: str, only: Any, ours: Any, compiled: Any
 def test_special_functions_that_compilers_expand_differently(
     name: str, only: Any, ours: Any, compiled: Any
 ) -> None:
-    """Versions differ among themselves: the count is right to a factor of 10."""
+    """Versions differ: the count is right to a factor of 10."""
     fn = getattr(lax, name)
     args = (FLOAT, FLOAT) if name == "zeta" else (FLOAT,)
     assert compiled(fn, *args).flops / 10 < ours(fn, *args).flops < 10 * compiled(fn, *args).flops
@@ -154,7 +154,7 @@ def test_derivatives_are_the_compilers_within_2_flops_an_element(
 
 
 def test_half_precision_counts_as_much_as_single(ours: Any) -> None:
-    """CPU alone converts to float32 and back; its count is not followed."""
+    """Only CPU converts to float32 and back; its count is not followed."""
     half = jax.ShapeDtypeStruct(FLOAT.shape, jnp.bfloat16)
     assert ours(lax.add, half, half) == ours(lax.add, FLOAT, FLOAT)
 

@@ -1,4 +1,4 @@
-"""Reads and writes at computed places cost the combiner's FLOPs, and none where there is none."""
+"""Reads and writes at computed places cost the combiner's FLOPs, if there is one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_cholesky(ours: Any, unexpanded: Any) -> None:
     def cholesky(a: jax.Array) -> Any:
         return lax.linalg.cholesky(a, symmetrize_input=False)
 
-    # JAX blanks the upper half in equations of its own, some of which XLA folds away.
+    # JAX blanks the upper half in separate equations, some of which XLA folds away.
     assert ours(cholesky, SQUARE).flops == pytest.approx(
         unexpanded(cholesky, SQUARE).flops, rel=0.05
     )

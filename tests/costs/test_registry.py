@@ -1,4 +1,4 @@
-"""Users add rules of their own; nobody replaces one unawares; nothing unknown stops a plan."""
+"""Users add their own rules; nobody replaces one by accident; nothing unknown stops a plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FREE = Cost(flops=0, transcendentals=0, bytes_read=0, bytes_written=0, fusion=Fu
 
 @pytest.fixture(autouse=True)
 def forget_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules registered in a test go when it ends."""
+    """Removes rules registered in a test when it ends."""
     monkeypatch.setattr(registry, "_rules", dict(registry._rules))
 
 
@@ -109,7 +109,7 @@ def test_an_unknown_primitive_costs_what_is_inside_it() -> None:
 
 
 def test_a_rule_whose_parameters_are_gone_is_estimated() -> None:
-    """Another JAX may name them otherwise; a plan is made all the same, and says so."""
+    """Another JAX may name them differently; a plan is still made, and says so."""
     operation = _operation("dot_general")
     assert cost(operation) == unknown_cost(operation)
 

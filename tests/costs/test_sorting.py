@@ -1,4 +1,4 @@
-"""Sorting costs what the compiler says; the compiler says nothing of top_k."""
+"""Sorting costs what the compiler says; the compiler says nothing about top_k."""
 
 from __future__ import annotations
 

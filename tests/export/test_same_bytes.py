@@ -1,4 +1,4 @@
-"""Exported code compiles to the bytes of the decorated function, whatever it is compiled for."""
+"""Exported code compiles to the bytes of the decorated function, for any device."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Calls become lines: values' names are used again, and what repeats is a loop."""
+"""Calls become lines: names of values are reused, and repetition becomes a loop."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def layers(count, offset=0):
 def test_layers_in_turn_are_a_loop():
     items, given_values, last = layers(5)
     lines, known = written(items, given_values, [last])
-    # The first reads the batch, all others the result of the one before.
+    # The first reads the batch, each other one the result before it.
     assert lines == [
         'x = layer(batch, params[0]["kernel"], params[0]["scale"])',
         "for i in range(1, 5):",

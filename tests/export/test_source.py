@@ -122,7 +122,7 @@ CASES = {
     "chunked": (chunked, (array(64, 16, 16), array(64, 16)), {"budget": 0.35}),
 }
 
-# What runs in a process in which importing remat_opt fails.
+# Runs in a process in which importing remat_opt fails.
 ELSEWHERE = """
 import importlib.util, json, pickle, sys
 sys.modules["remat_opt"] = None
@@ -150,7 +150,7 @@ def planned():
 
 @pytest.fixture(scope="module")
 def sources(planned):
-    # Made when asked for: what is not slow asks for two.
+    # Made on request: the fast tests use two.
     return functools.cache(lambda name: planned[name][0].to_source(*planned[name][1]))
 
 
@@ -251,7 +251,7 @@ def test_parts_and_chunks_compile_to_the_same_bytes():
 
 
 def test_the_cases_hold_every_form_of_loop(sources):
-    # Of a loop in one part without chunks it is not said what derivatives reach.
+    # For a loop in one part without chunks, the code does not say what derivatives reach.
     assert "reach=(" in sources("recurrent").text
     assert "jax.checkpoint(" in sources("chunked").text
 
@@ -265,7 +265,7 @@ def test_reads_as_the_plan(sources):
 
 
 def depth(params, x):
-    """Twelve layers that call a function of their own."""
+    """Twelve layers that call the user's own function."""
 
     def normalized(x, scale):
         return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
@@ -286,7 +286,7 @@ def deep_arguments(count):
 
 
 def own_lines(source):
-    """The lines of what is no helper."""
+    """The lines that are not helpers."""
     functions = source.text.split("\n\n\n")
     return [
         line
@@ -332,7 +332,7 @@ def test_layers_that_are_the_same_are_written_once_and_called_in_a_loop():
 
 
 def test_regions_in_a_region_keep_by_names_of_their_own():
-    # All layers are one function; what one region keeps, the region round it is to compute again.
+    # All layers are one function; what one region keeps, the region around it must recompute.
     args = [array(32, 32)] * 4, array(128, 32)
     plan = remat_opt.make_plan(mlp, *args, device="cpu", budget=1.0)
     layers = [tuple(range(4 * n, 4 * n + 4)) for n in range(4)]
@@ -384,7 +384,7 @@ REFUSED = {
     "flax_nnx": "flax.nnx modules, which code cannot hold",
     "linear_algebra": "custom_linear_solve cannot be written as code",
 }
-#: Those whose arguments an exported function takes in another way.
+#: Those whose arguments an exported function takes in a different way.
 OTHER_ARGUMENTS = {"static_arguments", "loop_differentiated_forward"}
 
 
@@ -402,14 +402,14 @@ def test_gives_the_same_gradients(name):
 
     here, there = result(fn), result(exported)
     assert jax.tree.structure(here) == jax.tree.structure(there)
-    # Called without jit one is compiled as a whole and the other equation by equation.
+    # Called without jit, one is compiled as a whole and the other equation by equation.
     rounding = 2e-3 if name == "bfloat16" else 1e-5
     numbers = [
         np.abs(leaf).max()
         for leaf in map(jnp.asarray, jax.tree.leaves(here))
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
     ]
-    # What cancels, as a bias before a normalization, is off by what it is summed up from.
+    # What cancels, like a bias before a normalization, is off in proportion to its terms.
     size = max(numbers)
     for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
         if jnp.issubdtype(jnp.asarray(one).dtype, jnp.inexact):

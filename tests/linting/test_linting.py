@@ -1,7 +1,7 @@
-"""Each check, with a program that it finds fault with and one that it does not.
+"""Each check, with a program in which it finds a fault and one in which it does not.
 
-What a finding says of memory is held against the compiler: the checkpoint that it is about changes
-nothing, and what is advised does.
+What a finding says about memory is checked with the compiler: the checkpoint in question changes
+nothing, and the advice does.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_round_a_scan(plain_bytes):
 
 
 def test_a_policy_round_a_scan_before_a_head():
-    """The names are kept, but all else in all iterations is computed again at once."""
+    """The names are kept, but everything else in all iterations is recomputed at once."""
 
     def body(h, w):
         return jnp.sin(jnp.tanh(checkpoint_name(h @ w, "hidden")) @ w) + h, None
@@ -166,7 +166,7 @@ def test_round_the_last_block(least_bytes):
 
 @pytest.mark.parametrize("kind", ["scan", "fori_loop"])
 def test_round_the_last_loop(kind):
-    """Its own values are all there at once either way."""
+    """Its own values all exist at once either way."""
 
     def run(w, x):
         if kind == "scan":
@@ -344,7 +344,7 @@ def test_a_policy_of_ones_own_with_the_flag(new_checkpoint):
 
 
 def test_an_ignored_policy_is_told(new_checkpoint, monkeypatch):
-    """In versions of JAX that follow such policies, too, the check itself is tested."""
+    """Tests the check itself, even in versions of JAX that follow such policies."""
     monkeypatch.setattr(_jax_checkpoints, "ignores_plain_policies", lambda: True)
     found = remat_opt.lint(with_policy(own), W, X)
     assert {row["check"] for row in found.rows} == {"own-policy"}

@@ -1,4 +1,4 @@
-"""Memory as compiled beside the replay: from records made by hand, and from real compilers."""
+"""Memory as compiled against the replay: from hand-made records, and from real compilers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.devices import needs_cuda_plugin
 FORWARD = "jvp(remat_region{})/remat_eq{}/x"
 AGAIN = "transpose(jvp(remat_region{}))/checkpoint/rematted_computation/remat_eq{}/x"
 BACKWARD = "transpose(jvp(remat_region{}))/checkpoint/remat_eq{}/x"
-#: Equations that make vertices.
+#: The equations of the vertices.
 ROOTS = (1, 4, 6)
 
 
@@ -30,7 +30,7 @@ def moment(phase: str, region: int, vertex: int, depth: int = 0) -> Moment:
     return Moment(phase=phase, region=region, vertex=vertex, depth=depth, live_bytes=0)
 
 
-#: Vertices 0 and 1 under a checkpoint, 2 in the open.
+#: Vertices 0 and 1 under a checkpoint, 2 under none.
 MOMENTS = (
     moment("forward", 0, 0),
     moment("forward", 0, 1),
@@ -44,7 +44,7 @@ MOMENTS = (
 
 
 def memory(*steps: tuple[str, int], buffers: tuple[Buffer, ...] = ()) -> CompiledMemory:
-    """A compiled program with such names and bytes alive."""
+    """A compiled program with these names and bytes alive."""
     timeline = np.array([live for _, live in steps], np.int64)
     return CompiledMemory(
         heap_bytes=int(timeline.max()),

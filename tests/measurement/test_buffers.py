@@ -1,4 +1,4 @@
-"""Memory over time, from texts in each of the forms that compilers write, and from real ones."""
+"""Memory over time, from texts in each form that compilers write, and from real compilers."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_every_form_is_read_alike(form: Any) -> None:
         "x", "both", "start", "copy", "state", "loop", "twice", "end",
     ]  # fmt: skip
     assert memory.heap_bytes == 112
-    # Beside the pair its table; then a copy while the first is read; last what the loop gives.
+    # The pair and its table; then a copy while the first is read; last the loop's result.
     assert memory.peak_live_bytes == 96
     assert memory.instructions[memory.peak_step].name == "copy"
     timeline = [
@@ -168,7 +168,7 @@ def test_buffers_have_their_makers() -> None:
     found = {(one.buffer.instruction, one.buffer.index): one for one in attributed(parsed())}
     assert found["both", (0,)].origin == Origin(equation=1, region=(0,), phase="forward")
     assert found["both", (1,)].origin == Origin(equation=2, region=(0,), phase="forward")
-    # A copy has no name of its own: what it is a copy of has.
+    # A copy has no name: what it is a copy of does.
     assert found["copy", ()].origin.region == (0,)
     assert found["inner", ()].origin.equation == 3
     assert found["loop", (1,)].origin == Origin(equation=3, region=(1,), phase="forward")
@@ -193,7 +193,7 @@ def test_what_lives_in_a_loop_is_of_its_step() -> None:
     step = [one.name for one in memory.instructions].index("loop")
     lives = {one.instruction: (one.first_step, one.last_step, one.counts) for one in memory.buffers}
     assert lives["inner"][:2] == (step, step)
-    # They share a place, so that one of them counts at most.
+    # They share a place, so at most one of them counts.
     assert sum(lives[name][2] for name in ("s", "inner")) <= 1
 
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_read_is_said(texts: dict[str, str], message: str) -> Non
 
 
 def test_a_part_is_counted_with_the_whole_alone() -> None:
-    """Slices are written where they are put together; there they count once."""
+    """Slices are written where they are concatenated; there they count once."""
     lives = LIVE_RANGES.replace("copy{}:4-6", "copy{}:3-9")
     assignment = ASSIGNMENT.replace("copy @0> (size=32,offset=64)", "copy @0> (size=48,offset=64)")
     memory = parsed(live_ranges=lives, assignment=assignment)
@@ -257,7 +257,7 @@ def chain(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def planned(platform: Platform, rows: int) -> tuple[Any, Any]:
-    """The chain with its plan, and an argument: on a TPU too large for its vector memory."""
+    """The chain with its plan, and an argument; too large for a TPU's vector memory."""
     x = jax.ShapeDtypeStruct((rows, 512), "float32")
     program = tracing.trace(chain, WEIGHTS, x)
     run = rewriting.rewrite(program, STAGES, platform)
@@ -284,7 +284,7 @@ def test_compiled(device: str, platform: Platform, rows: int) -> None:
     memory = found.memory
     assert memory is not None, found.notes
     if platform == "tpu" and jax.__version_info__ < (0, 11):
-        # It does not tell its heap, but what that can be reckoned from.
+        # It does not report its heap, but figures from which it can be computed.
         assert memory.heap_bytes == pytest.approx(found.temporary_bytes, rel=0.002)
     else:
         assert memory.heap_bytes == found.temporary_bytes
@@ -304,7 +304,7 @@ def test_compiled(device: str, platform: Platform, rows: int) -> None:
         and one.buffer.size_bytes == rows * 512 * 4
         and one.buffer.first_step < turn < one.buffer.last_step
     }
-    # Not the first region's input, an argument; each other one's is the last tanh before it.
+    # Not the first region's input, an argument; that of each other one is the last tanh before it.
     kept, inputs = {(0, (0,)), (4, (1,)), (8, (2,))}, {(3, (0,)), (7, (1,)), (11, (2,))}
     assert kept <= waiting
     assert waiting - kept <= inputs | {(13, (3,)), (12, (3,))}
@@ -373,7 +373,7 @@ def test_what_jax_has_cached_is_compiled_all_the_same(tmp_path: Path) -> None:
 @pytest.mark.versions
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the compiler does not tell its heap")
 def test_temporaries_that_lie_in_donated_arguments_are_not_counted() -> None:
-    """As in a training step: what is alive is more than the heap holds."""
+    """As in a training step: more is alive than the heap holds."""
     shapes = (8, 512, 1024), (8, 1024, 512), (2048, 512)
     *weights, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
 

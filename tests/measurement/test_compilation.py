@@ -81,7 +81,7 @@ def layer_shapes(*, rows: int, width: int, layers: int = 16) -> tuple[list[Any],
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a fresh process, as a user's program that sets nothing but that."""
+    """Runs ``code`` in a fresh process, like a user's program with only these settings."""
     package = Path(remat_opt.device.__file__).parent
     inherited = {
         name: value
@@ -108,7 +108,7 @@ class TestFigures:
         return [record.temporary_bytes / MIB for record in records]
 
     def test_cpu(self) -> None:
-        # Activations of 4 MiB. Both with the option that JAX 0.10 needs and without it.
+        # Activations of 4 MiB. Both with and without the option that JAX 0.10 needs.
         assert self.temporary_mib("cpu", rows=2048, width=512) == pytest.approx([132, 48], abs=0.01)
 
     @pytest.mark.cuda
@@ -318,7 +318,7 @@ def test_a_missing_package_names_the_extra(
 
 
 class TestProductsWithoutTiles:
-    """XLA for NVIDIA refuses some products where it cannot try tiles out."""
+    """XLA for NVIDIA refuses some products if it cannot try out tiles."""
 
     class Lowered:
         def __init__(self, message: str) -> None:
@@ -538,7 +538,7 @@ MEASURE_AFTER_USE = """
 @pytest.mark.slow
 @pytest.mark.versions
 class TestOtherProcesses:
-    """Compiling for a device that is not there, in programs as users have them."""
+    """Compiling for an absent device, in programs like those of users."""
 
     @pytest.mark.parametrize("device", AWAY)
     @pytest.mark.parametrize("environment", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["bare", "cpu"])

@@ -1,4 +1,4 @@
-"""The training step as what is measured: overrides reach the compiler, and what a step shows."""
+"""Measuring the training step: overrides reach the compiler, and what a step shows."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_in_a_step_gradients_are_temporaries() -> None:
     )
     assert alone.output_bytes == pytest.approx(GRADIENT_BYTES, rel=1e-3)
     assert updated.alias_bytes > 3 * GRADIENT_BYTES
-    # Adam uses each gradient up when it is there; a global norm needs all of them.
+    # Adam uses up each gradient as soon as it exists; a global norm needs all of them.
     assert alone.temporary_bytes < updated.temporary_bytes
     assert clipped.temporary_bytes >= alone.temporary_bytes + 0.95 * GRADIENT_BYTES
 
@@ -316,7 +316,7 @@ def test_a_plan_chosen_in_a_step() -> None:
 
 
 def test_a_loss_that_the_step_defines_anew_each_time() -> None:
-    """As Flax's training loops have it: under ``jax.jit``, round what the step has at hand."""
+    """As in Flax's training loops: under ``jax.jit``, around what the step has at hand."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(weights: Any, x: jax.Array) -> Any:
@@ -452,7 +452,7 @@ def test_values_in_a_step_are_those_of_the_plain_loss() -> None:
 @pytest.mark.versions
 @needs_libtpu
 def test_a_step_for_a_tpu() -> None:
-    # Large enough not to lie in vector memory.
+    # Too large for vector memory.
     weights = [(Array((256, 1024), "float32"), Array((1024, 256), "float32"))] * 4
     x = Array((16384, 256), "float32")
     loss = remat_opt.optimal_remat(plain_loss, device="v5e")

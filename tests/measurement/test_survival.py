@@ -1,4 +1,4 @@
-"""What became of recomputation: compilers that undo it, and those that do not."""
+"""What happened to recomputation: compilers that undo it, and those that do not."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def of_two_heads(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def with_vectors(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """Compilers make sums of products with a vector, or lose their names."""
+    """Compilers turn products with a vector into sums, or lose their names."""
 
     @jax.checkpoint
     def region(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ def with_vectors(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def with_common_factors(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """Some compilers make one product of those with a common factor; all, of equal ones."""
+    """Some compilers merge products with a common factor; all merge equal ones."""
 
     @jax.checkpoint
     def region(x: jax.Array) -> jax.Array:
@@ -188,7 +188,7 @@ def test_the_compilers_own_rematerialisation(monkeypatch: pytest.MonkeyPatch) ->
 
 # --- On texts -----------------------------------------------------------------------------
 
-#: A product is computed forward by a private function, twice, and once again under a checkpoint.
+#: A private function computes a product forward, twice, and again under a checkpoint.
 ASKED = """
     func.func public @main(%arg0: tensor<8x8xf32>) -> (tensor<8x8xf32>) {
       %0 = call @"layer_<0>"(%arg0) : (tensor<8x8xf32>) -> tensor<8x8xf32> loc(#loc1)
@@ -253,9 +253,9 @@ def record(
     ("text", "expected"),
     [
         (compiled(FIRST, SECOND, THIRD, HANDED_ON, LAST), record(1, 0)),
-        # What the forward pass made is read in its stead.
+        # What the forward pass made is read instead.
         (compiled(FIRST, SECOND, LAST.replace("%d", "%a")), record(0, 0)),
-        # It waits, handed on by a get-tuple-element, while the second forward product runs.
+        # It waits, passed on by a get-tuple-element, while the second forward product runs.
         (compiled(FIRST, THIRD, HANDED_ON, SECOND, LAST), record(1, 1)),
         (compiled(THIRD, FIRST, SECOND, HANDED_ON, LAST), record(1, 1)),
         # A constant may be made at any time.
@@ -263,14 +263,14 @@ def record(
             compiled(f"%k = f32[8] iota(), {AGAIN}", FIRST, SECOND, THIRD, HANDED_ON, LAST),
             record(1, 0),
         ),
-        # A name got lost, but all products are there.
+        # A name was lost, but all products are there.
         (
             compiled(FIRST, SECOND, THIRD.replace(f", {AGAIN}", ""), HANDED_ON, LAST),
             record(1, 0),
         ),
-        # One of the others is missing as well: there are several reasons for that.
+        # One of the others is missing too: there may be several reasons.
         (compiled(FIRST, LAST.replace("%d", "%a").replace("%b", "%a")), record(1, 0)),
-        # The compiler's own copy; one inside a fusion is no array.
+        # The compiler's own copy; one inside a fusion is not an array.
         (
             compiled(
                 *(FIRST, SECOND, "%b.remat2 = f32[8] tanh(%a)", THIRD, HANDED_ON, LAST),
@@ -300,10 +300,10 @@ def test_no_recomputation_asked_for() -> None:
 def test_words() -> None:
     assert record(0, 2).text() == (
         "0 of 1 matrix products and convolutions that were to be computed again are, the others "
-        "are merged with those that they repeat (matrix product in layer); 2 recomputed values are "
-        "computed during the forward pass already, and wait"
+        "are merged with the originals (matrix product in layer); 2 recomputed values are already "
+        "computed during the forward pass, and wait"
     )
     none = Recomputation(asked_products=0, compiled_products=0, early_values=0, compiler_values=0)
-    assert none.text() == "no matrix product or convolution was to be computed again"
+    assert none.text() == "no matrix product or convolution was meant to be computed again"
     assert not none.undone
     assert not is_recomputation({"asked_products": True})

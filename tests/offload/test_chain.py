@@ -138,7 +138,7 @@ def test_chain_of_a_graph_with_a_block():
     assert chain.backward_seconds == (1, 2, 7, 5)
     assert chain.forward_extra_bytes == (0, 0, 0, 0)
     assert chain.backward_extra_bytes == (0, 0, 100, 0)
-    # Where no backward step reads vertex 2, it only waits for its forward reader.
+    # If no backward step reads vertex 2, it only waits for its forward reader.
     unread = dataclasses.replace(graph, needs=((), (0,), (), (3,), (3,)))
     chain = Chain.from_graph(unread, device_bytes=20000, bandwidth_bytes_per_second=1)
     assert chain.activation_bytes == (0, 1, 10, 1005, 10000)

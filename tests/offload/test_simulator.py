@@ -141,7 +141,7 @@ def test_bad_amounts_are_refused(amounts, transfers, message):
 
 
 def tampered(change):
-    """The example's timeline with one piece changed, and what the referee says of it."""
+    """The example's timeline with one piece changed, and what the referee says about it."""
     result = simulate(example(), (2, 0), Transfers.FRACTIONAL)
     assert isinstance(result, OffloadSimulation)
     operations = list(result.timeline.operations)

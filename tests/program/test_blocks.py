@@ -1,4 +1,4 @@
-"""What a program is repeated from: by names of modules, and by repetition."""
+"""The blocks that a program repeats: by names of modules, and by repetition."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_modules_under_vmap_keep_their_names() -> None:
 
 
 class Flat(nn.Module):
-    """Numbered modules that are no blocks: single layers, one after the other."""
+    """Numbered modules that are not blocks: single layers, one after the other."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -132,7 +132,7 @@ def test_contract_dead_code_inside_a_checkpoint_is_left_out():
 
 
 def residual_network(params, x):
-    """Convolutions wide enough that they, and not what is fused round them, are the work."""
+    """Convolutions wide enough that they, not what is fused around them, are the work."""
     for block in params:
         y = x
         for kernel in block:

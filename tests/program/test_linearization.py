@@ -42,7 +42,7 @@ def derivatives(fn: Callable[..., Any], *args: Any) -> dict[str, Derivative]:
         (lax.mul, (X, X), "mul", (0, 1), ()),
         (lax.dot, (X, SQUARE), "dot_general", (0, 1), ()),
         (lambda x: lax.dot(x, SQUARE), (X,), "dot_general", (1,), ()),
-        # What looks for the output among the inputs does so with an output of its own.
+        # A rule that looks for the output among the inputs uses its own output.
         (lax.max, (X, X), "max", (0, 1), ()),
         (lax.min, (X, X), "min", (0, 1), ()),
         (lambda x: jnp.max(x, 0), (X,), "reduce_max", (0,), ()),
@@ -165,7 +165,7 @@ def test_a_custom_rule_is_asked_not_guessed() -> None:
     def halved(x, y):
         return x * y
 
-    # Its derivative, says the rule, reads nothing; an inner jvp would not even be possible.
+    # By its rule, the derivative reads nothing; an inner jvp would not even be possible.
     halved.defvjp(lambda x, y: (x * y, None), lambda _, g: (0.5 * g, g))
     found = derivatives(lambda x, y: halved(jnp.sin(x), y), X, X)
     (rule,) = (d for name, d in found.items() if name.startswith("custom_vjp"))
@@ -191,7 +191,7 @@ def test_what_jax_cannot_differentiate_is_taken_to_read_all() -> None:
     assert found["pure_callback"] == Derivative(
         inputs=(0,), outputs=(0,), active_outputs=(0,), assumed=True
     )
-    # ... and does not spoil what is known of the others.
+    # ... and does not spoil what is known about the others.
     assert found["sin"] == Derivative(inputs=(0,), active_outputs=(0,))
 
 
@@ -251,7 +251,7 @@ def test_what_a_literal_makes_of_a_derivative() -> None:
     assert found.inputs == (0,) or found.outputs == (0,)
 
 
-#: One equation each, at a small shape and at others, extents of one and none among them.
+#: One equation each, at a small shape and at others, including extents of one and zero.
 ELEMENTWISE = {
     "abs": jnp.abs,
     "cos": jnp.cos,
@@ -280,7 +280,7 @@ ELEMENTWISE = {
 
 
 def own_derivatives(fn: Callable[..., Any], *args: Any) -> list[Derivative]:
-    """The derivative of every equation that can have one, traced for itself."""
+    """The derivative of every equation that can have one, traced separately."""
     program = tracing.trace(fn, *args, signature=Signature(argnums=tuple(range(len(args)))))
     found = []
     for equation in program.equations:
@@ -308,7 +308,7 @@ def test_extents_do_not_matter_where_an_operand_is_repeated(
     fn: Callable[..., Any], argnums: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loss(x: Any, bias: Any, rest: Any) -> Any:
-        # Twice the same, but for the extents; the other way round it is another equation.
+        # The same twice, except for the extents; the other way round it is another equation.
         parts = [fn(one, other).sum() for one, other in zip(x, bias, strict=True)]
         return sum(parts) + fn(bias[0], x[0]).sum() + rest
 
@@ -354,5 +354,5 @@ def test_layers_of_any_width_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [jnp.ones(pair) for pair in itertools.pairwise(widths)]
     program = tracing.trace(stack, jnp.ones((2, 3)), *weights, signature=Signature(argnums=(1,)))
     linearize(program)
-    # tanh, sum, and the product with the weight alone or with the input alone.
+    # tanh, sum, and the product with only the weight or only the input.
     assert traced == [4]

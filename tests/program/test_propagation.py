@@ -1,4 +1,4 @@
-"""Programs as one device of a mesh has them; no device is needed for that."""
+"""One device's part of programs on a mesh; no device is needed for that."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_constraint_tells_what_arguments_do_not() -> None:
 
     found = local(loss, shape((64, 64)), shape((128, 64)))
     assert shapes_by_primitive(found)["tanh"] == {(32, 32)}
-    # Backward as well: the compiler has the weight split as the product that reads it.
+    # Backward too: the compiler splits the weight like the product that reads it.
     assert found.types[found.arguments[0]].shape == (64, 32)
 
 
@@ -155,7 +155,7 @@ def test_what_the_user_writes_about_a_mesh_is_in_the_fingerprint() -> None:
         return tracing.trace(loss, shape((8, 8))).fingerprint()
 
     assert of("data") != of("model") != of(None, "data")
-    # Not how many devices there are.
+    # But not the number of devices.
     other = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     assert of("data", mesh=other) == of("data")
 

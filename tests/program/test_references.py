@@ -127,7 +127,7 @@ def test_what_is_made_anew_with_the_same_contents_is_the_same() -> None:
     assert references(closed([array, 1.0])) == references(closed([array, 1.0]))
     assert references(closed(array)) != references(closed(jnp.ones(3)))
     assert references(Model.loss) == references(Model.loss)
-    # True is 1, and a program with one is not that with the other.
+    # True equals 1, but a program with one is not a program with the other.
     assert references(closed(True)) != references(closed(1))
 
 
@@ -163,7 +163,7 @@ def test_what_refers_to_itself() -> None:
 
 
 def test_what_is_bound_to_something_that_changes_is_no_constant() -> None:
-    """``random.random`` is a function of C, bound to a generator."""
+    """``random.random`` is a C function, bound to a generator."""
     assert references(random.random) is None
     numbers = [1, 2]
     before = references(numbers.index)

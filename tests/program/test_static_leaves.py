@@ -1,4 +1,4 @@
-"""Leaves that are no arrays."""
+"""Leaves that are not arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_trees_are_alike_where_their_leaves_are_equal() -> None:
     assert structure("a", jnp.sin) == structure("".join(["a"]), jnp.sin)
     assert hash(structure("a")) == hash(structure("a"))
     assert structure("a") != structure("b")
-    # What has no hash may be changed, so it is like itself alone.
+    # An unhashable object may change, so it equals only itself.
     one, other = types.SimpleNamespace(a=1), types.SimpleNamespace(a=1)
     assert structure(one) == structure(one)
     assert structure(one) != structure(other)

@@ -212,7 +212,7 @@ def test_tracers_that_are_closed_over_are_arguments() -> None:
     assert both.differentiated == both.arguments[1:]
     assert one.closed_over == ()
     assert one.differentiated == one.arguments
-    # Where it cannot be seen, it is for the first argument; where there is none, for all of it.
+    # If it is not visible, it is for the first argument; without arguments, for everything.
     assert unseen.differentiated == unseen.arguments[:1]
 
     def alone(a, b):

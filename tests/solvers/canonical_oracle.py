@@ -1,6 +1,6 @@
-"""Canonical strategies once more, written for the tests: plain sets, no shared code.
+"""Canonical strategies again, written for the tests: plain sets, no shared code.
 
-It is slow and goes by the definitions of Kusumoto et al. (2019), sections 2 and 3.
+It is slow and follows the definitions of Kusumoto et al. (2019), sections 2 and 3.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def live_peak(graph: Graph, sequence: tuple[Set, ...]) -> int:
         kind, v = array
         return graph.cotangent_bytes[v] if kind == "g" else graph.bytes[v]
 
-    # A value that no backward step reads goes when the forward pass ends at the latest; the
-    # package frees it no earlier if it is of the last block or cached.
+    # A value that no backward step reads is freed at the latest when the forward pass ends; the
+    # package frees it no earlier if it is cached or in the last block.
     end = len(graph) - 1
     for v in range(len(graph)):
         stays = v in cached or v in blocks[-1]
@@ -178,7 +178,7 @@ def strategies(graph: Graph, family: list[Set]) -> list[Tried]:
 
 
 def induced(graph: Graph, count_: int) -> Graph:
-    """The first vertices of a graph of the papers' kind, which are a lower set of it."""
+    """The first vertices of a graph like the papers', which form a lower set."""
     return Graph.from_edges(
         graph.bytes[:count_],
         [(s, t) for s, t in edges_of(graph) if t < count_],
@@ -188,7 +188,7 @@ def induced(graph: Graph, count_: int) -> Graph:
 
 @st.composite
 def paper_graphs(draw: st.DrawFn, *, max_vertices: int = 10, most: int = 600) -> Graph:
-    """Draws a graph as the paper has it, with at most ``most`` canonical strategies.
+    """Draws a graph like the paper's, with at most ``most`` canonical strategies.
 
     Graphs with more lose vertices at the end.
     """

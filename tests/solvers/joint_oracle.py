@@ -1,7 +1,7 @@
-"""The model of ``joint_chain`` once more, from its text: every chain, every fate, every nesting.
+"""The model of ``joint_chain`` again, from its text: every chain, every fate, every nesting.
 
-The figures of a region come from a replay of its backward pass, one set of live values a step; the
-chains are listed one by one, each with the memory that it needs and its cost.
+The figures of a region come from a replay of its backward pass, one set of live values per step;
+chains are listed one by one, each with the memory it needs and its cost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Model:
         return [{t for t in range(count) if v in self.graph.needs[t]} for v in range(count)]
 
     def again(self, kept: set[int]) -> set[int]:
-        """What runs again in one region over everything."""
+        """What runs again in a single region around everything."""
         graph = self.graph
         found = {v for v in range(len(graph)) if graph.internal_bytes[v]}
         found |= self.needed - kept
@@ -109,9 +109,9 @@ def all_ways(
 
     Args:
       graph: what to plan.
-      kept_sets: what regions may keep, beside all and nothing.
-      cuts: positions at which regions may be cut, the first and the last of the program among them.
-      nested: those of them at which nested regions may.
+      kept_sets: what regions may keep, besides everything and nothing.
+      cuts: positions at which regions may be cut, including the program's first and last.
+      nested: those at which nested regions may be cut.
     """
     model = Model(graph)
     fates = [set[int](), *map(set, kept_sets)]

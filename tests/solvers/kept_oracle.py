@@ -1,6 +1,6 @@
-"""Kept sets and independent segments once more, written for the tests: every subset is tried.
+"""Kept sets and independent segments again, written for the tests: every subset is tried.
 
-It goes by definition 1 of Feng & Huang (2018): a part of the rest is independent if all its edges
+It follows definition 1 of Feng & Huang (2018): a part of the rest is independent if all its edges
 to the outside come from one vertex and lead to one other.
 """
 
@@ -32,7 +32,7 @@ def always_kept(graph: Graph) -> set[int]:
 
 
 def total(graph: Graph, kept: set[int], reads: list[set], readers: list[set]) -> int | None:
-    """Kept bytes and the largest segment, or None where a part is not independent."""
+    """Kept bytes and the largest segment, or None if a part is not independent."""
     left = [v for v in range(len(graph)) if v not in kept]
     largest = 0
     group = {v: v for v in left}
@@ -67,7 +67,7 @@ def kept_totals(graph: Graph) -> dict[frozenset[int], int]:
 
 
 def sizes_of(most: int) -> st.SearchStrategy[list[int]]:
-    """Bytes of 1 to ``most`` vertices, every number of them as likely."""
+    """Bytes of 1 to ``most`` vertices, every number equally likely."""
     return st.integers(1, most).flatmap(
         lambda count: st.lists(st.integers(0, 12), min_size=count, max_size=count)
     )
@@ -81,7 +81,7 @@ def chains(draw: st.DrawFn, *, max_vertices: int = 10) -> Graph:
 
 @st.composite
 def any_graphs(draw: st.DrawFn, *, max_vertices: int = 10) -> Graph:
-    """Graphs of all families, at random, and with one source and one sink at random.
+    """Random graphs of all families, sometimes with one source and one sink.
 
     The last kind is rich in segments that are neither linear nor branched.
     """

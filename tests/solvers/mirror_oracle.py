@@ -1,4 +1,4 @@
-"""Algorithms 2 and 3 once more, written for the tests: loops as the paper prints them.
+"""Algorithms 2 and 3 again, written for the tests: loops as printed in the paper.
 
 Nodes are tuples: ("f", v, 0), ("f", v, k) for the k-th copy, ("g", v, 0). Memory is counted from
 lifetimes over the finished list of steps.
@@ -109,7 +109,7 @@ def budget_plan(graph: Graph, budget, splits) -> tuple[int, int, int, tuple[int,
 
 
 def splitting(graph: Graph) -> tuple[int, ...]:
-    """By definition: past v leads no edge, and without v its part of the graph is in pieces."""
+    """By definition: no edge leads past v, and without v its part of the graph falls apart."""
     edges = [(s, t) for t, found in enumerate(graph.predecessors) for s in found]
     sources = [v for v, found in enumerate(graph.predecessors) if not found]
 
@@ -145,7 +145,7 @@ def least_total(graph: Graph) -> int:
 
 
 def nothing_internal(*, max_vertices: int = 10) -> st.SearchStrategy[Graph]:
-    """Any graph without internal bytes, of which gradient graphs know nothing."""
+    """Any graph without internal bytes, which gradient graphs ignore."""
     return st.one_of(
         any_graphs(max_vertices=max_vertices),
         chains(max_vertices=max_vertices),

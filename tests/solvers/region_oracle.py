@@ -23,7 +23,7 @@ def _chains(graph: Graph, start: int, stop: int, depth: int) -> Iterator[tuple[R
         edges = [start, *inner, stop]
         fates = [list(_regions(graph, *ends, depth)) for ends in itertools.pairwise(edges)]
         for chain in itertools.product(*fates):
-            # Two regions in a row without a checkpoint are one.
+            # Two consecutive regions without a checkpoint are one.
             if all(one.checkpointed or two.checkpointed for one, two in itertools.pairwise(chain)):
                 yield chain
 

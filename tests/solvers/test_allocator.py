@@ -24,7 +24,7 @@ from tests.graphs import FAMILIES, graphs, layered
 
 FIGURE_2 = Execution(
     names=("A", "B", "C", "F", "E", "G"),
-    # A is the input, which is no internal array.
+    # A is the input, which is not an internal array.
     bytes=(0, 4, 4, 4, 4, 4),
     reads=((), (0,), (1,), (1,), (2,), (4, 3)),
     in_place=(False, True, True, False, False, True),  # pooling cannot
@@ -49,7 +49,7 @@ def executions(draw, *, max_values=12, same_size=False):
 
 
 def last_uses(execution):
-    """For each value the step after which it may be overwritten; outputs last for ever."""
+    """For each value, the step after which it may be overwritten; outputs last forever."""
     last = list(range(len(execution)))
     for step, reads in enumerate(execution.reads):
         for read in reads:
@@ -74,7 +74,7 @@ def may_share(execution, last, old, new):
 
 
 def bound(execution):
-    """The live bytes, by asking at each step which values have been made and not used up."""
+    """The live bytes: at each step, the values that were made and not used up."""
     last = last_uses(execution)
     totals = [0]
     for step in range(len(execution)):
@@ -215,13 +215,13 @@ def test_figure_2_without_sharing():
 def test_figure_2_with_the_sizes_that_pooling_leaves():
     smaller = dataclasses.replace(FIGURE_2, bytes=(0, 4, 4, 1, 1, 1))
     found = allocate(smaller)
-    # G could be in place over E, as printed, too; F's buffer is the one that it fills.
+    # G could also be in place over E, as printed; F's buffer is the one that it fills.
     assert found.buffers == (NONE, 0, 1, 2, 0, 2)
     assert found.total_bytes == found.live_bytes == 9
 
 
 def test_figure_1():
-    """The sigmoid runs in place and its backward step takes its storage over.
+    """The sigmoid runs in place and its backward step takes over its storage.
 
     The gradient of the softmax shares with that of the first fully connected layer.
     """

@@ -43,11 +43,11 @@ def pure_nests(steps: int) -> tuple[tuple, ...]:
 
 
 def snapshots_and_steps(parts: tuple) -> tuple[int, int]:
-    """How many states are in memory at a time, and how many steps run beside the first pass.
+    """How many states are in memory at a time, and how many steps run besides the first pass.
 
-    A plain count: while part p runs backward, the states that the parts before it start from are
-    in memory, and its own one if it is more than one step: a step in its turn may use it up. A
-    part that runs again does so as a first pass of its own.
+    A plain count: while part p runs backward, the states that the parts before it start from are in
+    memory, and its own if it is more than one step: a step in its turn may use it up. A part that
+    runs again does so as a separate first pass.
     """
     most, again = 1, 0
     for stored, (length, inside) in enumerate(parts):
@@ -118,7 +118,7 @@ def test_the_executed_form_repeats_what_the_paper_counts(steps, snapshots):
     most, again = snapshots_and_steps(parts_of(answer.schedule.regions))
     assert most <= snapshots
     assert again == paper
-    # Snapshots but the initial one, and the two values of the step that runs.
+    # All snapshots except the initial one, and the two values of the running step.
     values = dataclasses.replace(graph, cotangent_bytes=(0,) * steps)
     assert simulate(values, answer.schedule).peak_bytes <= min(snapshots, steps) + 1
 
@@ -141,7 +141,7 @@ def test_a_large_chain():
 
 
 def cuts(graph: Graph) -> list[int]:
-    """The last vertex and all that nothing leads past, by trying every pair."""
+    """The last vertex and all those that no edge leads past, by trying every pair."""
     reads = [{*graph.predecessors[v], *graph.needs[v]} for v in range(len(graph))]
     return [
         cut
@@ -165,7 +165,7 @@ def check_links(graph: Graph) -> None:
         assert answer.objective == binomial.recomputed_steps(len(found), snapshots)
         answer.schedule.check(graph)
         repeated = Counter(simulate(graph, answer.schedule).recomputed)
-        # Where links do not read one another, some of it is dead code.
+        # If links do not read one another, some of it is dead code.
         read = all(
             any(cut in graph.predecessors[v] for v in range(len(graph))) for cut in found[:-1]
         )
@@ -238,12 +238,12 @@ def check_answer(graph: Graph, budget: int, expected: float | None, least_bytes:
 
 
 def least_by_hand(graph: Graph, budget: int) -> float:
-    """The recursion of a chain whose backward steps read both ends, by the exact byte."""
+    """The recursion for a chain whose backward steps read both ends, exact to the byte."""
     sizes, seconds, last = graph.bytes, graph.seconds, len(graph) - 1
 
     @cache
     def reverse(i: int, j: int, room: int) -> float:
-        """Time to run i to j and back, of which all but the first pass counts."""
+        """Time to run i to j and back, not counting the first pass."""
         waiting = sizes[j] if j < last else 0
         before = sizes[i - 1] if i else 0
         # Forward and saved; backward with both cotangents beside the value.
@@ -460,7 +460,7 @@ def test_refusal_of_no_snapshots():
 
 def test_refusal_of_nests_that_are_too_deep():
     assert binomial.solve(unit_chain(300), 1).message == (
-        "With 1 snapshots, 300 links take 299 checkpoints within one another; the limit is 32. "
+        "With 1 snapshots, 300 links take 299 checkpoints inside one another; the limit is 32. "
         "Give 2 snapshots or more."
     )
     assert isinstance(binomial.solve(unit_chain(300), 2), Solution)
@@ -470,7 +470,7 @@ def test_the_least_memory_of_a_long_chain_is_not_nested_too_deep():
     graph = unit_chain(120)
     least = binomial.least_budget(graph)
     assert binomial.least_overhead(graph, least).message == (
-        f"The nest for {least} bytes has more than 32 checkpoints within one another. Give a "
+        f"The nest for {least} bytes has more than 32 checkpoints inside one another. Give a "
         "larger budget."
     )
 

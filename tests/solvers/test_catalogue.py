@@ -1,4 +1,4 @@
-"""The table of solvers, and all that plan programs under one referee."""
+"""The table of solvers, and all those that plan programs under one referee."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from remat_opt.solvers.base import Refused, judge
 from tests.graphs import INSTANCES, chain_edges, graphs
 
 FIT = [row.name for row in solvers.available() if row.plans_programs]
-#: Those that try all or nearly all, and the default, whose own tests draw graphs too.
+#: Those that try (nearly) everything, and the default, whose own tests also draw graphs.
 DEAR = {"exhaustive", "integer_program", "portfolio"}
-#: Files that are not solvers, but what several of them share, or put together.
+#: Files that are not solvers, but shared by several of them, or combining them.
 NOT_SOLVERS = {
     *("__init__", "base", "catalogue"),
     *(
@@ -90,7 +90,7 @@ def test_candidates_are_judged_by_the_referee(name: str, instance: str) -> None:
     graph = INSTANCES[instance]
     found = solver(name).candidates(graph)
     if isinstance(found, Refused):
-        # What takes no such graph says so, and what to do.
+        # A solver that does not take such a graph says so, and what to do.
         assert "Use" in found.message or "use" in found.message
         return
     assert found[0] == judge(graph, plain(graph))

@@ -79,7 +79,7 @@ def test_schedules_keep_their_figures_unless_they_are_passed_over(drawn) -> None
         known = ChainFigures(graph)
         found = known.figures(known.settled(chains_of(graph, [schedule])))
         expected = evaluate(graph, schedule)
-        # What is useless to drop is kept, which takes no memory and saves running it again.
+        # A value that is useless to drop is kept: it takes no memory, and need not run again.
         assert found.peak_bytes[0] <= expected.peak_bytes
         assert found.seconds[0] <= expected.overhead_seconds
 

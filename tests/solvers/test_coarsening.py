@@ -1,4 +1,4 @@
-"""Coarsening: what is merged, and that what holds of the smaller graph holds of the whole one."""
+"""Coarsening: what is merged, and that what holds for the smaller graph holds for the whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def coarsened(draw: st.DrawFn) -> Coarse:
 
 
 def normalised(layers: int) -> Graph:
-    """Layers of a large value and a mean of it, which the next large one reads, too."""
+    """Layers of a large value and its mean, which the next large one also reads."""
     count = 2 * layers
     return Graph.from_edges(
         [1000, 1] * layers,
@@ -78,7 +78,7 @@ def test_what_a_region_may_have_to_avoid_stays() -> None:
 
 
 def test_a_large_cotangent_is_not_small() -> None:
-    """A result lives in a buffer of its own, but its cotangent does not."""
+    """A result lives in a separate buffer, but its cotangent does not."""
     graph = dataclasses.replace(
         Graph.from_edges([0, 9], chain_edges(2)), cotangent_bytes=(9, 9), in_place=(False, True)
     )
@@ -122,7 +122,7 @@ def test_of_what_the_papers_solvers_find_only_what_can_be_executed_is_judged(gra
 
 
 def test_regions_that_are_no_stretches_may_come_before_what_small_values_read() -> None:
-    """A large side result whose mean the next large value reads, and the loss through that."""
+    """A large side result whose mean reaches the loss through the next large value."""
     graph = Graph.from_edges([1000, 1000, 1, 1000], [(0, 1), (1, 2), (2, 3), (0, 3)])
     seen = without_small(graph, 5)
     assert seen.groups == ((0,), (1,), (3, 2))

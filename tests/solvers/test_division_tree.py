@@ -38,7 +38,7 @@ def check_tree(graph):
     source, target = division_tree.ends(graph)
     assert (tree.source, tree.target) == (source, target)
     assert set(tree.inside) == set(range(len(graph))) - {source, target}
-    # Every edge is in exactly one leaf, those to the ends that stand for several included.
+    # Every edge is in exactly one leaf, including those to ends that stand for several.
     reads, readers = oracle.neighbours(graph)
     expected = [
         (-1 if tail == oracle.FIRST else tail, head)
@@ -176,7 +176,7 @@ def test_largest_part_of_what_lies_between():
 
 
 def test_a_part_that_is_entered_elsewhere_is_dropped():
-    # Between 1 and 6 lie 3 and 4 by dominance, but 4 feeds 5, which 2 feeds, too.
+    # By dominance, 3 and 4 lie between 1 and 6, but 4 feeds 5, which 2 also feeds.
     edges = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 7), (3, 6), (4, 5), (5, 6), (6, 7)]
     graph = Graph.from_edges([1] * 8, edges)
     tree = division_tree.division_tree(graph)

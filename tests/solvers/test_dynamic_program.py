@@ -174,7 +174,7 @@ def test_the_skip_rule_is_wrong_for_memory_centric():
 
 
 def with_skip_rule(graph, budget):
-    """Memory-centric with the rule that only time-centric may use."""
+    """Memory-centric, with the rule that only time-centric may use."""
     masks = tuple(lower_sets.all_lower_sets(graph))
     family = lower_sets.Family(graph, masks, lower_sets.time_units(graph, 1 << 20))
     table = [{0.0: 0.0}]

@@ -1,4 +1,4 @@
-"""The order of hashes decides nothing: two processes with other seeds of it print the same."""
+"""The order of hashes decides nothing: processes with different hash seeds print the same."""
 
 from __future__ import annotations
 

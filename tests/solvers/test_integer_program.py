@@ -85,7 +85,7 @@ def test_best_of_all_chains_that_nest_twice(graph: Graph) -> None:
 @hypothesis.given(nested_graphs(max_vertices=6), st.integers(1, 2))
 @hypothesis.settings(max_examples=25)
 def test_between_any_schedule_and_those_of_less_depth(drawn, depth) -> None:
-    """Deeper is never worse, and what need not be executable never worse than that."""
+    """Deeper is never worse, and schedules that need not be executable are never worse still."""
     graph, schedule = drawn
     budget = evaluate(graph, schedule).peak_bytes
     deep = integer_program.least_overhead(graph, budget, depth=depth + 1, most_binaries=100)

@@ -43,7 +43,7 @@ def exact_table(graph: Graph, kept: Sequence[Sequence[int]]) -> joint_chain._Tab
 
 
 def told(graph: Graph, kept: Sequence[Sequence[int]]) -> list[tuple[int, float, Schedule]]:
-    """Bytes, cost and schedule wherever the cost falls, with a slot for every byte."""
+    """Bytes, cost and schedule at every fall of the cost, with a slot for every byte."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint_chain, "SLOTS", evaluate(graph, plain(graph)).peak_bytes)
         patch.setattr(joint_chain, "_RESOLUTION", 0.0)
@@ -121,7 +121,7 @@ def test_one_vertex_stays_as_it_is() -> None:
 
 
 def test_two_vertices() -> None:
-    # The first value need not wait for the second: only its residuals without a name shrink.
+    # The first value need not wait for the second: only its unnamed residuals shrink.
     graph = dataclasses.replace(
         Graph.from_edges([1, 1], chain_edges(2)), internal_bytes=(8, 0), needs=((0,), (1,))
     )
@@ -183,7 +183,7 @@ def test_figures_of_regions_are_those_of_their_replay(
         for fate, (needs, held, cost) in enumerate(expected):
             assert regions.held[fate, start, stop] == held
             assert regions.cost[fate, start, stop] == cost
-            # None where it may not run again, or where another fate is as good.
+            # None if it may not run again, or if another fate is as good.
             assert regions.needs[fate, start, stop] in (needs, math.inf)
         assert regions.needs[0, start, stop] < math.inf
         if not any(graph.pinned[start:stop]):
@@ -254,7 +254,7 @@ def test_slots_are_bytes_to_the_nearest(drawn: tuple[Graph, list[tuple[int, ...]
         there = table._needs < 4 * joint_chain.SLOTS
         assert np.all(np.abs(table._needs * slot - regions.needs)[there] <= slot / 2)
         assert np.all(np.abs(table._held * slot - regions.held) <= slot / 2)
-        # Of the others each has one beside it that is as good in everything.
+        # For each of the others, one is as good in everything.
         for fate, i, k in np.argwhere(~there & np.isfinite(regions.needs)):
             assert any(
                 there[other, i, k]
@@ -333,13 +333,13 @@ def least_overheads(graph: Graph, kept: Sequence[Sequence[int]], peaks: range) -
 
 
 def test_sixteen_equal_layers() -> None:
-    """From every step computed again from the start, over two thirds of a pass, to nothing."""
+    """From recomputing every step from the start, over two thirds of a pass, to nothing."""
     found = least_overheads(chain(16), [], range(3, 19))
     assert found == [math.inf, 105, 30, 18, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
 
 
 def test_sixty_four_equal_layers() -> None:
-    """Fewer positions for nesting than vertices, so not quite Revolve where memory is least."""
+    """Fewer positions for nesting than vertices, so not quite Revolve at the least memory."""
     found = least_overheads(chain(64), [], range(5, 67))
     for peak, overhead in enumerate(found, start=5):
         best = revolve(64, peak - 3)
@@ -373,7 +373,7 @@ def test_further_kept_sets_never_cost_more(drawn: tuple[Graph, list[tuple[int, .
 
 
 def test_dear_half_is_kept_where_it_runs_beside_the_cheap_one() -> None:
-    """Two chains, step by step in turn: boundaries hardly tell them apart, a kept set does."""
+    """Two interleaved chains: boundaries hardly separate them, but a kept set does."""
     count = 16
     edges = [(vertex, vertex + 2) for vertex in range(count - 2)]
     seconds = [1.0 if vertex % 2 else 8.0 for vertex in range(count)]

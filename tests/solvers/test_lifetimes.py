@@ -58,9 +58,9 @@ def test_lifetimes_by_hand() -> None:
 
 
 def cotangents_by_replay(graph: Graph) -> list[int]:
-    """By the referee, on a graph of which nothing but the cotangents takes memory.
+    """By the referee, on a graph in which only cotangents take memory.
 
-    -1 where a vertex has none: its step is none of the referee's moments.
+    -1 if a vertex has none: its step is not among the referee's moments.
     """
     none = (0,) * len(graph)
     bare = dataclasses.replace(graph, bytes=none, internal_bytes=none)
@@ -120,8 +120,8 @@ def test_crossing_bytes_are_those_of_the_values_read_later(
 
 
 def stretches(weights: list[int], most: int) -> list[list[int]]:
-    """The inner positions of each stretch; heavy weights count as no more than a stretch."""
-    # Of the heaviest so few count as a stretch each that the others share the rest.
+    """The inner positions of each stretch; heavy weights count as at most one stretch."""
+    # So few of the heaviest count as a stretch each that the others share the rest.
     heaviest = sorted(weights, reverse=True)
     limit = next(
         rest
@@ -147,7 +147,7 @@ def test_positions_are_the_cheapest_of_stretches_of_equal_weight(
         assert chosen == list(range(last + 1)), "all of them where there are few"
         return
     found = stretches(weights, most)
-    # The first stretch may hold no position but the beginning of the program.
+    # The first stretch may hold only the beginning of the program.
     assert all(found[1:])
     cheapest = [
         min(one, key=lambda position: (crossing[position], position)) for one in found if one

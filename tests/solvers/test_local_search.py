@@ -35,7 +35,7 @@ def check_improved(graph: Graph) -> None:
             and one.overhead_seconds <= other.overhead_seconds * (1 + 1e-12)
             for one in found
         )
-    # What is passed over is given back as it is: checkpoints that only put residuals off.
+    # What is passed over is returned unchanged: checkpoints that only put off residuals.
     if not any(graph.internal_bytes):
         assert pareto(found, Overhead.SECONDS) == found
 

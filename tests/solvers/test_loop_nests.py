@@ -1,4 +1,4 @@
-"""Parts and chunks of a loop: beside exhaustive search, and beside Revolve."""
+"""Parts and chunks of a loop: against exhaustive search, and against Revolve."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def judged(of: Chain) -> tuple[loop_nests.Figures, ...]:
 
 
 def best(of: Chain, budget: float) -> float:
-    """The least seconds within a budget of all that is found."""
+    """The least seconds within a budget among those found."""
     return min((one.seconds for one in judged(of) if one.peak_bytes <= budget), default=math.inf)
 
 
 def least(of: Chain, budget: int) -> float:
-    """The same, of all nests there are."""
+    """The same, among all possible nests."""
 
     @functools.cache
     def search(n: int, m: int) -> float:
@@ -84,9 +84,9 @@ def test_parts_add_up_and_are_few(length: int) -> None:
 
 @pytest.mark.parametrize(("share", "most"), [(0.01, 1.03), (0.05, 0.54), (0.2, 0.63)])
 def test_beside_revolve(share: float, most: float) -> None:
-    """An LSTM of 400 steps: 2 arrays are handed on, 12 are kept by the function as it is on CPU.
+    """An LSTM of 400 steps: 2 arrays are passed on, and the unchanged function keeps 12 on CPU.
 
-    In the least memory Revolve's chunks of which there is only one are missing.
+    In the least memory, Revolve's single chunks are missing.
     """
     length, unit = 400, 2**16
     ways = tuple(
@@ -101,7 +101,7 @@ def test_beside_revolve(share: float, most: float) -> None:
     of = Chain(length=length, state_bytes=2 * unit, result_bytes=0, seconds=1.0, ways=ways)
     budget = math.floor(share * length * 12) - 3  # for what is round the loop
     found = best(of, budget * unit) / length
-    # One state beside the snapshots is the one that a step starts from.
+    # Besides the snapshots there is the state that a step starts from.
     snapshots = (budget - 12) // 2 - 1
     assert found < most * binomial.recomputed_steps(length, min(snapshots, length)) / length
 

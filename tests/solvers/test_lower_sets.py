@@ -150,7 +150,7 @@ def test_vertices_with_side_effects_run_free():
     ("sequence", "message"),
     [
         ([0b0001, 0b0001, 0b1111], r"\(0,\) does not strictly contain \(0,\)"),
-        ([0b1001, 0b1111], r"\(0, 3\) is no lower set: it needs vertex 1"),
+        ([0b1001, 0b1111], r"\(0, 3\) is not a lower set: it lacks vertex 1"),
         ([0b0111], "must hold every vertex"),
         ([], "must hold every vertex"),
     ],

@@ -18,7 +18,7 @@ Point = tuple[int, float]
 
 
 def demanded(graph: Graph, kept: tuple[int, ...]) -> tuple[set[int], set[int]]:
-    """Which of the kept values are read, and what has to run again."""
+    """Which of the kept values are read, and what must run again."""
     run = {vertex for vertex in range(len(graph)) if graph.internal_bytes[vertex]}
     read = {needed for needs in graph.needs for needed in needs}
     while True:
@@ -68,7 +68,7 @@ def check_minimum(graph: Graph, multiplier: float) -> None:
 
 
 def check_consistent(graph: Graph, cut: Cut) -> None:
-    """What a cut says of itself is what its kept set demands."""
+    """A cut's figures are what its kept set demands."""
     read, run = demanded(graph, cut.kept)
     assert cut.kept == tuple(sorted(read)), "nothing is kept without use"
     assert cut.recomputed == tuple(sorted(run)), "nothing runs again without use"
@@ -172,7 +172,7 @@ def test_identical_layers_change_one_after_the_other() -> None:
 
 
 def test_hand_computed_hull() -> None:
-    # 1 is dear to hold and cheap to run, 2 the reverse; both are read backward.
+    # 1 is expensive to hold and cheap to run, 2 the reverse; both are read backward.
     graph = dataclasses.replace(
         Graph.from_edges([0, 8, 2], chain_edges(3), seconds=[0.0, 1.0, 4.0]),
         needs=((), (1,), (2,)),

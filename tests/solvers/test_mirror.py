@@ -35,7 +35,7 @@ def check_gradient_graph(graph, counts):
 
 
 def check_schedule(graph, counts):
-    """The regions recompute what the copies do, as often."""
+    """The regions recompute what the copies do, equally often."""
     possible = mirror.executable(graph, counts)
     schedule = mirror.schedule_of(graph, counts)
     schedule.check(graph)
@@ -90,7 +90,7 @@ def test_closed(drawn):
         assert count <= counts[v]
         past = {c for t in readers[v] for c in range(v, t)}
         assert all(found[c] >= count for c in past)
-        # No lower than it has to be.
+        # No lower than necessary.
         assert count == counts[v] or count in {found[c] for c in past}
 
 
@@ -167,7 +167,7 @@ def test_rounds_that_cut_nothing_are_passed_over():
 def test_a_stage_with_side_effects_is_not_recomputed():
     chain = dataclasses.replace(layered("chain", 6), pinned=(False, True, *(False,) * 4))
     assert mirror.executable(chain, (1, 1, 0, 1, 0, 0)) == (0, 0, 0, 1, 0, 0)
-    # Of nested stages only those that hold the vertex are spared.
+    # Only those nested stages that hold the vertex are spared.
     assert mirror.executable(chain, (2, 1, 3, 2, 3, 0)) == (0, 0, 1, 0, 0, 0)
 
 

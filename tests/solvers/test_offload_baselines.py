@@ -58,7 +58,7 @@ def check_answer(chain, answer, transfers):
 
 
 def check_vdnn(chain):
-    """The best of all thresholds and variants, each written out once more."""
+    """The best of all thresholds and variants, each written out again."""
     for transfers in Transfers:
         answer = vdnn(chain, transfers=transfers)
         check_answer(chain, answer, transfers)
@@ -166,7 +166,7 @@ def test_scores_of_autoswap():
     durations, areas, weighted, submodular = priority_scores(exact)
     # From the end of F_i to the start of B_i: 27, 15, 9, 0, less 2 * 4 for the transfers.
     np.testing.assert_allclose(durations, np.array([19, 7, 1, -8]) / 19)
-    # Divided by the size where it is negative: -8 / 4 beside 19 * 4.
+    # Divided by the size if negative: -8 / 4 beside 19 * 4.
     np.testing.assert_allclose(areas, np.array([76, 28, 4, -2]) / 76)
     # Only F_3 and B_3 are above 16 bytes, by 4, and x_3 is not absent from either.
     np.testing.assert_allclose(weighted, [1, 1, 1, 0])

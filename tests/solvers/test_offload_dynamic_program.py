@@ -77,7 +77,7 @@ def check_slots(chain, slots):
 
 
 def check_slots_without_rounding(chain):
-    """One slot a byte, and whole numbers everywhere: nothing is rounded."""
+    """One slot per byte, and whole numbers everywhere: nothing is rounded."""
     if chain.device_bytes:
         answer = dynamic_program(chain, transfers=Transfers.FRACTIONAL, slots=chain.device_bytes)
         assert isinstance(answer, OffloadAnswer)

@@ -17,9 +17,9 @@ def least_idle(chain: Chain) -> float | None:
     """The least idle time with fractional transfers, by a linear program without any order.
 
     Per operation there is a gap before it and the operation itself; in each, any bytes of any
-    activation that is there may be sent, and any that are away fetched. Variables: the gaps,
-    and for each span and activation the bytes sent and fetched. Within a span sending comes
-    first, so memory is largest at its ends.
+    present activation may be sent, and any that are away fetched. Variables: the gaps, and for each
+    span and activation the bytes sent and fetched. Within a span sending comes first, so memory is
+    largest at its ends.
     """
     stages = len(chain)
     x, y = chain.activation_bytes, chain.gradient_bytes

@@ -124,8 +124,8 @@ def test_unit_of_bytes_decides_nothing(graph: Graph) -> None:
 def all_schedules(graph: Graph) -> list[Candidate]:
     """Chains of regions, the last one free, to any depth.
 
-    Every other region is free as well; or keeps any set; or has such a chain inside, under a
-    checkpoint that keeps nothing or what crosses its end.
+    Each other region is also free, or keeps any set, or has such a chain inside, under a checkpoint
+    that keeps nothing or what crosses its end.
     """
     whole = Schedule(regions=(Region(vertices=tuple(range(len(graph)))),))
     end_use = lifetimes(graph, demand(graph, whole).recomputed[0])[2]
@@ -151,7 +151,7 @@ def all_schedules(graph: Graph) -> list[Candidate]:
             for middle in range(start + 1, stop)
             for first in fates(start, middle)
             for rest in chains(middle, stop)
-            # Two free regions in a row are one.
+            # Two consecutive free regions are one.
             if first.checkpointed or rest[0].checkpointed
         ]
 
@@ -166,7 +166,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
 def gaps(seed: int, max_vertices: int) -> tuple[float, list[float]]:
-    """Least peak over the best of those; extra seconds, as shares of a forward pass.
+    """Our least peak over the best of those; extra seconds, as shares of a forward pass.
 
     The budgets lie between our least peak and the plain one. Ours may be better: a region with a
     chain inside can keep any set.
@@ -191,7 +191,7 @@ def gaps(seed: int, max_vertices: int) -> tuple[float, list[float]]:
     ],
 )
 def test_near_the_best_of_all_schedules(max_vertices: int, count: int, least_peak: float) -> None:
-    """A ratchet: none of them is better within any of the budgets; in memory hardly ever one."""
+    """A ratchet: none of them is better within any budget, and hardly ever one in memory."""
     measured = [gaps(seed, max_vertices) for seed in range(count)]
     assert max(least for least, _ in measured) == pytest.approx(least_peak, abs=1e-6)
     assert max(extra for _, overheads in measured for extra in overheads) == 0.0
@@ -212,7 +212,7 @@ def test_chain_needs_about_the_square_root_of_its_length() -> None:
 
 
 def test_cheap_half_of_a_network_is_recomputed_first() -> None:
-    """Without its cheap layers a network is a third smaller at little cost."""
+    """Dropping its cheap layers makes a network a third smaller at little cost."""
     graph = network(8)
     candidates = frontier(graph)
     chosen = fastest_within(candidates, 0.75 * candidates[0].peak_bytes, Overhead.SECONDS)

@@ -1,4 +1,4 @@
-"""Chains of regions that are known: where they fit, and the best of them for every budget."""
+"""Chains of known regions: where they fit, and the best of them for every budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def part(one: Region, needs: int, held: int, cost: float) -> Part:
 
 def test_where_the_graph_is_the_same() -> None:
     alike = Alike(CHAIN)
-    # The first vertex reads nothing, so the first layer is unlike the others.
+    # The first vertex reads nothing, so the first layer differs from the others.
     assert list(alike.shifts(region(2, 4))) == [0, 2]
     assert list(alike.shifts(region(4, 6))) == [-2, 0]
     assert list(alike.shifts(region(1, 2))) == [0, 2, 4]
@@ -62,11 +62,11 @@ def test_the_cheapest_chain_for_every_amount_of_memory() -> None:
         parts.append(part(region(first, stop, stop - 1), needs=120, held=10, cost=1.0))
         parts.append(part(region(first, stop, checkpointed=False), needs=130, held=110, cost=0.0))
     parts.append(part(region(6, 7, checkpointed=False), needs=110, held=0, cost=0.0))
-    # As good in nothing as the first.
+    # Worse than the first in everything.
     parts.append(part(region(0, 2, 0, 1), needs=150, held=110, cost=1.5))
     found = schedules(CHAIN, parts, 512)
     kinds = {tuple(one.checkpointed for one in schedule.regions) for schedule in found}
-    # Regions without a checkpoint that follow one another are one.
+    # Consecutive regions without a checkpoint are one.
     assert (True, True, True, False) in kinds
     assert (False,) in kinds
     for schedule in found:

@@ -140,7 +140,7 @@ def test_bounds_solved_together_are_those_solved_alone(
 def test_kept_sets_solved_together_are_those_solved_alone(
     graph: Graph, data: st.DataObject
 ) -> None:
-    """More kept sets than are solved in one go, with different numbers of bounds."""
+    """More kept sets than are solved together, with different numbers of bounds."""
     count = region_chain._TOGETHER + 2
     figures = [segments(graph, data.draw(kept_sets(graph))) for _ in range(count)]
     bounds = [bounds_over(one)[number % 3 :] for number, one in enumerate(figures)]
@@ -268,7 +268,7 @@ def test_kept_values_are_not_exported_again() -> None:
 
 
 def gap(seed: int) -> float:
-    """The referee's peak of the chain found, over that of the best boundaries there are."""
+    """The referee's peak of the chain found, over that of the best possible boundaries."""
     graph = sampled(seed, max_vertices=7)
     draw = random.Random(seed)
     kept = tuple(vertex for vertex in range(len(graph)) if seed % 2 and draw.random() < 0.5)

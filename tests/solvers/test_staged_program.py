@@ -43,7 +43,7 @@ def backward_steps(graph: Graph) -> list[int]:
 def gradients(graph: Graph) -> dict[int, tuple[int, int]]:
     """Bytes of cotangents before and during each backward step: those made and not yet used.
 
-    During the step, its workspace is there too.
+    During the step, its workspace counts too.
     """
     sizes = graph.cotangent_bytes
     made: set[int] = set()
@@ -180,7 +180,7 @@ def moments(graph: Graph, stages: tuple[staged_program.Stage, ...]) -> list[int]
             assert all(start < at for at in uses)
             spans.append((start, end if v in keeps else max([start, *uses]), graph.bytes[v]))
         assert {v for read in reads for v in read} <= set(born)
-        # What is held and runs all the same does so for its residuals; that copy lives once.
+        # A held vertex that still runs does so for its residuals; that copy lives once.
         copies = [(at, at, graph.bytes[v]) for at, v in enumerate(runs) if v in stage.held]
         for v in range(len(graph)):
             wanted = v in keeps_internal or (backward and v == stage.vertex)
@@ -332,7 +332,7 @@ def test_monotone_in_the_budget():
 
 
 def reading_both_ends() -> Graph:
-    """A step back reads 0 and 2: 0 is best run again after 1 and 2, for which it ran already."""
+    """A backward step reads 0 and 2: best to rerun 0 after 1 and 2, although it ran for them."""
     return dataclasses.replace(
         Graph.from_edges([1, 4, 2, 1, 4], chain_edges(5)),
         needs=((), (0, 1), (), (0, 2), ()),
@@ -341,7 +341,7 @@ def reading_both_ends() -> Graph:
 
 
 def reading_out_of_order() -> Graph:
-    """A step back reads 1 and 2: 1 is best run after 2, which is not the graph's order."""
+    """A backward step reads 1 and 2: best to run 1 after 2, which is not the graph's order."""
     return dataclasses.replace(
         Graph.from_edges([1, 3, 3, 2], [(0, 2), (1, 3)]),
         needs=((), (), (), (1, 2)),

@@ -174,7 +174,7 @@ def test_least_memory_on_many(graph, variant):
 
 
 def check_bound(graph):
-    """No plan of all there are needs less than the bound."""
+    """No possible plan needs less than the bound."""
     bound = sublinear.step_bytes(graph)
     for counts in itertools.product((0, 1), repeat=len(graph)):
         assert bound <= oracle.live_bytes(graph, counts)
@@ -267,7 +267,7 @@ def test_segments_of_what_is_no_chain_are_refused(family):
     assert isinstance(answer, Refused)
     assert answer.status is Status.REFUSED
     assert re.fullmatch(
-        r"The graph is no chain: vertex '\d' does not read just the one before it\. Use "
+        r"The graph is not a chain: vertex '\d' does not read just the one before it\. Use "
         r"sublinear\.least_memory, which splits any graph at its articulation points\.",
         answer.message,
     )
@@ -294,7 +294,7 @@ def test_cheap_in_flops():
 
 
 def test_a_cheap_result_that_crosses_a_dear_one_is_kept():
-    # 0 is cheap, and added to what comes after the dear 1.
+    # 0 is cheap, and added to what comes after the expensive 1.
     graph = Graph.from_edges([4] * 4, [(0, 1), (0, 2), (1, 2), (2, 3)], seconds=[1, 8, 1, 1])
     found = check_memory(graph, sublinear.drop_cheap(graph, at_most=1))
     assert found.mirror == (0, 0, 1, 1)

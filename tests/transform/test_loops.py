@@ -1,4 +1,4 @@
-"""A ``scan`` run in parts gives what it gives by itself."""
+"""A ``scan`` run in parts gives the same results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layers(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def backward_in_twos(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Reverse, unrolled, stacked outputs, an integer and a key among what is carried."""
+    """Reverse, unrolled, stacked outputs, with an integer and a key in the carry."""
 
     def body(carry: Any, entry: Any) -> Any:
         h, key, count = carry
@@ -45,7 +45,7 @@ def backward_in_twos(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def shared(w: jax.Array, x: jax.Array) -> jax.Array:
-    """No stacked inputs, constants that are closed over, and a carry that is handed on as it is."""
+    """No stacked inputs, closed-over constants, and a carry that is passed on unchanged."""
 
     def body(carry: Any, _: None) -> Any:
         h, same = carry
@@ -163,7 +163,7 @@ def test_other_transformations(loss: Loss) -> None:
 
 
 def test_gradients_of_parts_are_added_in_their_place() -> None:
-    """No part has a gradient of its own for all that is stacked."""
+    """No part has a separate gradient for everything stacked."""
     gradient = str(jax.make_jaxpr(jax.grad(in_parts(layers, PARTS[2])))(W, X))
     scans = [line for line in gradient.splitlines() if "= scan[" in line]
     assert len(scans) == 4

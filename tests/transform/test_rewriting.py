@@ -45,7 +45,7 @@ def rewritten(
     platform: Platform = "tpu",
     **options: Any,
 ) -> tuple[Program, Callable[..., Any], Any]:
-    """The program, what it became as a function, and its jaxpr."""
+    """The program, its rewritten function, and the jaxpr of that."""
     args = args or (W, X)
     program = tracing.trace(fn, *args, signature=Signature(**options))
     run = rewriting.rewrite(program, stages, platform)
@@ -67,7 +67,7 @@ def checkpoints(closed: Any) -> list[Any]:
 
 
 def body(checkpoint: Any) -> list[Any]:
-    """The equations of a checkpoint; those that run a kept equation stand in its place."""
+    """The equations of a checkpoint, with those that run a kept equation in its place."""
     found = []
     for equation in internals.parts(checkpoint.params["jaxpr"])[3]:
         if equation.primitive.name == "custom_jvp_call":
@@ -101,7 +101,7 @@ def test_readers_inside_a_region_read_the_named_value() -> None:
     dot, name, *readers = body(*checkpoints(closed))
     assert name.params["name"] == equations.name_of(0, 0)
     assert name.invars == dot.outvars
-    # The pair runs inside an equation of its own, whose result is the named value.
+    # The pair runs inside a separate equation, whose result is the named value.
     (kept, *_) = internals.parts(checkpoints(closed)[0].params["jaxpr"])[3]
     assert internals.parts(kept.params["call_jaxpr"])[4] == name.outvars
     assert sum(kept.outvars[0] in reader.invars for reader in readers) == 3
@@ -153,7 +153,7 @@ def test_a_derivative_that_reads_the_output_reads_the_kept_one() -> None:
 
 
 def test_what_is_kept_without_a_derivative_is_not_run_again() -> None:
-    # Nothing takes a derivative along x: its name must not hide in a rule that is never called.
+    # No derivative is taken along x: its name must not hide in a rule that is never called.
     def loss(w, x):
         return jnp.sum(jnp.sin(jnp.tanh(x) * w))
 
@@ -161,7 +161,7 @@ def test_what_is_kept_without_a_derivative_is_not_run_again() -> None:
     _, call, _ = rewritten(stages, loss, X, X)
     text = str(internals.make_jaxpr(jax.grad(call), X, X)[0])
     assert len(re.findall(r"= tanh", text)) == 1
-    # Where it has one, its derivative reads what is kept, as before.
+    # If it has one, its derivative reads what is kept, as before.
     _, call, _ = rewritten(stages, loss, X, X, argnums=(0, 1))
     text = str(internals.make_jaxpr(jax.grad(call, argnums=(0, 1)), X, X)[0])
     assert len(re.findall(r"= tanh", text)) == 1
@@ -173,7 +173,7 @@ def test_what_is_kept_without_a_derivative_is_not_run_again() -> None:
 def test_a_kept_maximum_is_not_looked_for_among_what_was_computed_again(
     select: Callable[[jax.Array], jax.Array],
 ) -> None:
-    # A compiler may round in another way the second time; this function surely does.
+    # A compiler may round differently the second time; this function certainly does.
     runs = []
 
     def rounded(x: Any) -> Any:
@@ -221,7 +221,7 @@ def test_a_rule_that_changes_what_the_primitive_makes() -> None:
 
 def test_fused_equations_are_emitted_again_where_they_are_read() -> None:
     def loss(w, x):
-        shared = jnp.exp(x)  # equation 0 is no vertex
+        shared = jnp.exp(x)  # equation 0 is not a vertex
         return jnp.sum(shared @ w) + jnp.sum(jnp.sin(shared))
 
     program = tracing.trace(loss, W[0], X)
@@ -252,7 +252,7 @@ def test_outputs_of_another_shape_come_after_the_last_region() -> None:
     stages = (Stage(roots=(0, 1), kept=(), checkpointed=True),)
     _, _, closed = rewritten(stages, loss, W[0], X, has_aux=True)
     assert primitives(internals.parts(closed)[3])[1:] == ["reshape"]
-    # Without any stage the program is as it was.
+    # Without any stage the program is unchanged.
     _, _, closed = rewritten((), loss, W[0], X, has_aux=True)
     assert sorted(primitives(internals.parts(closed)[3])) == [
         "dot_general",
@@ -366,7 +366,7 @@ def barriers(closed: Any) -> int:
     return len(re.findall("optimization_barrier", str(closed)))
 
 
-# The first product is of two arguments, the second of an argument and what is computed from it.
+# The first product reads two arguments, the second an argument and a value computed from it.
 @pytest.mark.parametrize("kept", [(), (0,), (2,), (0, 2)])
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_for_nvidia_gradients_of_products_are_not_put_off(
@@ -377,10 +377,10 @@ def test_for_nvidia_gradients_of_products_are_not_put_off(
         Stage(roots=(4, 5, 6), kept=(), checkpointed=False),
     )
     args = W, X
-    # Those of all products, once there is a checkpoint anywhere.
+    # Those of all products, if there is a checkpoint anywhere.
     for platform, expected in (("cuda", 3 if checkpointed else 0), ("tpu", 0)):
         _, call, closed = rewritten(stages, layers, *args, platform=platform, argnums=(0, 1))
-        # Forward the product reads what it read.
+        # Forward, the product reads what it read before.
         assert barriers(closed) == 0
         gradient = jax.grad(call, argnums=(0, 1))
         assert barriers(jax.make_jaxpr(gradient)(*args)) == expected
@@ -420,7 +420,7 @@ def test_for_tpu_gradients_come_before_the_loop_that_runs_backward(
             for equation in equations[:backward]
             if equation.primitive.name == "optimization_barrier"
         ]
-        # The head's gradient and the cotangent that goes into the loop.
+        # The head's gradient and the cotangent that enters the loop.
         assert ({(8, 5), (4, 8)} in tied) == (platform == "tpu"), platform
         for found, right in zip(gradient(*args), jax.grad(loop_and_head)(*args), strict=True):
             assert jnp.allclose(found, right, rtol=1e-6)
@@ -504,7 +504,7 @@ def test_for_a_tpu_what_was_rounded_is_picked_from_as_it_was() -> None:
 
 
 def own_barriers(closed: Any) -> list[Any]:
-    """The barriers of a program, each of which comes with a derivative rule of ours."""
+    """The barriers of a program, each with our derivative rule."""
     found = []
     for equation in internals.parts(closed)[3]:
         if equation.primitive.name == "custom_jvp_call":
@@ -513,7 +513,7 @@ def own_barriers(closed: Any) -> list[Any]:
 
 
 def test_on_a_cpu_what_a_region_hands_on_is_stored() -> None:
-    """Behind a barrier nothing is computed from what the region read, however cheap it is."""
+    """Behind a barrier nothing is computed from the region's inputs, however cheap."""
 
     def loss(w, x):
         y = jnp.tanh(x @ w) + x
@@ -533,12 +533,12 @@ def test_on_a_cpu_what_a_region_hands_on_is_stored() -> None:
         found = own_barriers(closed)
         alone = [e for e in found if [read.aval.shape for read in e.invars] == [(4, 8)]]
         assert len(alone) == expected
-        # Not what the last region hands on, and nothing changes.
+        # Not the last region's outputs; and nothing changes.
         assert jnp.allclose(call(*args), loss(*args), rtol=1e-6)
 
 
 def test_a_product_waits_for_what_its_partner_reads() -> None:
-    """A recurrent layer: what goes in is not multiplied before the state is there."""
+    """A recurrent layer: its input is not multiplied before the state exists."""
 
     def loss(w, u, x):
         state = jnp.zeros_like(x[0])
@@ -561,7 +561,7 @@ def test_a_product_waits_for_what_its_partner_reads() -> None:
             Stage(roots=(order.index("reduce_sum"),), kept=(), checkpointed=False),
         )
         _, call, closed = rewritten(stages, loss, *args, platform=platform)
-        # What goes in, the weight, the state; a sum that is stored is alone.
+        # The input, the weight, the state; a stored sum is alone.
         found = [
             e
             for e in internals.parts(closed)[3]
@@ -575,7 +575,7 @@ def test_a_product_waits_for_what_its_partner_reads() -> None:
 
 
 def test_cotangents_are_summed_region_by_region() -> None:
-    """What several regions read reaches each later one with what the region hands on."""
+    """What several regions read reaches each later one together with a region's outputs."""
 
     def loss(w, x):
         y = x @ w
@@ -598,7 +598,7 @@ def test_cotangents_are_summed_region_by_region() -> None:
     )
     _, call, closed = rewritten(stages, loss, *args)
     found = own_barriers(closed)
-    # The first product, and the weight with what is handed on. Not x: it is not differentiated.
+    # The first product, and the weight with the outputs. Not x: it is not differentiated.
     assert [sorted(read.aval.shape for read in e.invars) for e in found] == [
         [(4, 8), (8, 8)],
         [(4, 8)],
@@ -610,7 +610,7 @@ def test_cotangents_are_summed_region_by_region() -> None:
 
 
 def test_the_parts_of_a_weights_gradient_are_added_one_by_one() -> None:
-    """A weight reaches each product after the first together with what it is multiplied by."""
+    """A weight reaches each product after the first together with the other operand."""
 
     def recurrent(w, x):
         state = jnp.zeros_like(x)
@@ -633,7 +633,7 @@ def test_the_parts_of_a_weights_gradient_are_added_one_by_one() -> None:
 
 
 def test_what_has_no_cotangent_gets_none_where_parts_are_added() -> None:
-    """A batch that is multiplied with the same weight again and again."""
+    """A batch that is repeatedly multiplied with the same weight."""
 
     def pooled(w, xs):
         return sum(jnp.sum(jnp.tanh(x @ w)) for x in xs)
@@ -644,7 +644,7 @@ def test_what_has_no_cotangent_gets_none_where_parts_are_added() -> None:
         stages = (Stage(roots=every, kept=(), checkpointed=checkpointed),)
         _, call, _ = rewritten(stages, pooled, *args)
         gradient = jax.make_jaxpr(jax.grad(call))(*args)
-        # The first three parts wait for the ones behind them, backward only.
+        # The first three parts wait for the ones after them, only backward.
         assert barriers(gradient) == 3
         # The last one waits for nothing, and so for no array of zeros.
         zeros = rf"f32\[{W[0].shape[0]},{W[0].shape[1]}\] = broadcast_in_dim"
@@ -656,11 +656,11 @@ def test_what_has_no_cotangent_gets_none_where_parts_are_added() -> None:
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_for_nvidia_a_sum_of_products_is_one_array(platform: Platform) -> None:
-    """Its cotangent stays as it was: only forward is it kept from being computed elsewhere."""
+    """Its cotangent is unchanged: only forward is it kept from being computed elsewhere."""
 
     def gated(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
         first, second = x @ weights[0], jnp.sin(x) @ weights[1]
-        # The last product is read twice, so its sum is no array that would replace it.
+        # The last product is read twice, so its sum is not an array that would replace it.
         third = x @ weights[2]
         return jnp.sum(jnp.tanh(first + second) + third + jnp.cos(third))
 

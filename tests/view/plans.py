@@ -1,4 +1,4 @@
-"""Plans as plain data, for what shows them."""
+"""Plans as plain data, for tests of the views."""
 
 MIB = 1024**2
 
@@ -59,7 +59,7 @@ def loop_value(fate="kept", **changes):
     }
 
 
-#: What a training step has in memory all the time.
+#: What a training step holds throughout.
 RESIDENT = {"parameters": MIB, "optimizer_state": 2 * MIB, "inputs": MIB // 2, "results": 0}
 
 

@@ -64,7 +64,7 @@ def test_lines_and_levels_are_told():
 
 
 def test_the_name_of_a_level_stands_at_its_own_line():
-    """Narrow, where the name of the peak is in the way; the higher of two is named above it."""
+    """Narrow, so that the peak's name is in the way; the higher of two is named above it."""
     levels = (Level(label="budget for all of it", amount=33 * MIB // 10),)
     levels = (*levels, Level(label="temporaries", amount=31 * MIB // 10))
     for ordered in (levels, levels[::-1]):

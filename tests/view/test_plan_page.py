@@ -160,7 +160,7 @@ def test_what_a_step_has_all_the_time_is_in_picture_legend_and_data():
     chart = data["charts"][0]
     assert len(chart["bands"]) == len(data["kinds"])
     assert data["texts"][chart["arrays"][1][0]] == "optimizer state"
-    # The line lies on what is there all the time.
+    # The line lies on top of what is held throughout.
     assert chart["compiled"] == [[4 * MIB + MIB // 2]]
 
 

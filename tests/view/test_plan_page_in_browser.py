@@ -18,7 +18,7 @@ FATES = ("kept", "recomputed", "not needed")
 
 
 def many(count):
-    """A plan of so many values in ten regions."""
+    """A plan of this many values in ten regions."""
     decisions = [
         decision(
             FATES[n % 3],
@@ -69,7 +69,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, files):
-    """Opens a page, and fails the test if anything was complained of or asked of a network."""
+    """Opens a page, and fails the test if there was an error or a network request."""
     contexts, complaints, asked = [], [], []
 
     def open_page(count=60, **options):
@@ -260,7 +260,7 @@ def test_jupyterlab_rules_for_outputs_do_not_reach_it(opened):
 
 
 def test_it_works_in_a_frame_that_may_do_nothing_but_run_scripts(opened, files):
-    """As VS Code shows outputs: another origin, and no storage."""
+    """As VS Code shows outputs: a different origin, and no storage."""
     shown = opened()
     shown.evaluate(
         """text => {

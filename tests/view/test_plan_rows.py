@@ -128,7 +128,7 @@ def test_regions_hold_modules_hold_values():
     first, second = tree(GIVEN)
     assert first.label == "Region 1"
     assert first.bytes == (3 * MIB, 0, 0)
-    # All of it is in one block, whose own value it holds beside the module inside.
+    # Everything is in one block, which holds its own value and an inner module.
     assert [(child.label, child.values) for child in first.children] == [("Conv_0", (0,))]
     assert first.values == (1,)
     assert second.label == "Region 2, not checkpointed"

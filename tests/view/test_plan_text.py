@@ -93,7 +93,7 @@ def test_what_survived_the_compiler(early_values):
     }
     text = plan_text.text(plan(measured={**MEASURED, "recomputation": found}))
     said = "survived    3 of 3 matrix products and convolutions that were to be computed again are"
-    # What did not survive is told by a note of the measurement.
+    # A note of the measurement says what did not survive.
     assert (said in text) is (early_values == 0)
 
 
@@ -189,9 +189,9 @@ def test_loops_say_what_their_iterations_keep() -> None:
     last["loops"] = [{"root": 5, "parts": [inner]}]
     first = {**inner, "length": 40, "inside": [inner, {**last, "length": 6, "loops": []}]}
     assert plan_words.loop_words({"root": 0, "parts": [first, last]}) == (
-        "scan of 48: 40 in chunks of 10 (4 that keep nothing but what they are handed, then 6 that "
-        "keep 1.00 MiB in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan "
-        "of 4: 4 that keep nothing but what they are handed)"
+        "scan of 48: 40 in chunks of 10 (4 that keep only their inputs, then 6 that keep 1.00 MiB "
+        "in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that "
+        "keep only their inputs)"
     )
 
 
@@ -244,7 +244,7 @@ def test_what_a_step_has_all_the_time_is_below_the_temporaries() -> None:
         "Memory over time, planned: highest 6.50 MiB at moment 2 of 3 (backward), 3.00 MiB of it "
         "temporaries; as compiled 3.00 MiB; budget for temporaries 5.00 MiB"
     )
-    # The budget is for temporaries alone, so its line lies above what is there all the time.
+    # The budget is only for temporaries, so its line lies above what is held throughout.
     assert chart.highest == 8 * MIB + MIB // 2
     assert [one["title"] for one in told["arrays"][:3]] == [
         *("parameters", "optimizer state", "inputs")

@@ -27,7 +27,7 @@
     return made;
   }
 
-  /** What a value is, and below it its extents. */
+  /** What a value is, with its extents below. */
   function twoLines(title) {
     const cut = title.lastIndexOf(", ");
     return cut < 0 ? [title]
@@ -57,7 +57,7 @@
       cursor.setAttribute("y1", at.ceiling);
       cursor.setAttribute("y2", at.floor);
       svg.append(cursor);
-      // The picture's own words would show as a tooltip over what is told beside it.
+      // The picture's own text would show as a tooltip over the details beside it.
       for (const title of svg.querySelectorAll("title")) title.remove();
       return { svg, at, cursor };
     });
@@ -135,7 +135,7 @@
 
   // ------------------------------------------------------------------------------ the values
 
-  // Of a value: number, title, primitive, module, source, fate, region, times, bytes, seconds, why.
+  // For each value: number, title, primitive, module, source, fate, region, times, bytes, seconds, why.
   const [, TITLE, PRIMITIVE, MODULE, SOURCE, FATE, REGION, TIMES, BYTES, SECONDS, WHY] =
     Array(11).keys();
   const cost = (value) => value[SECONDS] * Math.max(1, value[TIMES]);
@@ -147,7 +147,7 @@
       .replace("{time}", seconds(cost(value))).replace("{rate}", seconds(rate(value)));
   }
 
-  /** What it comes to: what another fate would cost or save, for each MiB. */
+  /** What another fate would cost or save, for each MiB. */
   function inShort(value, data) {
     const fate = data.fates[value[FATE]];
     if (fate === "not needed") return "not read backward";
@@ -159,7 +159,7 @@
   function table(holder, data) {
     const text = (value, field) => data.texts[value[field]];
     const where = (value) => [text(value, MODULE), text(value, SOURCE)].filter(Boolean).join(" · ");
-    // Heading, class, width, what is sorted by, and what is in the cell.
+    // Heading, class, width, sort key, and cell content.
     const columns = [
       ["value", "", "auto", (v) => text(v, TITLE), (v) => [
         make("b", "", { title: text(v, TITLE) }, text(v, TITLE)),
@@ -225,7 +225,7 @@
       select(0);
     }
 
-    /** Writes the rows that are in sight, and space in the place of the others. */
+    /** Writes the visible rows, and space in place of the others. */
     function draw() {
       const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 5);
       const last = Math.min(rows.length, first + Math.ceil(scroll.clientHeight / ROW) + 10);
