@@ -23,6 +23,9 @@ from remat_opt.schedule import Schedule
 #: Bytes of a cotangent that takes nothing, though there is one: 0 says that there is none.
 _NO_ARRAY = 1
 
+#: Functions whose derivative XLA for TPU does not compute in each of several products.
+_ONCE = frozenset({"erf", "erfc", "tanh"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HandedIn(Effect):
@@ -249,12 +252,17 @@ def _shared_operands(of: _Vertices) -> Iterator[tuple[tuple[int, ...], int]]:
 
     That is the one array that is written: the products that read the cotangents of the factors
     compute these from it and from the factors, which stay till then. Such are the two halves of a
-    gated layer.
+    gated layer. It is not so with a ``tanh`` or ``erf`` between, as in a GELU: too much is computed
+    for that to be done twice.
     """
     if not of.storage.compiler.has("factors_share"):
         return
+    equations = of.storage.flow.program.equations
     for root in of.storage.roots:
-        for index in of.storage.cone(root):
+        cone = of.storage.cone(root)
+        if any(equations[index].operation.primitive in _ONCE for index in cone):
+            continue
+        for index in cone:
             if of.storage.is_fusing_product(index):
                 for value in of.storage.flow.reads(index):
                     factors = of.storage.holders(value)

@@ -222,7 +222,6 @@ class Storage:
         forced.update(self.weights_of)
         forced -= self.completed.keys()
         forced.update(self.completed.values())
-        # One array of half the width for several products is less than what it is made of.
         forced.update(
             self.flow.source[value]
             for value in self.flow.program.output_values
