@@ -171,9 +171,7 @@ class Storage:
 
     def written_by_fusing_product(self, vertex: int) -> bool:
         """Whether that is a product that computes elementwise operands as it reads them."""
-        return (
-            self.compiler.has("operands_fused") and self.written_by(vertex).primitive in PRODUCTS
-        )
+        return self.compiler.has("operands_fused") and self.written_by(vertex).primitive in PRODUCTS
 
     def holders(self, value: int) -> Sequence[int]:
         """The vertices to hold in order to have a value."""
