@@ -8,6 +8,7 @@ another's cotangent.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
@@ -21,6 +22,9 @@ from remat_opt.schedule import Schedule
 
 #: Bytes of a cotangent that exists but takes nothing: 0 means that there is none.
 _NO_ARRAY = 1
+
+#: Functions whose derivative XLA for TPU does not compute in each of several products.
+_ONCE = frozenset({"erf", "erfc", "tanh"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +99,15 @@ def cotangents(
         readers=_readers(predecessors),
     )
     fused = _fused(of)
-    computed = {vertex for vertex in fused if storage.is_fusing_product(storage.roots[vertex])}
+    computed = {vertex for vertex in fused if storage.written_by_fusing_product(vertex)}
     passing = _passing(of)
     fused |= _overwritten(of)
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
+    shared_operands = dict(_shared_operands(of))
     narrow = {vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of)}
     narrow.update(dict.fromkeys(fused, 0))
+    narrow.update({factors[0]: size for factors, size in shared_operands.items()})
     sizes = [
         narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
         for vertex, values in enumerate(active)
@@ -112,7 +118,8 @@ def cotangents(
         [of.active_readers(vertex) for vertex in range(len(active))],
         storage.compiler,
     )
-    no_arrays = fused | (passing - shared.holders) | shared.alone | shared.until.keys()
+    further = {vertex for factors in shared_operands for vertex in factors[1:]}
+    no_arrays = fused | (passing - shared.holders) | shared.alone | shared.until.keys() | further
     return Cotangents(
         bytes=tuple(
             _NO_ARRAY if active[vertex] and vertex in no_arrays else size
@@ -121,14 +128,18 @@ def cotangents(
         sizes=tuple(sizes),
         # Products also compute a cotangent from scores as they read them.
         held_until_own_step=frozenset(
-            {*storage.vertices_of(storage.scores), *_read_by_readers(of, fused | passing)}
+            {
+                *storage.vertices_of(storage.scores),
+                *_read_by_readers(of, fused | passing),
+                *itertools.chain(*shared_operands),
+            }
         ),
         in_value={
             vertex: storage.cotangent_bytes(active[vertex]) for vertex in in_its_place.values()
         },
         later={vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
         handed_in_bytes={v: sizes[v] for v in passing - shared.holders}
-        | {v: storage.operand_bytes(storage.roots[v]) for v in computed},
+        | {v: storage.operand_bytes(storage.roots[v]) for v in computed | further},
         arguments=shared.arguments,
     )
 
@@ -179,7 +190,7 @@ def _fused(of: _Vertices) -> set[int]:
     fused: set[int] = set()
     for vertex in reversed(range(len(of.active))):
         readers = of.active_readers(vertex)
-        product = of.storage.is_fusing_product(of.storage.roots[vertex])
+        product = of.storage.written_by_fusing_product(vertex)
         if (
             (product or of.kind(vertex) is costs.Fusion.FUSIBLE)
             and readers
@@ -233,10 +244,38 @@ def _rounded(of: _Vertices) -> Iterator[int]:
     if not of.storage.compiler.has("cotangents_rounded"):
         return
     for vertex in range(len(of.active)):
-        if operands.rounds_operands(of.equation(vertex).operation) and not of.is_output(vertex):
+        if operands.rounds_operands(of.storage.written_by(vertex)) and not of.is_output(vertex):
             readers = of.active_readers(vertex)
-            if len(readers) == 1 and of.storage.is_fusing_product(of.storage.roots[readers[0]]):
+            if len(readers) == 1 and of.storage.written_by_fusing_product(readers[0]):
                 yield vertex
+
+
+def _shared_operands(of: _Vertices) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Products of which another product's operand is computed, with the bytes of its cotangent.
+
+    Only that array is written: the products that read the factors' cotangents compute these from it
+    and from the factors, which stay until then. The two halves of a gated layer are an example.
+    With a ``tanh`` or ``erf`` in between, as in a GELU, this does not happen: it would compute too
+    much twice.
+    """
+    if not of.storage.compiler.has("factors_share"):
+        return
+    equations = of.storage.flow.program.equations
+    for root in of.storage.roots:
+        cone = of.storage.cone(root)
+        if any(equations[index].operation.primitive in _ONCE for index in cone):
+            continue
+        for index in cone:
+            if of.storage.is_fusing_product(index):
+                for value in of.storage.flow.reads(index):
+                    factors = of.storage.holders(value)
+                    if len(factors) > 1 and all(
+                        of.storage.written_by_fusing_product(factor)
+                        and not of.is_output(factor)
+                        and len(of.active_readers(factor)) == 1
+                        for factor in factors
+                    ):
+                        yield tuple(sorted(factors)), of.storage.cotangent_bytes([value])
 
 
 def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from remat_opt.compilers.compiler import Rules
@@ -90,3 +91,32 @@ def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int
         for index in spoilt:
             others.update(sums.pop(index))
     yield from sums.items()
+
+
+def sums_in_products(program: Program) -> dict[int, int]:
+    """For the results of products that are only added to other products, the sum of them all.
+
+    XLA for TPU adds one product to another as it writes the latter, and stores only the sum. A bias,
+    a conversion or a reshape may come between a product and the sum.
+    """
+    reads = Counter(program.output_values)
+    for equation in program.equations:
+        reads.update(equation.value_inputs)
+    given = shaped(program, program.arguments)
+    #: For each value that is a sum of products, or one of them, what the products write.
+    terms: dict[int, tuple[int, ...]] = {}
+    found: dict[int, int] = {}
+    for equation in program.equations:
+        primitive = equation.operation.primitive
+        read = [value for value in equation.value_inputs if value not in given]
+        if primitive in PRODUCTS:
+            terms[equation.outputs[0]] = (equation.outputs[0],)
+        elif (primitive in _SUMS or primitive in _SHAPED - {"broadcast_in_dim"}) and all(
+            value in terms and reads[value] == 1 for value in read
+        ):
+            parts = tuple(part for value in read for part in terms[value])
+            if parts:
+                terms[equation.outputs[0]] = parts
+            if len(read) > 1:
+                found.update(dict.fromkeys(parts, equation.outputs[0]))
+    return found

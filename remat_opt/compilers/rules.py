@@ -99,6 +99,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "product_sums": _rule(
             _NVIDIA, "stored", "product_sums", "The sum of two products is stored, not the two."
         ),
+        "sums_in_products": _rule(
+            _TPU, "stored", "product_sums", "A product adds others to itself as it is written."
+        ),
         "stored_for_sums": _rule(
             _CPU, "stored", "cpu_sums", "Sums only multiply: their operands are stored."
         ),
@@ -112,6 +115,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "cotangents_rounded": _rule(
             _TPU, "cotangents", "cotangents", "A cotangent between two products is rounded."
+        ),
+        "factors_share": _rule(
+            _TPU,
+            "cotangents",
+            "cotangents",
+            "The factors of a product's operand share the operand's cotangent.",
         ),
         "values_overwritten": _rule(
             _NVIDIA, "cotangents", "cotangents", "The cotangent of logits takes their place."

@@ -83,10 +83,15 @@ class Storage:
         self.product_sums = {} if unchanged else dict(found)
         self._rounded: dict[int, int] = {}
         self.completed: dict[int, int] = {}
+        self._product_of: dict[int, int] = {}
         if compiler.has("operands_rounded"):
             self._rounded = operands.rounded(flow, self.outputs)
         if compiler.has("forms_completed"):
             self.completed = operands.completed(flow, self.outputs, self._rounded)
+        if compiler.has("sums_in_products"):
+            whole = product_sums.sums_in_products(program)
+            self.completed |= whole
+            self._product_of = {made: flow.maker[product] for product, made in whole.items()}
         axes = compiler.has("matrix_axes")
         self._matrix_axes: dict[int, Axes] = matrix_axes(program) if axes else {}
         self._lanes = lanes(program) if compiler.has("lanes") else {}
@@ -158,6 +163,16 @@ class Storage:
         operation = self.flow.program.equations[index].operation
         return self.compiler.has("operands_fused") and operation.primitive in PRODUCTS
 
+    def written_by(self, vertex: int) -> Operation:
+        """The operation whose kernel writes a vertex: for a sum of products one of them."""
+        equations, root = self.flow.program.equations, self.roots[vertex]
+        products = [self._product_of.get(value, root) for value in equations[root].outputs]
+        return equations[products[0] if products else root].operation
+
+    def written_by_fusing_product(self, vertex: int) -> bool:
+        """Whether that is a product that computes elementwise operands as it reads them."""
+        return self.compiler.has("operands_fused") and self.written_by(vertex).primitive in PRODUCTS
+
     def holders(self, value: int) -> Sequence[int]:
         """The vertices to hold in order to have a value."""
         value = self.flow.source[value]
@@ -205,8 +220,6 @@ class Storage:
         forced.update(self.weights_of)
         forced -= self.completed.keys()
         forced.update(self.completed.values())
-        # One array of half the width for several products takes less than what it is made from.
-        forced.update(value for value, readers in self._rounded.items() if readers > 1)
         forced.update(
             self.flow.source[value]
             for value in self.flow.program.output_values

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from tests.compiler_graphs import (
@@ -94,7 +95,7 @@ def test_a_tpu_stores_what_products_read_with_its_bias_and_scale() -> None:
     assert shared.bytes[0] == full
 
 
-def test_a_tpu_stores_once_what_several_products_read() -> None:
+def test_a_tpu_computes_in_each_of_several_products_what_they_read() -> None:
     def loss(weights, x):
         first = x @ weights[0]
         shared = jax.nn.relu(first + x)
@@ -102,5 +103,25 @@ def test_a_tpu_stores_once_what_several_products_read() -> None:
 
     weights, x = [jnp.ones((128, 128))] * 3, jnp.ones((256, 128))
     _, _, graph = graph_of(loss, weights, x, device="v5e")
-    assert names(graph)[:2] == ["dot_general", "custom_jvp_call"]
-    assert graph.bytes[:2] == (256 * 128 * 4, 256 * 128 * 2)
+    assert names(graph)[:2] == ["dot_general", "add"]
+    assert graph.bytes[:2] == (256 * 128 * 4, 256 * 128 * 4)
+
+
+@pytest.mark.parametrize(("gate", "arrays"), [(jax.nn.silu, 1), (jax.nn.gelu, 2)])
+def test_the_halves_of_a_gated_layer_share_a_cotangent(gate, arrays) -> None:
+    """Unless the gate's derivative is too much to be computed in several products."""
+
+    def loss(weights, x):
+        hidden = gate(x @ weights[0]) * (x @ weights[1])
+        return jnp.sum(jnp.sin(hidden @ weights[2]))
+
+    weights, x = [jnp.ones((128, 128), jnp.bfloat16)] * 3, jnp.ones((256, 128), jnp.bfloat16)
+    _, _, graph = graph_of(loss, weights, x, device="v5e")
+    assert names(graph)[:3] == ["dot_general"] * 3
+    full = 256 * 128 * 2
+    assert sum(size == full for size in graph.cotangent_bytes[:2]) == arrays
+    assert all(graph.cotangent_bytes[:2])
+    if arrays == 1:
+        assert graph.cotangent_bytes[0] == full
+        assert 0 in graph.needs[0]
+        assert {0, 1} <= set(graph.needs[1])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.product_sums import biases, stored_sums
+from remat_opt.compilers.product_sums import biases, stored_sums, sums_in_products
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import tracing
 
@@ -73,6 +73,38 @@ def test_sums_of_two_products_that_nothing_else_reads(fn: Callable[..., Any], su
         assert pair[0] < pair[1] < index
     for platform in ("tpu", "cpu"):
         assert not list(stored_sums(program, Rules(platform=platform)))
+
+
+def all_in_one(w: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
+    return (x @ w + b) + jnp.sin(x) @ w - (jnp.cos(x) @ w).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("fn", "products"),
+    [
+        (two, 2),
+        (with_a_bias, 2),
+        (in_gates, 0),
+        (narrowed, 2),
+        (read_elsewhere, 0),
+        (of_three, 0),
+        (all_in_one, 3),
+    ],
+)
+def test_products_that_others_are_added_to(fn: Callable[..., Any], products: int) -> None:
+    args = (W, X, B) if fn in (with_a_bias, all_in_one) else (W, X)
+    program = tracing.trace(lambda *given: jnp.sum(jnp.tanh(fn(*given)) ** 2), *args)
+    found = sums_in_products(program)
+    maker = program.makers()
+    assert len(found) == products
+    assert {program.equations[maker[one]].operation.primitive for one in found} <= PRODUCTS
+    for made in set(found.values()):
+        # It is what the tanh reads.
+        assert [
+            equation.operation.primitive
+            for equation in program.equations
+            if made in equation.value_inputs
+        ] == ["tanh"]
 
 
 def test_what_is_put_out_is_no_part_of_a_sum() -> None:

@@ -247,7 +247,7 @@ def similar(w, x):
 
 
 def skips(weights, x):
-    added = 0.0
+    added = jnp.cos(x)
     for w in weights:
         x = jnp.sin(x @ w)
         added = added + x @ w
@@ -297,11 +297,13 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
     "prologues": ("h200", activated, ([W, W], X)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
+    "sums_in_products": ("v5e", summed_products, ([SQUARE] * 2, ROWS)),
     "stored_for_sums": ("cpu", normalised, (W, X)),
     "divisors": ("cpu", divided, (W, jnp.ones((4, 8, 8)))),
     "widened": ("cpu", recurrent, narrow((W, X))),
     "cotangents_fused": ("v5e", cross_entropy, (SQUARE, ROWS)),
     "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
+    "factors_share": ("v5e", gated_products, ([SQUARE] * 3, ROWS)),
     "values_overwritten": ("h200", cross_entropy, (W, X)),
     "values_go": ("h200", gated_products, ([W] * 3, X)),
     "cotangents_pass": ("h200", gated, (W, X)),
