@@ -96,8 +96,8 @@ def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int
 def sums_in_products(program: Program) -> dict[int, int]:
     """For the results of products that are only added to other products, the sum of them all.
 
-    XLA for TPU adds one product to another as it writes the latter, and stores only the sum. A bias,
-    a conversion or a reshape may come between a product and the sum.
+    XLA for TPU adds one product to another as it writes the latter, and stores only the sum. A
+    bias, a conversion or a reshape may come between a product and the sum.
     """
     reads = Counter(program.output_values)
     for equation in program.equations:
