@@ -491,7 +491,7 @@ def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = 
     """Where the user's code made the equation, as ``file.py:line (function)``; "" if unknown.
 
     That is the innermost line outside JAX and outside installed packages (a Flax layer is known by
-    its module path). If all lines are in packages, it is the innermost outside JAX.
+    its module path). If all lines are in packages, it is the innermost outside JAX and this one.
 
     Args:
       equation: of a jaxpr.
@@ -504,6 +504,7 @@ def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = 
         frame
         for one in (equation, *calls)
         for frame in source_info_util.user_frames(one.source_info.traceback)
+        if not str(frame.file_name).startswith(_OWN_FOLDER)
     ]
     own = (frame for frame in frames if not _is_installed(str(frame.file_name)))
     frame = next(own, frames[0] if frames and not only_users else None)

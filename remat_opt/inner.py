@@ -79,6 +79,29 @@ class _Existing(Effect):
         return ", ".join([*self.places[:4], *(["..."] if len(self.places) > 4 else [])])
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Mapped(Effect):
+    """What a ``shard_map`` keeps, about which no plan decides.
+
+    Attributes:
+      places: source lines that are known.
+    """
+
+    places: tuple[str, ...]
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """Says which they are, and what to do."""
+        yield self.remedy()
+
+    def remedy(self) -> str:
+        """Says where the decorator belongs."""
+        told = f" ({', '.join(self.places)})" if self.places else ""
+        return (
+            f"A shard_map{told} is planned as one piece, whatever it keeps. To plan what is in it, "
+            "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."
+        )
+
+
 def model(
     program: Program,
     linearization: Linearization,
@@ -96,6 +119,10 @@ def model(
       depth: how many levels of nested bodies are looked into.
     """
     expected = models.model(program, linearization, compiler, gradients)
+    mapped = tuple(_mapped(program, linearization)) if depth == _DEPTH else ()
+    if mapped:
+        effect = _Mapped(places=tuple(dict.fromkeys(filter(None, mapped))))
+        expected = dataclasses.replace(expected, effects=(*expected.effects, effect))
     found = _insides(program, linearization, compiler, depth)
     if not found:
         return expected
@@ -110,8 +137,16 @@ def model(
         for index, inside in found.items()
         if inside.again_share
     )
-    effect = _Existing(places=tuple(filter(None, places)), share=again_share)
-    return dataclasses.replace(expected, effects=(*expected.effects, effect))
+    existing = _Existing(places=tuple(filter(None, places)), share=again_share)
+    return dataclasses.replace(expected, effects=(*expected.effects, existing))
+
+
+def _mapped(program: Program, linearization: Linearization) -> Iterator[str]:
+    """The source lines of each ``shard_map`` that keeps something for its backward pass."""
+    for index, derivative in linearization.derivatives.items():
+        equation = program.equations[index]
+        if equation.operation.primitive == "shard_map" and derivative.internal_bytes:
+            yield internals.source_line(equation.jax_equation)
 
 
 def _with(expected: Model, found: Mapping[int, _Inside]) -> Model:

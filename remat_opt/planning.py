@@ -193,9 +193,11 @@ def _sweep(
         front = pareto(
             [*front, *loops.together(expected.graph, ways, front, search, measure)], measure
         )
+    # What beats a policy in what is alive at once need not beat it in the heap.
+    kept = {one.schedule: one for one in (*_spaced(front), *judged(graph, alone))}
     return Sweep(
         model=expected,
-        candidates=_as_compiled(expected, front),
+        candidates=tuple(_modelled(expected, one) for one in kept.values()),
         unchanged=dataclasses.replace(
             judge(graph, plain(graph)), peak_bytes=expected.unchanged_peak_bytes()
         ),
@@ -345,21 +347,16 @@ def _candidates(
     return found
 
 
-def _as_compiled(expected: Model, front: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates with the temporaries that the compiler is expected to need.
+def _spaced(front: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates whose temporaries are worth asking the model for.
 
     Heaps take time to lay out and are harder to predict, so of candidates that hardly differ only
     the first is taken. Opened loops come in larger steps: with them, all that differ in overhead
     are taken.
 
     Args:
-      expected: the model that the candidates are for.
       front: candidates by ascending peak, and so by falling overhead.
     """
-    return tuple(_modelled(expected, one) for one in _spaced(front))
-
-
-def _spaced(front: Sequence[Candidate]) -> list[Candidate]:
     spaced: list[Candidate] = []
     for one in front:
         if (

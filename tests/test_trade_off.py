@@ -32,7 +32,8 @@ def test_rows_ascend_and_are_budgets(overhead: str) -> None:
     counted = {"seconds": "overhead_seconds_share", "flops": "recomputed_flops_share"}[overhead]
     for left, right in itertools.pairwise(found.rows):
         assert left["temporary_bytes"] < right["temporary_bytes"]
-        assert left[counted] > right[counted]
+        # The unchanged function is last, even if a plan recomputes no FLOPs either.
+        assert left[counted] > right[counted] or (right is found.rows[-1] and not right[counted])
     assert found.rows[-1]["of_plain"] <= 1
     assert found.rows[-1][counted] == 0
     for row in found.rows[:: len(found.rows) // 4]:
