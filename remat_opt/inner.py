@@ -63,7 +63,7 @@ class _Existing(Effect):
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """Says how much that is, and what to do."""
         yield (
-            f"The function's own checkpoints stay as they are ({self._told()}). They compute "
+            f"The function's own checkpoints stay as they are ({_told(self.places)}). They compute "
             f"{format_share(self.share)} of a forward pass again, with or without this plan; "
             'existing="replace" lets the plan decide about the values under them.'
         )
@@ -71,12 +71,14 @@ class _Existing(Effect):
     def remedy(self) -> str:
         """Says how to let the plan decide about them too."""
         return (
-            f"The function's own checkpoints ({self._told()}) stay as they are, with all that "
-            'they take: existing="replace" lets the plan decide about the values under them.'
+            f"The function's own checkpoints ({_told(self.places)}) stay as they are, with all "
+            'that they take: existing="replace" lets the plan decide about the values under them.'
         )
 
-    def _told(self) -> str:
-        return ", ".join([*self.places[:4], *(["..."] if len(self.places) > 4 else [])])
+
+def _told(places: Sequence[str]) -> str:
+    """The first few source lines."""
+    return ", ".join([*places[:4], *(["..."] if len(places) > 4 else [])])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +97,7 @@ class _Mapped(Effect):
 
     def remedy(self) -> str:
         """Says where the decorator belongs."""
-        told = f" ({', '.join(self.places)})" if self.places else ""
+        told = f" ({_told(self.places)})" if self.places else ""
         return (
             f"A shard_map{told} is planned as one piece, whatever it keeps. To plan what is in it, "
             "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."

@@ -99,7 +99,7 @@ def cotangents(
         readers=_readers(predecessors),
     )
     fused = _fused(of)
-    computed = {vertex for vertex in fused if storage.written_by_fusing_product(vertex)}
+    computed = {vertex for vertex in fused if of.written_by_fusing_product(vertex)}
     passing = _passing(of)
     fused |= _overwritten(of)
     in_its_place = dict(_broadcast(of))
@@ -163,6 +163,14 @@ class _Vertices:
         """The equation that makes the vertex."""
         return self.storage.flow.program.equations[self.storage.roots[vertex]]
 
+    def written_by(self, vertex: int) -> Equation:
+        """The equation whose kernel writes the vertex."""
+        return self.storage.flow.program.equations[self.storage.written_by(vertex)]
+
+    def written_by_fusing_product(self, vertex: int) -> bool:
+        """Whether that is a product that computes elementwise operands as it reads them."""
+        return self.storage.is_fusing_product(self.storage.written_by(vertex))
+
     def kind(self, vertex: int) -> costs.Fusion:
         """How that equation is compiled."""
         return self.storage.flow.costs[self.storage.roots[vertex]].fusion
@@ -190,7 +198,7 @@ def _fused(of: _Vertices) -> set[int]:
     fused: set[int] = set()
     for vertex in reversed(range(len(of.active))):
         readers = of.active_readers(vertex)
-        product = of.storage.written_by_fusing_product(vertex)
+        product = of.written_by_fusing_product(vertex)
         if (
             (product or of.kind(vertex) is costs.Fusion.FUSIBLE)
             and readers
@@ -244,9 +252,9 @@ def _rounded(of: _Vertices) -> Iterator[int]:
     if not of.storage.compiler.has("cotangents_rounded"):
         return
     for vertex in range(len(of.active)):
-        if operands.rounds_operands(of.storage.written_by(vertex)) and not of.is_output(vertex):
+        if operands.rounds_operands(of.written_by(vertex).operation) and not of.is_output(vertex):
             readers = of.active_readers(vertex)
-            if len(readers) == 1 and of.storage.written_by_fusing_product(readers[0]):
+            if len(readers) == 1 and of.written_by_fusing_product(readers[0]):
                 yield vertex
 
 
@@ -265,17 +273,20 @@ def _shared_operands(of: _Vertices) -> Iterator[tuple[tuple[int, ...], int]]:
         cone = of.storage.cone(root)
         if any(equations[index].operation.primitive in _ONCE for index in cone):
             continue
-        for index in cone:
-            if of.storage.is_fusing_product(index):
-                for value in of.storage.flow.reads(index):
-                    factors = of.storage.holders(value)
-                    if len(factors) > 1 and all(
-                        of.storage.written_by_fusing_product(factor)
-                        and not of.is_output(factor)
-                        and len(of.active_readers(factor)) == 1
-                        for factor in factors
-                    ):
-                        yield tuple(sorted(factors)), of.storage.cotangent_bytes([value])
+        products = filter(of.storage.is_fusing_product, cone)
+        for value in itertools.chain.from_iterable(map(of.storage.flow.reads, products)):
+            factors = of.storage.holders(value)
+            if len(factors) > 1 and all(_is_factor(of, factor) for factor in factors):
+                yield tuple(sorted(factors)), of.storage.cotangent_bytes([value])
+
+
+def _is_factor(of: _Vertices, vertex: int) -> bool:
+    """Whether a product writes the vertex for a single reader."""
+    return (
+        of.written_by_fusing_product(vertex)
+        and not of.is_output(vertex)
+        and len(of.active_readers(vertex)) == 1
+    )
 
 
 def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:

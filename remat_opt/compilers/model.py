@@ -23,7 +23,7 @@ from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, Stage, plain
-from remat_opt.spans import Stacks, spans
+from remat_opt.spans import Spans, spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,16 +70,15 @@ class Model:
     def peak_bytes(self, schedule: Schedule | None) -> int:
         """The temporaries expected to be needed: the heap, and what is held besides."""
         lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
-        return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
+        return self.laid_out_bytes(lives, schedule)
 
     def branch_peak_bytes(self, schedule: Schedule) -> int:
         """Those of the program as a branch: its inputs stay until it ends."""
         lives = spans(self.graph_of(schedule), schedule).held_to_the_end()
-        return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
+        return self.laid_out_bytes(lives, schedule)
 
-    def laid_out_bytes(self, graph: Graph, schedule: Schedule, stacks: Stacks | None) -> int:
-        """Those with a graph of the schedule, as an iteration of a loop that reads stacks."""
-        lives = spans(graph, schedule, stacks)
+    def laid_out_bytes(self, lives: Spans, schedule: Schedule | None) -> int:
+        """Those of arrays with these lives under a schedule."""
         return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
 
     def unchanged_peak_bytes(self) -> int:

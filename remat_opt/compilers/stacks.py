@@ -10,7 +10,7 @@ read by index is copied by one kernel, as the backward pass of an iteration star
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
 from remat_opt.schedule import Schedule
 from remat_opt.simulator import demand
-from remat_opt.spans import Stacks
+from remat_opt.spans import Stacks, spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,6 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
       stacks: what it reads.
     """
     graph = expected.graph_of(schedule)
-    kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)
     if not expected.compiler.has("entries_sliced"):
         # All is taken to be copied, and what is kept to be there both in the stack and beside it.
         peak_bytes = expected.peak_bytes(schedule)
@@ -105,12 +104,18 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
     stacks = dataclasses.replace(stacks, first=first)
     in_part = dataclasses.replace(stacks, at_once=True)
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
-    apart = _with_nothing_over_stacks(graph, schedule, expected)
+    stored = demand(graph, schedule).stored
+    apart = _with_nothing_over(frozenset(stored), graph, expected)
+
+    def laid_out_bytes(graph: Graph, read: Stacks) -> int:
+        return expected.laid_out_bytes(spans(graph, schedule, read), schedule)
+
+    # An iteration alone has no stacks: what is kept waits as arrays.
+    kept_bytes = sum(graph.bytes[vertex] for vertex in stored)
     return Beside(
-        whole_bytes=expected.laid_out_bytes(apart, schedule, stacks),
-        part_bytes=expected.laid_out_bytes(apart, schedule, in_part),
-        # Here what is kept waits as arrays.
-        alone_bytes=max(0, expected.laid_out_bytes(graph, schedule, alone) - kept_bytes),
+        whole_bytes=laid_out_bytes(apart, stacks),
+        part_bytes=laid_out_bytes(apart, in_part),
+        alone_bytes=max(0, laid_out_bytes(graph, alone) - kept_bytes),
     )
 
 
@@ -127,13 +132,12 @@ def counted_around_bytes(carried_bytes: int, cotangent_bytes: int, compiler: Com
     return min(carried_bytes, cotangent_bytes) if compiler.has("entries_sliced") else 0
 
 
-def _with_nothing_over_stacks(graph: Graph, schedule: Schedule, expected: Model) -> Graph:
+def _with_nothing_over(in_stacks: Set[int], graph: Graph, expected: Model) -> Graph:
     """The graph where no cotangent takes the place of a value that is in a stack."""
     if not expected.compiler.has("values_go"):
         return graph
     workspaces = list(graph.workspace_bytes)
-    in_stacks = demand(graph, schedule).stored
-    less = overwritten_bytes(expected.graph, frozenset(in_stacks))
+    less = overwritten_bytes(expected.graph, in_stacks)
     for vertex, size in overwritten_bytes(expected.graph).items():
         workspaces[vertex] += size - less.get(vertex, 0)
     return dataclasses.replace(graph, workspace_bytes=tuple(workspaces))

@@ -163,15 +163,11 @@ class Storage:
         operation = self.flow.program.equations[index].operation
         return self.compiler.has("operands_fused") and operation.primitive in PRODUCTS
 
-    def written_by(self, vertex: int) -> Operation:
-        """The operation whose kernel writes a vertex: for a sum of products one of them."""
-        equations, root = self.flow.program.equations, self.roots[vertex]
-        products = [self._product_of.get(value, root) for value in equations[root].outputs]
-        return equations[products[0] if products else root].operation
-
-    def written_by_fusing_product(self, vertex: int) -> bool:
-        """Whether that is a product that computes elementwise operands as it reads them."""
-        return self.compiler.has("operands_fused") and self.written_by(vertex).primitive in PRODUCTS
+    def written_by(self, vertex: int) -> int:
+        """The equation whose kernel writes a vertex: for a sum of products one of them."""
+        root = self.roots[vertex]
+        made = self.flow.program.equations[root].outputs
+        return next((self._product_of[value] for value in made if value in self._product_of), root)
 
     def holders(self, value: int) -> Sequence[int]:
         """The vertices to hold in order to have a value."""
