@@ -8,11 +8,12 @@ around every block; ours within the temporaries that each default around every b
 and ours with the least memory. A forward pass alone runs with them. On a CPU, networks are small
 ones of the same family (``--small``, ``--no-small``), and a row says which.
 
-All variants of a network are compiled first. Then, in one process, they take turns: a round is one
-timed step of each; every round begins with another, and every second one runs in reverse order. A
-step's output is the next one's input, whichever variant that is, so that the device holds one state
-and not one for each. There are at least ``--rounds`` rounds, and they take at least ``--seconds``.
-A variant that does not compile, or does not fit when it runs, has a row with ``error``.
+All variants of a network, or of ``--workers`` networks, are compiled first. Then, in one process,
+those of a network take turns: a round is one timed step of each; every round begins with another,
+and every second one runs in reverse order. A step's output is the next one's input, whichever
+variant that is, so that the device holds one state and not one for each. There are at least
+``--rounds`` rounds, and they take at least ``--seconds``. A variant that does not compile, or does
+not fit when it runs, has a row with ``error``.
 
 What a row says:
 
@@ -29,8 +30,8 @@ What a row says:
     ``predicted_overhead_share`` x ``ratio_to_plain`` of the row of kind ``forward``.
 
 With ``--rows FILE``, or ``--save`` for ``benchmarks/results/step_time_<device>.jsonl``, rows are
-appended to a file. A network is timed as a whole: a complete one is not timed again, an interrupted
-one is. The last rows of a network count.
+appended to a file, network by network. One is timed as a whole: a complete one is not timed again,
+an interrupted one is. The last rows of a network count.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ import json
 import re
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,9 @@ _KEY = (
     "device_kind",
     "jax",
 )
+
+#: Held while tracing and planning; compiling goes on beside.
+_TRACING = threading.Lock()
 
 #: Parameters, and the optimizer's state if there is one.
 State = tuple[Any, ...]
@@ -250,10 +256,10 @@ class Subject:
         """
         if variant.kind == "forward":
             return self._forward()
-        loss_fn, facts, same = self._loss(variant)
-        if same is not None:
-            compiled = same
-        else:
+        with _TRACING:
+            loss_fn, facts, compiled = self._loss(variant)
+            recomputed = self._flops(loss_fn) - self._gradient_flops
+        if compiled is None:
             compiled, seconds = _compile(
                 self.step(loss_fn), (*self._state, self._batch), self._donated
             )
@@ -262,10 +268,9 @@ class Subject:
             self._planned.setdefault(facts.pop("stages"), (variant.label, compiled))
         temporary_bytes = self._measured(compiled, loss_fn)
         self._temporary_bytes[variant.label] = temporary_bytes
-        recomputed = self._flops(loss_fn) - self._gradient_flops
         facts["temporary_bytes"] = temporary_bytes
         facts["recomputed_flops_share"] = round(recomputed / self._forward_flops, 4)
-        return facts, _run(compiled, updates=bool(self._donated))
+        return facts, run_of(compiled, updates=bool(self._donated))
 
     def _forward(self) -> tuple[dict[str, Any], Run]:
         def forward(*given: Any) -> Any:
@@ -275,7 +280,7 @@ class Subject:
         compiled, seconds = _compile(forward, (*self._state, self._batch), ())
         temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
         facts = {"compile_seconds": seconds, "temporary_bytes": temporary_bytes}
-        return facts, _run(compiled, updates=False)
+        return facts, run_of(compiled, updates=False)
 
     def _measured(self, compiled: jax.stages.Compiled, loss_fn: Callable[..., Any]) -> int:
         if jax.default_backend() == "tpu":
@@ -349,11 +354,13 @@ def _compile(
     # CPU.
     options = compilation.compiler_options(compilation.attached_device())
     jitted = jax.jit(fn, donate_argnums=donated, compiler_options=options)
-    compiled = jitted.lower(*shapes).compile()
+    with _TRACING:
+        lowered = jitted.lower(*shapes)
+    compiled = lowered.compile()
     return compiled, round(time.perf_counter() - start, 2)
 
 
-def _run(compiled: jax.stages.Compiled, *, updates: bool) -> Run:
+def run_of(compiled: jax.stages.Compiled, *, updates: bool) -> Run:
     def run(state: State, batch: Any) -> tuple[State, float]:
         start = time.perf_counter()
         found = jax.block_until_ready(compiled(*state, batch))
@@ -464,22 +471,31 @@ def figures(seconds: Sequence[float], plain: Sequence[float] | None) -> dict[str
     return found
 
 
-def measured(
-    case: Case, *, rounds: int, seconds: float, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Compiles and times all variants of a network.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A network whose variants are compiled.
+
+    Attributes:
+      rows: of each of ``VARIANTS`` what is known before running, by label, in their order.
+      runs: how to run those that compiled.
+      arrays: makes a state and a batch.
+    """
+
+    rows: dict[str, dict[str, Any]]
+    runs: Mapping[str, Run]
+    arrays: Callable[[], tuple[State, Any]]
+
+
+def prepared(case: Case, *, say: Callable[[str], None]) -> Prepared:
+    """Plans and compiles all variants of a network.
 
     Args:
       case: which network, and how.
-      rounds: the least number of rounds.
-      seconds: the least time.
       say: called with what is being done.
-
-    Returns:
-      A row for each of ``VARIANTS``, in their order.
     """
     say(f"{case.network}: planning and compiling")
-    subject = Subject(case)
+    with _TRACING:
+        subject = Subject(case)
     rows: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for variant in VARIANTS:
@@ -490,12 +506,26 @@ def measured(
             facts = {"error": said(error)}
         rows[variant.label] = row | facts
         say(f"{case.network}: {variant.label}: {facts.get('error', 'compiled')}")
-    say(f"{case.network}: running")
+    return Prepared(rows=rows, runs=runs, arrays=subject.arrays)
+
+
+def measured(given: Prepared, *, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Times all variants of a network.
+
+    Args:
+      given: what was compiled.
+      rounds: the least number of rounds.
+      seconds: the least time.
+
+    Returns:
+      A row for each of ``VARIANTS``, in their order.
+    """
+    rows = given.rows
     try:
-        times = timed(runs, subject.arrays, rounds=rounds, seconds=seconds)
+        times = timed(given.runs, given.arrays, rounds=rounds, seconds=seconds)
     except Exception as error:
         # The state itself does not fit.
-        times = Times(seconds={}, errors=dict.fromkeys(runs, said(error)))
+        times = Times(seconds={}, errors=dict.fromkeys(given.runs, said(error)))
     for label, error in times.errors.items():
         rows[label]["error"] = error
     plain = times.seconds.get("plain")
@@ -606,6 +636,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verify", action="store_true", help="choose plans by compiling")
     parser.add_argument("--rounds", type=int, default=10, help="at least so many (10)")
     parser.add_argument("--seconds", type=float, default=10, help="at least for so long (10)")
+    parser.add_argument("--workers", type=int, default=1, help="networks compiled at once (1)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     file = parser.add_mutually_exclusive_group()
     file.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
@@ -619,31 +650,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.rounds < 2:
         parser.error(f"--rounds {given.rounds}: give at least 2, or there are no quartiles")
+    if given.workers < 1:
+        parser.error(f"--workers {given.workers}: give at least 1")
     device = jax.devices()[0]
     small = device.platform == "cpu" if given.small is None else given.small
     path = RESULTS / f"step_time_{slug(device.device_kind)}.jsonl" if given.save else given.rows
     on_file = Rows(path)
     say = functools.partial(print, file=sys.stderr, flush=True)
-    heading = ""
     # One set after the other, however they were named.
-    for name in sorted(dict.fromkeys(given.network), key=networks.JUDGED.__contains__):
-        case = Case(
+    cases = [
+        Case(
             network=name,
             step=given.step,
             small=small,
             given_batch=given.batch,
             verified=given.verify,
         )
-        rows = on_file.find(case)
-        if rows is None:
-            rows = measured(case, rounds=given.rounds, seconds=given.seconds, say=say)
-            on_file.put(rows)
-            # What the next network needs is memory.
-            jax.clear_caches()
-        if not given.json and heading != (heading := _SETS[rows[0]["set"]]):
-            print(heading, flush=True)
-        lines = map(json.dumps, rows) if given.json else (*table(rows), "")
-        print(*lines, sep="\n", flush=True)
+        for name in sorted(dict.fromkeys(given.network), key=networks.JUDGED.__contains__)
+    ]
+    heading = ""
+    for start in range(0, len(cases), given.workers):
+        some = cases[start : start + given.workers]
+        # Nothing compiles while something is timed.
+        missing = [case for case in some if on_file.find(case) is None]
+        with ThreadPoolExecutor(given.workers) as pool:
+            ready = list(pool.map(functools.partial(prepared, say=say), missing))
+        for case in some:
+            rows = on_file.find(case)
+            if rows is None:
+                say(f"{case.network}: running")
+                rows = measured(ready.pop(0), rounds=given.rounds, seconds=given.seconds)
+                on_file.put(rows)
+            if not given.json and heading != (heading := _SETS[rows[0]["set"]]):
+                print(heading, flush=True)
+            lines = map(json.dumps, rows) if given.json else (*table(rows), "")
+            print(*lines, sep="\n", flush=True)
+        # What the next networks need is memory.
+        jax.clear_caches()
     return 0
 
 
