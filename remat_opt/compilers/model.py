@@ -132,7 +132,7 @@ def model(
     flow = Dataflow(program, linearization)
     storage = Storage(flow, compiler)
     as_it_is = None
-    if storage.softmaxes or storage.product_sums:
+    if storage.scores or storage.product_sums:
         as_it_is = _built(Storage(flow, compiler, unchanged=True), gradients, None)
     return _built(storage, gradients, as_it_is)
 
@@ -151,7 +151,8 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         if derivative.assumed
     }
     of_parameters = workspace_bytes(found.parameter_gradients, gradients, len(found.graph))
-    row_statistics = (value for one in storage.softmaxes for value in (one.maxima, one.sums))
+    stored = storage.softmaxes if storage.compiler.has("maxima_stored") else ()
+    row_statistics = (value for one in stored for value in (one.maxima, one.sums))
     return Model(
         compiler=storage.compiler,
         graph=_in_step(found.graph, of_parameters),

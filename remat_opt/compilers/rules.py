@@ -81,6 +81,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "softmax": _rule(
             _TPU, "stored", "softmax", "A softmax that is rounded stores its exponentials."
         ),
+        "scores_widened": _rule(
+            _NVIDIA, "stored", "softmax", "A softmax of narrower scores stores its exponentials."
+        ),
         "transcendental": _rule(
             _NVIDIA | _CPU,
             "stored",
@@ -92,9 +95,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "readers_recounted": _rule(
             _NVIDIA | _TPU, "stored", "storage", "A value that ends up in one array has one reader."
-        ),
-        "prologues": _rule(
-            _NVIDIA, "stored", "prologues", "Products compute cheap operands as they read them."
         ),
         "product_sums": _rule(
             _NVIDIA, "stored", "product_sums", "The sum of two products is stored, not the two."

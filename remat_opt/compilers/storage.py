@@ -25,7 +25,6 @@ from remat_opt.compilers import (
     cpu_sums,
     operands,
     product_sums,
-    prologues,
     softmax,
     transcendental,
 )
@@ -203,10 +202,7 @@ class Storage:
         for index, equation in enumerate(self.flow.program.equations):
             if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if equation.operation.primitive == "dot_general" and not self.is_fusing_product(index):
-                for value in self.flow.reads(index):
-                    forced.add(prologues.read_in_place(self.flow, value, self.compiler))
-            elif self.flow.opaque(index) and not self.is_fusing_product(index):
+            if self.flow.opaque(index) and not self.is_fusing_product(index):
                 forced.update(self.flow.reads(index))
         if self.compiler.has("stored_for_sums"):
             forced |= cpu_sums.read_by_sums(self.flow)

@@ -43,14 +43,10 @@ from remat_opt.progress import doing
 from remat_opt.recomputation import Recomputation, in_brackets, is_recomputation
 from remat_opt.units import format_bytes
 
-#: What XLA says if it finds no tiles for one of its products without the device, the options that
-#: leave products to the library, and what to say then.
-_NO_TILES = "output tile sizes"
-_LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-_TILES_NOTE = (
-    "compiled with xla_gpu_enable_triton_gemm=false: XLA finds no tiles for some product of this "
-    "program where the device is not attached"
-)
+#: On an attached NVIDIA device XLA times its own products against the library's, and took the
+#: library's in every program that was run on one. Where nothing can be timed it takes its own, into
+#: which it fuses what the library reads as arrays: up to half of the memory is missing then.
+_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 
 #: The device that an unknown machine of each platform counts as: the smallest of its kind, so that
 #: no plan asks too much of it.
@@ -308,22 +304,15 @@ def _compile(
       as_written: whether to leave out the compiler's own rematerialisation, if possible.
     """
     options = compiler_options(target)
+    if target.platform == "cuda" and not target.attached and _TRITON_PRODUCTS not in _flags():
+        options[_TRITON_PRODUCTS] = False
     if as_written and target.platform in OWN_REMATERIALISATION:
         options |= _without(OWN_REMATERIALISATION[target.platform])
     if folder is not None:
         options |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     with jax.default_device(_jax_device(target)):
         try:
-            try:
-                return lowered.compile(compiler_options=options or None), ()
-            except jax.errors.JaxRuntimeError as error:
-                if target.platform != "cuda" or target.attached or _NO_TILES not in str(error):
-                    raise
-            for path in folder.iterdir() if folder is not None else ():
-                # Files left by the program that did not compile.
-                if path.is_file():
-                    path.unlink()
-            return lowered.compile(compiler_options=options | _LIBRARY_PRODUCTS), (_TILES_NOTE,)
+            return lowered.compile(compiler_options=options or None), ()
         except jax.errors.JaxRuntimeError as error:
             raise _compile_error(error, target) from error
 
@@ -440,9 +429,13 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
 def _without(one: str) -> dict[str, str | bool]:
     """Compiler options that leave out one pass."""
     # The option replaces XLA_FLAGS, so keep the passes that are disabled there.
-    flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", _flags())
     passes = [name for name in ",".join(flags).split(",") if name and name != one]
     return {_DISABLED_PASSES: ",".join([*passes, one])}
+
+
+def _flags() -> str:
+    return os.environ.get("XLA_FLAGS", "")
 
 
 def resolve_device(device: str | Device, mesh: Any = None) -> Device:

@@ -295,7 +295,6 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "transcendental": ("h200 cpu", gated, (W, X)),
     "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
-    "prologues": ("h200", activated, ([W, W], X)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
     "sums_in_products": ("v5e", summed_products, ([SQUARE] * 2, ROWS)),
     "stored_for_sums": ("cpu", normalised, (W, X)),
