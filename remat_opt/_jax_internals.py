@@ -783,6 +783,14 @@ def describe_parameters(params: Mapping[str, Any]) -> str:
     return ";".join(f"{key}={describe(told[key])}" for key in sorted(told))
 
 
+def same_parameters(equation: Any, other: Any) -> bool:
+    """Whether two equations have equal parameters, as far as these can be compared."""
+    try:
+        return bool(equation.params == other.params)
+    except Exception:
+        return False
+
+
 #: How an array's type writes the mesh axes that shard a dimension.
 _SHARDED_ALONG = re.compile(r"@(\([^)]*\)|[^,\]]+)")
 

@@ -14,9 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from remat_opt import costs
 from remat_opt.compilers import operands, sums
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
-from remat_opt.compilers.row_gathers import is_row_gather
 from remat_opt.compilers.storage import Storage
-from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Schedule
 
@@ -101,7 +99,6 @@ def cotangents(
     fused = _fused(of)
     computed = {vertex for vertex in fused if of.written_by_fusing_product(vertex)}
     passing = _passing(of)
-    fused |= _overwritten(of)
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
     shared_operands = dict(_shared_operands(of))
@@ -313,60 +310,6 @@ def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
             and of.bytes[vertex] == of.storage.cotangent_bytes(of.active[before[0]])
         ):
             yield vertex, before[0]
-
-
-def _overwritten(of: _Vertices) -> set[int]:
-    """The vertices whose cotangent is computed in place of their value.
-
-    Logits are an example: one kernel reads them last and writes their cotangent. This holds if only
-    reductions, and gathers whose gradient is elementwise (``row_gathers``), read a product, and the
-    derivative of one of them needs it. It does not hold if something computed from the logits meets
-    a sum of them, as in ``log_softmax``: then the kernel sums over a row before writing it, and
-    overwrites nothing that it reads.
-    """
-    if not of.storage.compiler.has("values_overwritten"):
-        return set()
-    return {
-        vertex
-        for vertex, readers in enumerate(of.readers)
-        if of.equation(vertex).operation.primitive in PRODUCTS
-        and not of.is_output(vertex)
-        and all(
-            of.kind(reader) is costs.Fusion.REDUCTION
-            or is_row_gather(of.equation(reader).operation)
-            for reader in readers
-        )
-        and any(vertex in of.needs[reader] for reader in readers)
-        and not _meets_its_reduction(of, vertex)
-    }
-
-
-def _meets_its_reduction(of: _Vertices, vertex: int) -> bool:
-    """Whether something of the vertex's size is computed from it and from a reduction of it.
-
-    Reductions that have no cotangent, such as the maximum of a softmax, do not count.
-    """
-    program, costs_of = of.storage.flow.program, of.storage.flow.costs
-    root = of.storage.roots[vertex]
-    size = program.types[program.equations[root].outputs[0]].size
-    whole, reduced = set(program.equations[root].outputs), set[int]()
-    for index in range(root + 1, len(program.equations)):
-        equation = program.equations[index]
-        from_whole = not whole.isdisjoint(equation.value_inputs)
-        from_reduced = not reduced.isdisjoint(equation.value_inputs)
-        if from_whole and any(program.types[value].size == size for value in equation.outputs):
-            if from_reduced:
-                return True
-            whole.update(equation.outputs)
-        elif from_reduced:
-            reduced.update(equation.outputs)
-        elif from_whole and costs_of[index].fusion is costs.Fusion.REDUCTION:
-            reduced.update(
-                value
-                for value in equation.outputs
-                if value in of.active[of.storage.vertex_of.get(value, vertex)]
-            )
-    return False
 
 
 def _read_by_readers(of: _Vertices, vertices: Set[int]) -> set[int]:

@@ -1,56 +1,38 @@
-"""What an elementwise backward step writes over values that it reads for the last time.
+"""What no cotangent is written over.
 
-One kernel computes the cotangents of all inputs of an elementwise operation. The first takes the
-place of the cotangent it starts from; each further one takes that of a value of its size that
-nothing reads later, such as a factor of a product.
+An elementwise backward step writes over the cotangent that it starts from, except one that the
+library's product of matrices wrote: XLA for NVIDIA gets that together with the product's workspace,
+and looks for no successor of one of two. Nor is the product's own value written over, which for
+logits means that they and their cotangent are alive together. (An activation between two layers of
+1,024 and 4,096 with 4,096 rows takes 192 MiB on h200 for ``silu`` and ``sin``, three arrays.)
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence
 
-from remat_opt.graph import Graph
+from remat_opt.compilers.storage import Storage
 
 
-def overwritten_bytes(graph: Graph, elsewhere: Set[int] = frozenset()) -> dict[int, int]:
-    """For vertices the bytes of cotangents that lie in the place of values that go.
+def written_by_products(
+    storage: Storage, predecessors: Sequence[Sequence[int]], active: Sequence[Sequence[int]]
+) -> Iterator[int]:
+    """The vertices whose cotangent one product writes, alone, and nothing may be written over.
 
     Args:
-      graph: what is stored.
-      elsewhere: the vertices whose values lie where nothing may be written.
+      storage: what is stored.
+      predecessors: for each vertex, those that it reads.
+      active: for each vertex, its values that have a cotangent.
     """
-    readers = _readers(graph, graph.predecessors)
-    users = _readers(graph, graph.needs)
-    found = {}
-    for vertex in range(len(graph)):
-        if not graph.turns_in_place(vertex):
-            continue
-        begun = Counter(
-            graph.cotangent_bytes[read]
-            for read in graph.predecessors[vertex]
-            if graph.cotangent_bytes[read] and _last_with_cotangent(graph, readers[read]) == vertex
-        )
-        # One of them takes the place of the vertex's own.
-        begun[graph.cotangent_bytes[vertex]] -= 1
-        going = Counter(
-            graph.bytes[read]
-            for read in graph.needs[vertex]
-            if read != vertex and read not in elsewhere and readers[read] == users[read] == [vertex]
-        )
-        size = sum(size * min(count, going[size]) for size, count in begun.items() if count > 0)
-        if size:
-            found[vertex] = size
-    return found
-
-
-def _readers(graph: Graph, reads: Sequence[Sequence[int]]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(len(graph))]
-    for vertex, read in enumerate(reads):
-        for one in read:
-            found[one].append(vertex)
-    return found
-
-
-def _last_with_cotangent(graph: Graph, readers: Sequence[int]) -> int:
-    return max((reader for reader in readers if graph.cotangent_bytes[reader]), default=-1)
+    if not storage.compiler.has("products_stay"):
+        return
+    readers: list[list[int]] = [[] for _ in predecessors]
+    for vertex, read in enumerate(predecessors):
+        for one in read if active[vertex] else ():
+            readers[one].append(vertex)
+    equations = storage.flow.program.equations
+    for vertex, reading in enumerate(readers):
+        if len(reading) == 1:
+            reader = equations[storage.roots[reading[0]]]
+            if reader.operation.primitive == "dot_general":
+                yield vertex

@@ -90,6 +90,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "transcendental",
             "Expensive functions are not computed twice.",
         ),
+        "draws_stored": _rule(_NVIDIA, "stored", "draws", "What is drawn is drawn once."),
+        "words_stored": _rule(
+            _CPU, "stored", "draws", "Random number generators store two words a number."
+        ),
         "slices_read_parts": _rule(
             _NVIDIA | _TPU, "stored", "storage", "Recomputing a slice reads only a part."
         ),
@@ -122,14 +126,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "cotangents",
             "The factors of a product's operand share the operand's cotangent.",
         ),
-        "values_overwritten": _rule(
-            _NVIDIA, "cotangents", "cotangents", "The cotangent of logits takes their place."
-        ),
-        "values_go": _rule(
+        "products_stay": _rule(
             _NVIDIA,
             "cotangents",
             "overwriting",
-            "Cotangents reuse the buffers of values no longer read.",
+            "Nothing is written over what products of matrices write.",
         ),
         "cotangents_pass": _rule(
             _NVIDIA,
@@ -142,9 +143,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "squares": _rule(
             _NVIDIA, "cotangents", "sums", "A value multiplied by itself has two cotangents."
-        ),
-        "sums_beside": _rule(
-            _NVIDIA, "cotangents", "vertices", "A kernel that sums does not overwrite its operands."
         ),
         "broadcast_cotangents": _rule(
             _CPU, "cotangents", "cotangents", "A value that is only summed has no stored cotangent."
@@ -170,12 +168,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "operands_first": _rule(
             _NVIDIA, "beside", "turns", "A product's operand is freed before its cotangent."
-        ),
-        "row_scatters": _rule(
-            _NVIDIA,
-            "beside",
-            "row_gathers",
-            "Picking from rows has a gradient that is not in place.",
         ),
         "shared_weights": _rule(
             _NVIDIA | _TPU | _CPU,

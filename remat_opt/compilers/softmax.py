@@ -11,10 +11,10 @@ whatever reads the others computes them. So ``transform`` stores the maxima wher
 computed. A GPT of three layers then takes 2,217 MiB on v5e instead of 2,632, and 904 instead of
 1,144 with every layer under a checkpoint; the maxima are 1 MiB.
 
-No checkpoint for a TPU keeps these row statistics. They are written above the scores while those exist, and
-as long as they are kept they split the free memory around them. Twelve layers take 1,562 MiB with
-maxima kept under one checkpoint for every two or three layers, 1,162 without; with an update of
-donated parameters in the same program, 1,568 and 1,214.
+No checkpoint keeps these row statistics there. They are written above the scores while those
+exist, and as long as they are kept they split the free memory around them. Twelve layers take 1,562
+MiB with maxima kept under one checkpoint for every two or three layers, 1,162 without; with an
+update of donated parameters in the same program, 1,568 and 1,214.
 
 XLA for NVIDIA stores the exponentials if the scores are narrower than they are, as those of a
 product in bfloat16 that are widened for the softmax: then it is they that wait for the backward

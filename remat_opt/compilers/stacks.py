@@ -10,14 +10,13 @@ read by index is copied by one kernel, as the backward pass of an iteration star
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model
-from remat_opt.compilers.overwriting import overwritten_bytes
 from remat_opt.compilers.turns import Late
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
@@ -105,7 +104,6 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
     in_part = dataclasses.replace(stacks, at_once=True)
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
     stored = demand(graph, schedule).stored
-    apart = _with_nothing_over(frozenset(stored), graph, expected)
 
     def laid_out_bytes(graph: Graph, read: Stacks) -> int:
         return expected.laid_out_bytes(spans(graph, schedule, read), schedule)
@@ -113,8 +111,8 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
     # An iteration alone has no stacks: what is kept waits as arrays.
     kept_bytes = sum(graph.bytes[vertex] for vertex in stored)
     return Beside(
-        whole_bytes=laid_out_bytes(apart, stacks),
-        part_bytes=laid_out_bytes(apart, in_part),
+        whole_bytes=laid_out_bytes(graph, stacks),
+        part_bytes=laid_out_bytes(graph, in_part),
         alone_bytes=max(0, laid_out_bytes(graph, alone) - kept_bytes),
     )
 
@@ -130,14 +128,3 @@ def counted_around_bytes(carried_bytes: int, cotangent_bytes: int, compiler: Com
       compiler: which one it is.
     """
     return min(carried_bytes, cotangent_bytes) if compiler.has("entries_sliced") else 0
-
-
-def _with_nothing_over(in_stacks: Set[int], graph: Graph, expected: Model) -> Graph:
-    """The graph where no cotangent takes the place of a value that is in a stack."""
-    if not expected.compiler.has("values_go"):
-        return graph
-    workspaces = list(graph.workspace_bytes)
-    less = overwritten_bytes(expected.graph, in_stacks)
-    for vertex, size in overwritten_bytes(expected.graph).items():
-        workspaces[vertex] += size - less.get(vertex, 0)
-    return dataclasses.replace(graph, workspace_bytes=tuple(workspaces))

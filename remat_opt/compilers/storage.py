@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from remat_opt import costs
 from remat_opt.compilers import (
     cpu_sums,
+    draws,
     operands,
     product_sums,
     softmax,
@@ -94,7 +95,9 @@ class Storage:
         axes = compiler.has("matrix_axes")
         self._matrix_axes: dict[int, Axes] = matrix_axes(program) if axes else {}
         self._lanes = lanes(program) if compiler.has("lanes") else {}
-        self._divided = cpu_sums.divided(flow) if compiler.has("divisors") else set()
+        self._twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
+        if compiler.has("words_stored"):
+            self._twice |= draws.words(flow)
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
         self.weights_of |= self.scores
@@ -117,7 +120,7 @@ class Storage:
         kind = self.flow.program.types[value]
         if value in self._rounded:
             kind = operands.as_operand(kind)
-        return self._laid_out_bytes(value, kind) * (2 if value in self._divided else 1)
+        return self._laid_out_bytes(value, kind) * (2 if value in self._twice else 1)
 
     def named_bytes(self, value: int) -> int:
         """Bytes of a value if a checkpoint keeps it by name."""
@@ -207,6 +210,7 @@ class Storage:
         if self.compiler.has("stored_for_sums"):
             forced |= cpu_sums.read_by_sums(self.flow)
         forced |= transcendental.stored(self.flow, self.compiler)
+        forced |= draws.stored(self.flow, self.compiler)
         for index in self.product_sums:
             forced.update(self.flow.program.equations[index].outputs)
         forced.update(self.weights_of)

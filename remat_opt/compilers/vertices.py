@@ -13,7 +13,6 @@ from remat_opt.compilers import (
     cpu_sums,
     overwriting,
     pooling,
-    row_gathers,
     shared_weights,
     sums,
     turns,
@@ -46,7 +45,6 @@ class _Draft:
       copied_products: how many products it computes whose arrays are copied.
       multiplies: whether it computes a product that computes its operands as it reads them.
       parameters: the differentiated arguments that it reads and has a derivative for.
-      sums_beside: whether the kernel that makes its cotangent also sums it.
     """
 
     bytes: int
@@ -61,7 +59,6 @@ class _Draft:
     copied_products: int
     multiplies: bool
     parameters: frozenset[int]
-    sums_beside: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +125,8 @@ def vertices(storage: Storage) -> Vertices:
     apart = turns.apart(storage, [draft.bytes for draft in drafts], sizes, predecessors, needs)
     for vertex, size in apart.items():
         workspaces[vertex] -= size
+    active = [draft.active for draft in drafts]
+    products = frozenset(overwriting.written_by_products(storage, predecessors, active))
     graph = Graph(
         names=tuple(
             f"{vertex}:{equation.operation.primitive}" for vertex, equation in enumerate(equations)
@@ -143,9 +142,9 @@ def vertices(storage: Storage) -> Vertices:
         forward_workspace_bytes=tuple(forward_workspaces),
         in_place=tuple(
             flow.costs[root].fusion is costs.Fusion.FUSIBLE
-            and not draft.sums_beside
             and not draft.multiplies
             and beside_zeros.isdisjoint(program.equations[root].outputs)
+            and vertex not in products
             and hands_on(vertex, predecessors, of_cotangents)
             for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
         ),
@@ -154,11 +153,6 @@ def vertices(storage: Storage) -> Vertices:
             for root, equation in zip(storage.roots, equations, strict=True)
         ),
     )
-    if compiler.has("values_go"):
-        workspaces = list(graph.workspace_bytes)
-        for vertex, size in overwriting.overwritten_bytes(graph).items():
-            workspaces[vertex] -= size
-        graph = dataclasses.replace(graph, workspace_bytes=tuple(workspaces))
     flops = graph.forward_flops
     return Vertices(
         graph=graph,
@@ -260,11 +254,6 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             copied_products=copied,
             multiplies=multiplies,
             parameters=frozenset(parameters),
-            sums_beside=compiler.has("sums_beside")
-            and any(
-                program.types[value].size < program.types[equation.outputs[0]].size
-                for value in read_values & differentiated
-            ),
         )
 
 
@@ -350,7 +339,6 @@ def _effects(
     program, compiler = storage.flow.program, storage.compiler
     derivatives = storage.flow.linearization.derivatives
     yield from pooling.effects(program, derivatives, compiler)
-    yield from row_gathers.held(program, derivatives, compiler)
     yield from cpu_sums.held(program, derivatives, compiler, storage.vertex_of)
     if weights.weights:
         yield weights

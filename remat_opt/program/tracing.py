@@ -4,7 +4,8 @@ The function is traced by ``jax.make_jaxpr`` with its positional and keyword arg
 nested ``jit`` calls are inlined, everything else that holds an inner program (scan, cond, while,
 custom derivative rules, an inner checkpoint) stays one equation. On request, inner checkpoints are
 dissolved: their bodies take their place, also in loops and branches. Equations that nothing reads
-and that have no side effects are left out.
+and that have no side effects are left out, and so are products that repeat another, with what
+repeats what follows it.
 
 What the function closes over is a constant, unless it is itself being traced. Then it is an
 argument like others, and is differentiated if JAX is differentiating it.
@@ -22,7 +23,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError, TraceError
-from remat_opt.operation import GUESSED_TURNS, ArrayType, Body, Operation
+from remat_opt.operation import GUESSED_TURNS, PRODUCTS, ArrayType, Body, Operation
 from remat_opt.program.placement import placement_of
 from remat_opt.program.record import Atom, Constant, Equation, Program
 from remat_opt.program.static_leaves import any_held, hold, release
@@ -480,8 +481,9 @@ class _Flattener:
             scope[variable] = self._value(variable)
         arguments = tuple(atom for v in inputs if isinstance(atom := scope[v], int))
         self._inline(equations, scope, prefix=None)
+        distinct, first = _distinct(self.equations)
         results = tuple(
-            self._result(variable, scope)
+            _renamed(self._result(variable, scope), first)
             if number not in numbers
             else Constant(value=numbers[number], text=f"{numbers[number]}:{variable.aval}")
             for number, variable in enumerate(outputs)
@@ -499,7 +501,7 @@ class _Flattener:
             arguments=(*arguments, *self.closed_over),
             closed_over=closed_over,
             differentiated=(),
-            equations=_live(self.equations, results),
+            equations=_live(distinct, results),
             outputs=results,
             loss_outputs=loss_outputs,
             input_tree=input_tree,
@@ -593,6 +595,54 @@ class _Flattener:
 def is_inexact(kind: ArrayType) -> bool:
     """Whether arrays of a type have derivatives."""
     return kind.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _distinct(equations: Sequence[Equation]) -> tuple[list[Equation], dict[int, int]]:
+    """The equations without products that repeat an earlier one, and what follows those.
+
+    A model that is evaluated twice, as for its value and for its derivative, is computed once, as
+    compilers do where no checkpoint lies between. What repeats no product stays: to compute a mask
+    in each layer costs nothing, to hold one throughout does.
+
+    Returns:
+      The equations, and for each result that is left out the one to read in its place.
+    """
+    seen: dict[Any, Equation] = {}
+    # The first of all values that are equal, and those of them that are read in others' place.
+    canonical: dict[int, int] = {}
+    first: dict[int, int] = {}
+    found = []
+    for equation in equations:
+        read = tuple(_renamed(atom, first) for atom in equation.inputs)
+        repeats_more = read != equation.inputs
+        if repeats_more:
+            equation = dataclasses.replace(equation, inputs=read)
+        barrier = equation.operation.primitive == "optimization_barrier"
+        if not (equation.once or equation.operation.bodies or barrier):
+            key = (
+                equation.operation.primitive,
+                equation.parameters,
+                equation.operation.outputs,
+                tuple(
+                    canonical.get(atom, atom) if isinstance(atom, int) else atom.text
+                    for atom in read
+                ),
+            )
+            earlier = seen.setdefault(key, equation)
+            if earlier is not equation and internals.same_parameters(
+                earlier.jax_equation, equation.jax_equation
+            ):
+                for mine, other in zip(equation.outputs, earlier.outputs, strict=True):
+                    canonical[mine] = canonical.get(other, other)
+                if repeats_more or equation.operation.primitive in PRODUCTS:
+                    first.update(zip(equation.outputs, earlier.outputs, strict=True))
+                    continue
+        found.append(equation)
+    return found, first
+
+
+def _renamed(atom: Atom, names: Mapping[int, int]) -> Atom:
+    return names.get(atom, atom) if isinstance(atom, int) else atom
 
 
 def _live(equations: Sequence[Equation], results: Sequence[Atom]) -> tuple[Equation, ...]:

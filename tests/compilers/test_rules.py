@@ -153,6 +153,18 @@ def attention(w, x):
     return jnp.sum(jnp.einsum("bqk,bkd->bqd", weights, x).astype(jnp.float32))
 
 
+def widened_attention(w, x):
+    scores = jnp.einsum("bqd,bkd->bqk", x @ w, x).astype(jnp.float32)
+    weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
+    return jnp.sum(jnp.einsum("bqk,bkd->bqd", weights, x).astype(jnp.float32))
+
+
+def dropout(w, x):
+    y = x @ w
+    kept = jax.random.bernoulli(jax.random.key(0), 0.9, y.shape)
+    return jnp.sum(jnp.sin(jnp.where(kept, y / 0.9, 0) @ w))
+
+
 def gated(w, x):
     y = x @ w
     return jnp.sum(jnp.sin((y * jnp.tanh(y * y)) @ w))
@@ -279,7 +291,7 @@ narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
 wide = jax.ShapeDtypeStruct((2048, 2048), "float32")
 rows = jax.ShapeDtypeStruct((512, 64), "float32")
 huge = jax.ShapeDtypeStruct((8192, 8192), "float32")
-widths = [64, 128, 96, 384, 640, 64, 32]
+widths = [64, 96, 64, 640, 32, 256, 640]
 changing = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
 
 #: For each rule, devices and a program with arguments.
@@ -292,7 +304,10 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "matrix_axes": ("v5e", heads, (W, jnp.ones((128, 24, 8)))),
     "lanes": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
     "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
+    "scores_widened": ("h200", widened_attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "transcendental": ("h200 cpu", gated, (W, X)),
+    "draws_stored": ("h200", dropout, (W, X)),
+    "words_stored": ("cpu", dropout, (W, X)),
     "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
@@ -303,13 +318,11 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "cotangents_fused": ("v5e", cross_entropy, (SQUARE, ROWS)),
     "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
     "factors_share": ("v5e", gated_products, ([SQUARE] * 3, ROWS)),
-    "values_overwritten": ("h200", cross_entropy, (W, X)),
-    "values_go": ("h200", gated_products, ([W] * 3, X)),
+    "products_stay": ("h200", activated, ([W, W], X)),
     "cotangents_pass": ("h200", gated, (W, X)),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
     "squares": ("h200", similar, (W, X)),
-    "sums_beside": ("h200", biased, ((W, W[0]), X)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
     "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),
     "pooling_places": ("h200", overlapping, (KERNEL, IMAGES)),
@@ -317,7 +330,6 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "weights_copied": ("h200", convolutions, (KERNEL, IMAGES)),
     "operands_padded": ("h200", strided, (KERNEL, IMAGES)),
     "operands_first": ("h200", two_layers, ([W, W], X)),
-    "row_scatters": ("h200", cross_entropy, (W, X)),
     "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
     "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),
     "transposed_cotangents": ("cpu", recurrent, (W, jnp.ones((2, 16, 8)))),

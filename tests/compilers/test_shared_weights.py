@@ -151,8 +151,8 @@ def test_weights_with_common_factors_are_one_group() -> None:
 
     def stack(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         states = [x] * 3
-        for _ in range(4):
-            y = jnp.sin(x)
+        for step in range(4):
+            y = jnp.sin(x + step)
             for layer in range(3):
                 own, given = weights[2 * layer : 2 * layer + 2]
                 y = states[layer] = jnp.tanh(states[layer] @ own + y @ given)

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import topologies
 
 import remat_opt.device
-from remat_opt.device import AttachedTarget, get_device
+from remat_opt.device import AttachedTarget, Device, get_device
 from remat_opt.errors import (
     CompileError,
     DeviceError,
