@@ -77,8 +77,6 @@ class Stacks:
         is copied from a stack for it, and what it writes is copied there as the forward pass ends.
         The others read and write entries in their places. None where what waits is in no stack.
       inputs: of inputs that are copied from stacks the bytes, and the vertices that read them.
-      first: of each vertex whether its backward step is done with its inputs' copies before that
-        for which it takes most.
       at_once: whether all inputs are copied as the backward pass starts.
       carried_bytes: of what is handed from iteration to iteration.
       handed_out: of each vertex whether its value is: its cotangent is there from the start.
@@ -86,7 +84,6 @@ class Stacks:
 
     slicing: np.ndarray | None
     inputs: Sequence[tuple[int, Sequence[int]]]
-    first: np.ndarray
     at_once: bool
     carried_bytes: int
     handed_out: np.ndarray
@@ -209,7 +206,7 @@ def _copies(
             for depth, level in enumerate(levels)
         ]
         start = count if stacks.at_once else np.concatenate([step[reader], *again]).min()
-        stop = np.concatenate([step[reader] - stacks.first[reader], *again]).max()
+        stop = np.concatenate([step[reader], *again]).max()
         lives.append((start, stop, size))
     starts, ends, sizes = np.array(lives, dtype=np.int64).T
     there = starts <= ends

@@ -133,7 +133,6 @@ def test_an_iteration_by_hand() -> None:
     stacks = Stacks(
         slicing=np.array([False, True, True]),
         inputs=[(8, (1,)), (9, (2,))],
-        first=np.array([False, False, True]),
         at_once=False,
         carried_bytes=10,
         handed_out=np.array([False, False, True]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from remat_opt.compilers import pooling, product_sums, row_gathers, softmax, turns
 from remat_opt.compilers.compiler import Rules
@@ -40,7 +40,6 @@ class Rewrites:
       partner: for the first of two products that are summed up the second.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
-      activations: what products read that may be computed together with its cotangent.
       runs_again: whether all of it runs again under a checkpoint around it.
       ordered: whether no gradient of a product or a bias may be put off.
       before_loops: whether gradients of what follows a loop must exist before it runs backward.
@@ -56,7 +55,6 @@ class Rewrites:
     partner: Mapping[int, int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
-    activations: Sequence[turns.Activation]
     runs_again: bool
     ordered: bool
     before_loops: bool
@@ -100,7 +98,6 @@ def rewrites(
         else {},
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},
-        activations=tuple(turns.activations(program, rules)) if ordered else (),
         runs_again=runs_again,
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),

@@ -222,9 +222,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Gradients of weights and biases come in turn."
         ),
-        "activations_late": _rule(
-            _NVIDIA, "rewrite", "turns", "Expensive activations are computed with their cotangent."
-        ),
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),

@@ -17,7 +17,6 @@ import numpy as np
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model
-from remat_opt.compilers.turns import Late
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
@@ -73,7 +72,6 @@ def stacks(
     return Stacks(
         slicing=copying,
         inputs=[(size([value]), tuple(found)) for value, found in readers.items()],
-        first=np.zeros(len(expected.roots), dtype=bool),
         at_once=False,
         carried_bytes=size(carries),
         handed_out=np.array(
@@ -96,11 +94,6 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
         peak_bytes = expected.peak_bytes(schedule)
         in_loop = peak_bytes + stacks.carried_bytes
         return Beside(whole_bytes=in_loop, part_bytes=in_loop, alone_bytes=peak_bytes)
-    first = stacks.first.copy()
-    for effect in expected.effects:
-        if isinstance(effect, Late):
-            first[effect.products(schedule)] = True
-    stacks = dataclasses.replace(stacks, first=first)
     in_part = dataclasses.replace(stacks, at_once=True)
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
     stored = demand(graph, schedule).stored

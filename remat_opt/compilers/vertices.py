@@ -352,8 +352,6 @@ def _effects(
         yield convolutions.Padded(copies=padded)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
-    if late := turns.late(storage):
-        yield late
     copied = tuple(draft.copied_products for draft in drafts)
     if compiler.has("copies") and any(copied):
         yield copies.Copies(products=copied)

@@ -40,7 +40,6 @@ class Turn:
 
     Attributes:
       named: whether its outputs carry names.
-      ahead: values whose cotangents go on together, starting before it.
       before: arguments that pass a barrier with the inputs.
       behind: arguments whose cotangents wait for those of the outputs.
       tied: positions of the inputs whose cotangents go on together.
@@ -49,7 +48,6 @@ class Turn:
     """
 
     named: bool = False
-    ahead: frozenset[int] = frozenset()
     before: frozenset[int] = frozenset()
     behind: frozenset[int] = frozenset()
     tied: tuple[int, ...] = ()
@@ -121,8 +119,6 @@ class Equations:
         equation, names = scope.program.equations[index], scope.names
         inputs = [self.atom(scope, equation, place) for place in range(len(equation.inputs))]
         lines: list[str] = []
-        if turn.ahead:
-            lines += self._together(scope, sorted(turn.ahead))
 
         def behind(
             places: Sequence[int],

@@ -82,7 +82,6 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
             waited = tuple(sorted(read)) if read <= known else None
         found[index] = Turn(
             named=index in step.named,
-            ahead=waits.ahead.get(index, frozenset()),
             before=waits.before.get(index, frozenset()),
             behind=waits.behind.get(index, frozenset()),
             tied=waits.inputs.get(index, ()),
@@ -201,7 +200,7 @@ class Region:
     def _reads(self, index: int) -> tuple[int, ...]:
         turn = self.turns[index]
         read = self._program.equations[index].value_inputs
-        return (*sorted(turn.ahead), *read, *(turn.waited or ()), *sorted(turn.behind))
+        return (*read, *(turn.waited or ()), *sorted(turn.behind))
 
     def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:
         """Consecutive equations as a piece consisting of these parts."""
@@ -216,9 +215,7 @@ class Region:
             value
             for index in indices
             for value in (
-                *sorted(
-                    self.turns[index].ahead | self.turns[index].before | self.turns[index].behind
-                ),
+                *sorted(self.turns[index].before | self.turns[index].behind),
                 *self._program.equations[index].outputs,
             )
         )

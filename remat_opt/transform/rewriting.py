@@ -293,7 +293,7 @@ def _runner(
     """A step as a function of its inputs."""
     program = rewriting.program
     found = ties(rewriting, step)
-    ahead, before, behind, tied = found.ahead, found.before, found.behind, found.inputs
+    before, behind, tied = found.before, found.behind, found.inputs
 
     def tie(values: Iterable[int], environment: dict[int, Any]) -> None:
         read = list(values)
@@ -302,8 +302,6 @@ def _runner(
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]
-        if index in ahead:
-            tie(sorted(ahead[index]), environment)
         inputs = [
             environment[atom] if isinstance(atom, int) else atom.value for atom in equation.inputs
         ]

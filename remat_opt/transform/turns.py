@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from remat_opt import _jax_internals as internals
-from remat_opt.compilers.turns import Activation
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
 from remat_opt.transform.barriers import stored
@@ -19,13 +18,11 @@ class Ties:
     """What waits for what in a step, by equation.
 
     Attributes:
-      ahead: values whose cotangents go on together, from before the equation on.
       before: arguments that pass a barrier together with the equation's inputs.
       behind: values whose cotangents go on together with those of the equation's outputs.
       inputs: positions of inputs none of whose cotangents goes on before all are computed.
     """
 
-    ahead: Mapping[int, frozenset[int]]
     before: Mapping[int, frozenset[int]]
     behind: Mapping[int, frozenset[int]]
     inputs: Mapping[int, tuple[int, ...]]
@@ -34,71 +31,19 @@ class Ties:
 def ties(rewriting: Rewriting, step: Step) -> Ties:
     """Finds what waits for what in a step."""
     before, behind = _multiplied_again(rewriting, step)
-    late = _late(rewriting, step)
     return Ties(
-        ahead=_ahead(rewriting, step, late),
         before=before,
         behind=_with_followers(rewriting, step, _with_biases(rewriting, step, behind)),
-        inputs=_tied_inputs(rewriting, step, late.keys()),
+        inputs=_tied_inputs(rewriting, step),
     )
 
 
-def _late(rewriting: Rewriting, step: Step) -> dict[int, Activation]:
-    """For products what they read that is computed together with its cotangent."""
-    if not step.checkpointed and not rewriting.ways.runs_again:
-        return {}
-    equations = set(step.equations)
-    return {
-        one.product: one
-        for one in rewriting.ways.activations
-        if one.is_late(equations, step.named) and rewriting.summed.intersection(one.weight)
-    }
-
-
-def _ahead(
-    rewriting: Rewriting, step: Step, late: Mapping[int, Activation]
-) -> dict[int, frozenset[int]]:
-    """What to tie where late activations begin: their sources, and the product's weight.
-
-    Backward, the cotangents of the sources go on once the gradient of the weight exists.
-    """
-    found: dict[int, frozenset[int]] = {}
-    made: set[int] = set(step.inputs)
-    begins = {_begin(rewriting, one): one for one in late.values()}
-    for index in step.equations:
-        if index in begins:
-            one = begins[index]
-            weight = next(value for value in reversed(one.weight) if value in made)
-            sources = one.sources & rewriting.summed & made
-            if sources:
-                found[index] = sources | {weight}
-        made.update(rewriting.program.equations[index].outputs)
-    return found
-
-
-def _begin(rewriting: Rewriting, one: Activation) -> int:
-    """The first equation of an activation that reads a source with a cotangent."""
-    sources = one.sources & rewriting.summed
-    return min(
-        (
-            index
-            for index in one.chain
-            if not sources.isdisjoint(rewriting.program.equations[index].value_inputs)
-        ),
-        default=-1,
-    )
-
-
-def _tied_inputs(
-    rewriting: Rewriting, step: Step, late: Collection[int]
-) -> dict[int, tuple[int, ...]]:
+def _tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]:
     """For each product whose gradients must not be put off, the positions of those inputs."""
     if not rewriting.ways.ordered:
         return {}
     found = {}
     for index in step.equations:
-        if index in late:
-            continue
         equation = rewriting.program.equations[index]
         if equation.operation.primitive in PRODUCTS:
             places = [p for p, atom in enumerate(equation.inputs) if atom in rewriting.summed]

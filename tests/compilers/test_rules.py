@@ -243,12 +243,6 @@ def summed_products(w, x):
     return jnp.sum(x)
 
 
-def swish_layers(weights, x):
-    y = x @ weights[0]
-    y = (y * jnp.tanh(y)) @ weights[1]
-    return jnp.sum(jnp.sin((y @ weights[2]) @ weights[3]))
-
-
 def gated_products(weights, x):
     return jnp.sum(jnp.sin((jnp.exp(x @ weights[0]) * (x @ weights[1])) @ weights[2]))
 
@@ -343,7 +337,6 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "rows_picked": ("h200", cross_entropy, (W, X)),
     "picked_narrow": ("v5e", rounded_logits, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
-    "activations_late": ("h200", swish_layers, ([W] * 4, X)),
     "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),

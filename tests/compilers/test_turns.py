@@ -11,15 +11,15 @@ import pytest
 from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.rewrites import Place, rewrites
-from remat_opt.compilers.turns import activations, weight_places
+from remat_opt.compilers.turns import weight_places
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
 from remat_opt.plan import Objective
 from remat_opt.program import bodies, tracing
-from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.schedule import plain
 from remat_opt.transform import turns
 from remat_opt.transform.steps import Rewriting, steps_of
-from tests.compiler_graphs import W, X, changed, graph_of, names
+from tests.compiler_graphs import W, X, graph_of, names
 from tests.devices import needs_cuda_plugin
 
 WIDE = jnp.ones((8, 32)), jnp.ones((32, 8))
@@ -56,104 +56,27 @@ def test_what_something_else_reads_stays() -> None:
     assert min(graph.workspace_bytes) >= 0
 
 
-def found_in(fn, *args):
-    program = tracing.trace(fn, *args)
-    return program, list(activations(program, NVIDIA))
-
-
-def test_activations_with_dear_functions_are_found() -> None:
-    program, found = found_in(mlp, ([WIDE] * 2, W), X)
-    equations = program.equations
-    products = [i for i, e in enumerate(equations) if e.operation.primitive == "dot_general"]
+def test_the_places_of_weights() -> None:
+    program = tracing.trace(mlp, ([WIDE] * 2, W), X)
+    products = [
+        i for i, one in enumerate(program.equations) if one.operation.primitive == "dot_general"
+    ]
     # The first reads two arguments.
-    assert list(weight_places(program)) == products[1:]
-    assert [one.product for one in found] == [products[1], products[3]]
-    for one, source in zip(found, (products[0], products[2]), strict=True):
-        assert one.sources == set(equations[source].outputs)
-        assert {equations[i].operation.primitive for i in one.dear} == {"tanh"}
-        assert one.weight[-1] in program.arguments
-    assert not found_in(functools.partial(mlp, act=jax.nn.sigmoid), ([WIDE] * 2, W), X)[1]
-    assert not list(activations(program, Rules(platform="tpu")))
-    assert not list(
-        activations(program, Rules(platform="cuda", off=frozenset({"activations_late"})))
-    )
+    assert weight_places(program) == dict.fromkeys(products[1:], 1)
 
 
-def test_an_activation_that_is_read_elsewhere_is_not_late() -> None:
-    def loss(w, x):
-        u = x @ w[0]
-        y = u * jnp.tanh(u)
-        return jnp.sum(jnp.sin(y @ w[1])) + jnp.sum(y)
-
-    assert not found_in(loss, WIDE, X)[1]
-
-    def shared(w, x):
-        for _ in range(2):
-            u = x @ w[0]
-            x = (u * jnp.tanh(u)) @ w[1]
-        return jnp.sum(jnp.sin(x))
-
-    assert not found_in(shared, WIDE, X)[1]
-
-
-def per_layer(graph, count: int) -> Schedule:
-    """A checkpoint for every layer of ``mlp``, the rest unchanged."""
-    layers = names(graph).count("tanh")
-    assert layers == count
-    size = names(graph).index("add") + 1
-    regions = [Region(vertices=tuple(range(k * size, (k + 1) * size))) for k in range(layers)]
-    rest = tuple(range(layers * size, len(graph)))
-    return Schedule(regions=(*regions, Region(vertices=rest, checkpointed=False)))
-
-
-def test_a_dear_result_is_no_array_where_one_kernel_reads_it() -> None:
-    _, found, graph = graph_of(mlp, ([WIDE] * 2, W), X)
-    tanhs = [v for v, name in enumerate(names(graph)) if name == "tanh"]
-    size = X.shape[0] * 32 * 4
-    assert [graph.bytes[v] for v in tanhs] == [size] * 2
-    for schedule in (None, plain(graph)):
-        assert [changed(found, schedule).bytes[v] for v in tanhs] == [size] * 2
-    schedule = per_layer(graph, 2)
-    assert [changed(found, schedule).bytes[v] for v in tanhs] == [0, 0]
-    # Not if it is kept, nor if the product runs again for what comes after.
-    first, second, rest = schedule.regions
-    kept = Region(vertices=first.vertices, kept=(tanhs[0],))
-    assert changed(found, Schedule(regions=(kept, second, rest))).bytes[tanhs[0]] == size
-    both = Region(vertices=first.vertices + second.vertices)
-    planned = changed(found, Schedule(regions=(both, rest)))
-    assert [planned.bytes[v] for v in tanhs] == [size, 0]
-
-
-def test_sources_and_weight_are_tied_in_place_of_the_product() -> None:
-    program, found, graph = graph_of(mlp, ([WIDE] * 2, W), X)
-    stages = found.stages(per_layer(graph, 2))
-    ways = rewrites(program, NVIDIA, recomputes=True)
-    rewriting_ = Rewriting(program=program, summed=bodies.varying(program), ways=ways)
-    first, second, rest = steps_of(program, stages)
-    one, other = ways.activations
-    for step, activation in ((first, one), (second, other)):
-        ties = turns.ties(rewriting_, step)
-        (tied,) = ties.ahead.values()
-        assert tied == activation.sources | {activation.weight[-1]}
-        assert activation.product not in ties.inputs
-    assert not turns.ties(rewriting_, rest).ahead
-
-
-def test_in_an_iteration_all_runs_again_though_no_stage_is_checkpointed() -> None:
+def test_in_an_iteration_gradients_come_in_turn_though_no_stage_is_checkpointed() -> None:
     def block(w, x):
         return jnp.sum(layer(jnp.tanh(x), w))
 
     program, found, graph = graph_of(block, WIDE, X)
     stages = found.stages(plain(graph))
-    (late,) = activations(program, NVIDIA)
-    for place, count in ((Place.TOP, 0), (Place.ITERATION, 1), (Place.BRANCH, 0)):
+    for place in Place:
         ways = rewrites(program, NVIDIA, recomputes=False, place=place)
         assert ways.ordered is ways.runs_again is (place is Place.ITERATION)
         rewriting_ = Rewriting(program=program, summed=bodies.varying(program), ways=ways)
-        # The sum reads the product, which an iteration keeps.
-        (step,) = steps_of(program, stages, frozenset({late.product}))
-        ties = turns.ties(rewriting_, step)
-        assert len(ties.ahead) == count
+        (step,) = steps_of(program, stages)
+        assert bool(turns.ties(rewriting_, step).inputs) is ways.ordered
 
 
 @pytest.mark.slow
