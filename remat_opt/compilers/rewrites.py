@@ -38,6 +38,8 @@ class Rewrites:
       picking: gathers whose gradient is to be elementwise, with the dtype of what they are to read.
       whole: equations whose results are to be stored as arrays.
       partner: for the first of two products that are summed up the second.
+      unmerged: for products that must not be merged with an earlier one, the position of the input
+        that both read.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
       runs_again: whether all of it runs again under a checkpoint around it.
@@ -53,6 +55,7 @@ class Rewrites:
     picking: Mapping[int, str]
     whole: frozenset[int]
     partner: Mapping[int, int]
+    unmerged: Mapping[int, int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
     runs_again: bool
@@ -96,6 +99,7 @@ def rewrites(
         partner={min(pair): max(pair) for pair in sums.values()}
         if rules.has("partners_wait")
         else {},
+        unmerged=turns.unmerged(program) if ordered and rules.has("products_apart") else {},
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},
         runs_again=runs_again,

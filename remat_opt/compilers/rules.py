@@ -222,6 +222,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Gradients of weights and biases come in turn."
         ),
+        "products_apart": _rule(
+            _NVIDIA, "rewrite", "turns", "Products of one operand are not merged into one."
+        ),
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),

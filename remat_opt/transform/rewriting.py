@@ -31,7 +31,7 @@ from remat_opt.program.record import Equation, Program
 from remat_opt.program.tracing import array_type
 from remat_opt.schedule import Branch, Choice, Loop, Part, Stage
 from remat_opt.scopes import equation_scope, region_scope
-from remat_opt.transform.barriers import behind_barrier, cotangents_together
+from remat_opt.transform.barriers import behind_barrier, cotangents_together, stored
 from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
@@ -320,6 +320,9 @@ def _runner(
         if index in rewriting.ways.partner and not step.checkpointed:
             partner = rewriting.ways.partner[index]
             inputs = list(with_partner(program, partner, inputs, environment))
+        if index in rewriting.ways.unmerged:
+            place = rewriting.ways.unmerged[index]
+            (inputs[place],) = stored(inputs[place])
         weight = rewriting.ways.weight_place.get(index) if index in tied else None
         results = run_one(rewriting, index, inputs, named=index in step.named, weight=weight)
         environment.update(zip(equation.outputs, results, strict=True))

@@ -244,7 +244,8 @@ def summed_products(w, x):
 
 
 def gated_products(weights, x):
-    return jnp.sum(jnp.sin((jnp.exp(x @ weights[0]) * (x @ weights[1])) @ weights[2]))
+    y = jnp.sin(x)
+    return jnp.sum(jnp.sin((jnp.exp(y @ weights[0]) * (y @ weights[1])) @ weights[2]))
 
 
 def similar(w, x):
@@ -337,6 +338,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "rows_picked": ("h200", cross_entropy, (W, X)),
     "picked_narrow": ("v5e", rounded_logits, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
+    "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
     "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
