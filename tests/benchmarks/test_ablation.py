@@ -26,7 +26,8 @@ W, X = [jnp.ones((64, 64))] * 4, jnp.ones((512, 64))
 
 def loss(weights: Any, x: jax.Array) -> jax.Array:
     for w in weights:
-        x = jnp.tanh(x @ w) + x
+        y = x @ w
+        x = y * jnp.tanh(y) + x
     return jnp.mean(x**2)
 
 

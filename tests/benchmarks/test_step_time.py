@@ -45,7 +45,7 @@ def test_every_variant_is_timed_and_then_on_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "rows.jsonl"
-    run("--rows", str(file))
+    run("--rows", str(file), "--workers", "2")
     rows = printed(capsys)
     assert [row["variant"] for row in rows] == LABELS
     for row in rows:

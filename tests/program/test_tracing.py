@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import remat_opt
 from remat_opt.errors import TraceError
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
@@ -70,6 +71,52 @@ def test_equations_that_nothing_reads_are_left_out() -> None:
         return jnp.sum(jnp.sin(x))
 
     assert primitives(tracing.trace(loss, jnp.ones(3))) == ["sin", "reduce_sum"]
+
+
+def test_products_that_repeat_another_are_left_out_with_what_follows() -> None:
+    def model(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.sin(x) @ w))
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        # Once for its value, once for its derivative.
+        slope = jax.grad(model, argnums=1)(w, x)
+        return model(w, x) + jnp.sum(slope**2)
+
+    w, x = jnp.ones((4, 4)), jnp.linspace(0, 1, 12).reshape(3, 4)
+    program = tracing.trace(loss, w, x)
+    found = primitives(program)
+    assert found.count("dot_general") == 2
+    assert found.count("tanh") == 1
+    # The second sine only led to the product that is left out.
+    assert found.count("sin") == 1
+    flat = remat_opt.optimal_remat(loss, device="cpu")
+    for one, other in zip(jax.grad(flat, (0, 1))(w, x), jax.grad(loss, (0, 1))(w, x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+
+
+def test_what_repeats_no_product_is_computed_where_it_is_read() -> None:
+    def masked(x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), x, 0) @ jnp.sin(x)
+        return jnp.sum(x)
+
+    program = tracing.trace(masked, jnp.ones((4, 4)))
+    found = primitives(program)
+    assert found.count("ge") == found.count("dot_general") == 3
+
+
+def test_a_barrier_and_another_layout_keep_products_apart() -> None:
+    def hidden(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(x @ w) + jnp.sum(jnp.sin(jax.lax.optimization_barrier(x) @ w))
+
+    def widened(w: jax.Array, x: jax.Array) -> jax.Array:
+        wide = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return jnp.sum(x @ w).astype(jnp.float32) + jnp.sum(jnp.sin(wide))
+
+    w = jnp.ones((4, 4), jnp.bfloat16)
+    for fn in (hidden, widened):
+        program = tracing.trace(fn, w, w)
+        assert primitives(program).count("dot_general") == 2, fn
 
 
 def test_argument_kinds() -> None:
