@@ -6,8 +6,9 @@ code. That holds for any function: a plan's, a ``jax.checkpoint`` with a policy,
 a user placed by hand. What a checkpoint recomputes is the difference between its gradient and that
 of the function without it.
 
-This counts the program as written. A compiler that merges equal computations or undoes a
-recomputation runs less.
+This counts the program as written, except that products which repeat another outside checkpoints
+count once, with what follows (``tracing``). A compiler that merges more, or undoes a recomputation,
+runs less.
 """
 
 from __future__ import annotations
@@ -123,10 +124,7 @@ def _count(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         return fn(*positional, **keywords)
 
     closed, _ = internals.make_jaxpr(flat_fn, *leaves)
-    equations = internals.parts(internals.without_dead_code(closed))[3]
-    return sum(
-        costs.cost(_without_marks(tracing.operation(equation))).flops for equation in equations
-    )
+    return program_flops(tracing.inner_program(internals.without_dead_code(closed), (), ""))
 
 
 def _without_marks(operation: Operation) -> Operation:
