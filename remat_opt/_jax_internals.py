@@ -578,10 +578,11 @@ def check(closed: Any) -> None:
 
 
 def without_dead_code(closed: Any) -> Any:
-    """The program (an open jaxpr) without what no output needs, in inner programs too."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return live
+    """The closed jaxpr without what no output needs, in inner programs too."""
+    live, _ = partial_eval.dce_jaxpr(
+        closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
+    )
+    return closed.replace(jaxpr=live)
 
 
 def type_of(value: Any) -> Any:
