@@ -39,7 +39,7 @@ import remat_opt
 from benchmarks import step_time
 from benchmarks.json_lines import JsonLines
 from benchmarks.networks.small import SMALL
-from benchmarks.scans import POLICIES, layer, scan
+from benchmarks.scans import POLICIES, layer, scan, twin
 from benchmarks.step_time import Run, State
 from remat_opt.training import training_step
 
@@ -89,19 +89,13 @@ def _named(h: jax.Array, w: Any) -> jax.Array:
     return h + jax.nn.gelu(checkpoint_name((h * scale) @ w[0], "hidden")) @ w[1]
 
 
-def _in_a_row(layer: Callable[..., jax.Array], w: Any, x: jax.Array) -> jax.Array:
-    for one in w:
-        x = layer(x, one)
-    return jnp.mean(x**2)
-
-
 def _offload_variants() -> Iterator[Variant]:
-    yield "plain", functools.partial(_in_a_row, _named), None
-    yield "checkpoint of each layer", functools.partial(_in_a_row, jax.checkpoint(_named)), None
+    yield "plain", functools.partial(twin, layer=_named), None
+    yield "checkpoint of each layer", functools.partial(twin, layer=jax.checkpoint(_named)), None
     save = jax.checkpoint_policies.save_only_these_names("hidden")
     yield (
         "hidden values kept",
-        functools.partial(_in_a_row, jax.checkpoint(_named, policy=save)),
+        functools.partial(twin, layer=jax.checkpoint(_named, policy=save)),
         None,
     )
     offload = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -112,13 +106,13 @@ def _offload_variants() -> Iterator[Variant]:
     )
     yield (
         "hidden values on the host",
-        functools.partial(_in_a_row, jax.checkpoint(_named, policy=offload)),
+        functools.partial(twin, layer=jax.checkpoint(_named, policy=offload)),
         None,
     )
     yield (
         "ours, memory of a checkpoint",
-        functools.partial(_in_a_row, _named),
-        ("checkpoint of each layer"),
+        functools.partial(twin, layer=_named),
+        "checkpoint of each layer",
     )
 
 
@@ -131,8 +125,6 @@ class Program:
     """
 
     def __init__(self, name: str, *, small: bool) -> None:
-        self.name = name
-        self._budget: Any = None
         if name == "fit":
             batch = SMALL["gpt"].batch if small else _FIT_BATCH
             case = step_time.Case(network="gpt", step="adam", small=small, given_batch=batch)
@@ -180,8 +172,8 @@ class Program:
                     row["recomputed_flops_share"] = round(plan.predicted.recomputed_share, 4)
                     row["predicted_overhead_share"] = round(plan.predicted.overhead_share, 4)
                     loss = remat_opt.apply_plan(plan, loss)
-                step = jax.jit(training_step(loss, _OPTIMIZER), donate_argnums=(0, 1))
-                steps[label] = step.lower(params, state, batch).compile()
+                step = training_step(loss, _OPTIMIZER)
+                steps[label], _ = step_time.compile_step(step, (params, state, batch), (0, 1))
                 memory = steps[label].memory_analysis()
                 row["temporary_bytes"] = memory.temp_size_in_bytes
                 row["host_temporary_bytes"] = memory.host_temp_size_in_bytes
@@ -238,10 +230,9 @@ def measured(name: str, *, small: bool, rounds: int, seconds: float) -> list[dic
     runs: dict[str, Run] = {
         label: step_time.run_of(step, updates=True) for label, step in steps.items()
     }
-    times = step_time.timed(runs, program.arrays, rounds=rounds, seconds=seconds)
-    for label, taken in times.seconds.items():
-        rows[label] |= step_time.figures(taken, times.seconds.get("plain"))
-    return [{**heading, "variant": label, **row} for label, row in rows.items()]
+    given = step_time.Prepared(rows=rows, runs=runs, arrays=program.arrays)
+    timed = step_time.measured(given, rounds=rounds, seconds=seconds)
+    return [{**heading, "variant": label, **row} for label, row in zip(rows, timed, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,7 +60,7 @@ def scan(w: Any, x: jax.Array, *, layer: Layer = layer) -> jax.Array:
     return jnp.mean(lax.scan(lambda h, w: (layer(h, w), None), x, w)[0] ** 2)
 
 
-def twin(w: Any, x: jax.Array) -> jax.Array:
+def twin(w: Any, x: jax.Array, *, layer: Layer = layer) -> jax.Array:
     """All layers, unrolled."""
     for one in w:
         x = layer(x, one)

@@ -260,7 +260,7 @@ class Subject:
             loss_fn, facts, compiled = self._loss(variant)
             recomputed = self._flops(loss_fn) - self._gradient_flops
         if compiled is None:
-            compiled, seconds = _compile(
+            compiled, seconds = compile_step(
                 self.step(loss_fn), (*self._state, self._batch), self._donated
             )
             facts["compile_seconds"] = seconds
@@ -277,7 +277,7 @@ class Subject:
             found = self._network.loss_fn(given[0], given[-1])
             return found[0] if self._network.has_aux else found
 
-        compiled, seconds = _compile(forward, (*self._state, self._batch), ())
+        compiled, seconds = compile_step(forward, (*self._state, self._batch), ())
         temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
         facts = {"compile_seconds": seconds, "temporary_bytes": temporary_bytes}
         return facts, run_of(compiled, updates=False)
@@ -345,7 +345,7 @@ class Subject:
         return plan, round(time.perf_counter() - start, 2)
 
 
-def _compile(
+def compile_step(
     fn: Callable[..., Any], shapes: Sequence[Any], donated: tuple[int, ...]
 ) -> tuple[jax.stages.Compiled, float]:
     """The program to run, and the seconds that compiling took."""
@@ -361,6 +361,8 @@ def _compile(
 
 
 def run_of(compiled: jax.stages.Compiled, *, updates: bool) -> Run:
+    """How to run a step, timed; ``updates`` says whether it returns the next state."""
+
     def run(state: State, batch: Any) -> tuple[State, float]:
         start = time.perf_counter()
         found = jax.block_until_ready(compiled(*state, batch))
@@ -473,10 +475,10 @@ def figures(seconds: Sequence[float], plain: Sequence[float] | None) -> dict[str
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A network whose variants are compiled.
+    """A network, or another program, whose variants are compiled.
 
     Attributes:
-      rows: of each of ``VARIANTS`` what is known before running, by label, in their order.
+      rows: of each variant what is known before running, by label, in their order.
       runs: how to run those that compiled.
       arrays: makes a state and a batch.
     """
@@ -510,7 +512,7 @@ def prepared(case: Case, *, say: Callable[[str], None]) -> Prepared:
 
 
 def measured(given: Prepared, *, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Times all variants of a network.
+    """Times all variants.
 
     Args:
       given: what was compiled.
@@ -518,7 +520,7 @@ def measured(given: Prepared, *, rounds: int, seconds: float) -> list[dict[str, 
       seconds: the least time.
 
     Returns:
-      A row for each of ``VARIANTS``, in their order.
+      A row for each, in their order.
     """
     rows = given.rows
     try:
@@ -531,7 +533,7 @@ def measured(given: Prepared, *, rounds: int, seconds: float) -> list[dict[str, 
     plain = times.seconds.get("plain")
     for label, taken in times.seconds.items():
         rows[label] |= figures(taken, plain)
-    forward = rows[VARIANTS[0].label].get("ratio_to_plain")
+    forward = rows.get(VARIANTS[0].label, {}).get("ratio_to_plain")
     for row in rows.values():
         if forward is not None and "predicted_overhead_share" in row:
             row["predicted_ratio"] = round(1 + row["predicted_overhead_share"] * forward, 4)
@@ -672,14 +674,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for start in range(0, len(cases), given.workers):
         some = cases[start : start + given.workers]
         # Nothing compiles while something is timed.
-        missing = [case for case in some if on_file.find(case) is None]
+        known = {case: on_file.find(case) for case in some}
+        missing = [case for case, rows in known.items() if rows is None]
         with ThreadPoolExecutor(given.workers) as pool:
-            ready = list(pool.map(functools.partial(prepared, say=say), missing))
-        for case in some:
-            rows = on_file.find(case)
+            compiled = pool.map(functools.partial(prepared, say=say), missing)
+            ready = dict(zip(missing, compiled, strict=True))
+        for case, rows in known.items():
             if rows is None:
                 say(f"{case.network}: running")
-                rows = measured(ready.pop(0), rounds=given.rounds, seconds=given.seconds)
+                rows = measured(ready.pop(case), rounds=given.rounds, seconds=given.seconds)
                 on_file.put(rows)
             if not given.json and heading != (heading := _SETS[rows[0]["set"]]):
                 print(heading, flush=True)
