@@ -205,9 +205,8 @@ def _copies(
             step[(depth + 1) * count + reader[level.again[reader]]]
             for depth, level in enumerate(levels)
         ]
-        start = count if stacks.at_once else np.concatenate([step[reader], *again]).min()
-        stop = np.concatenate([step[reader], *again]).max()
-        lives.append((start, stop, size))
+        read = np.concatenate([step[reader], *again])
+        lives.append((count if stacks.at_once else read.min(), read.max(), size))
     starts, ends, sizes = np.array(lives, dtype=np.int64).T
     there = starts <= ends
     return starts[there], ends[there], sizes[there]

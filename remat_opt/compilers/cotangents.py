@@ -94,7 +94,7 @@ def cotangents(
         needs=needs,
         bytes=value_bytes,
         active=active,
-        readers=_readers(predecessors),
+        readers=readers_of(predecessors),
     )
     fused = _fused(of)
     computed = {vertex for vertex in fused if of.written_by_fusing_product(vertex)}
@@ -322,7 +322,7 @@ def _read_by_readers(of: _Vertices, vertices: Set[int]) -> set[int]:
     }
 
 
-def _readers(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
+def readers_of(predecessors: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """For each vertex, those that read it, ascending."""
     found: list[list[int]] = [[] for _ in predecessors]
     for vertex, read in enumerate(predecessors):

@@ -112,15 +112,6 @@ def kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
             yield from kept_by_name(region.inside)
 
 
-def leaves(regions: Sequence[Region]) -> Iterator[Region]:
-    """The regions without regions inside."""
-    for region in regions:
-        if region.inside:
-            yield from leaves(region.inside)
-        else:
-            yield region
-
-
 def checkpoints(
     regions: Sequence[Region],
     around: Set[tuple[int, ...]] = frozenset(),

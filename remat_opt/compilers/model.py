@@ -132,7 +132,7 @@ def model(
     flow = Dataflow(program, linearization)
     storage = Storage(flow, compiler)
     as_it_is = None
-    if storage.scores or storage.product_sums:
+    if storage.stores_maxima or storage.product_sums:
         as_it_is = _built(Storage(flow, compiler, unchanged=True), gradients, None)
     return _built(storage, gradients, as_it_is)
 
@@ -151,7 +151,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         if derivative.assumed
     }
     of_parameters = workspace_bytes(found.parameter_gradients, gradients, len(found.graph))
-    stored = storage.softmaxes if storage.compiler.has("maxima_stored") else ()
+    stored = storage.softmaxes if storage.stores_maxima else ()
     row_statistics = (value for one in stored for value in (one.maxima, one.sums))
     return Model(
         compiler=storage.compiler,

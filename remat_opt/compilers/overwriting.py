@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from remat_opt.compilers.cotangents import readers_of
 from remat_opt.compilers.storage import Storage
 
 
 def written_by_products(
-    storage: Storage, predecessors: Sequence[Sequence[int]], active: Sequence[Sequence[int]]
+    storage: Storage, predecessors: Sequence[tuple[int, ...]], active: Sequence[Sequence[int]]
 ) -> Iterator[int]:
     """The vertices whose cotangent one product writes, alone, and nothing may be written over.
 
@@ -26,12 +27,9 @@ def written_by_products(
     """
     if not storage.compiler.has("products_stay"):
         return
-    readers: list[list[int]] = [[] for _ in predecessors]
-    for vertex, read in enumerate(predecessors):
-        for one in read if active[vertex] else ():
-            readers[one].append(vertex)
     equations = storage.flow.program.equations
-    for vertex, reading in enumerate(readers):
+    for vertex, readers in enumerate(readers_of(predecessors)):
+        reading = [reader for reader in readers if active[reader]]
         if len(reading) == 1:
             reader = equations[storage.roots[reading[0]]]
             if reader.operation.primitive == "dot_general":

@@ -42,7 +42,6 @@ class Rewrites:
         that both read.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
-      runs_again: whether all of it runs again under a checkpoint around it.
       ordered: whether no gradient of a product or a bias may be put off.
       before_loops: whether gradients of what follows a loop must exist before it runs backward.
       stored: whether a checkpointed region's outputs must be stored.
@@ -58,7 +57,6 @@ class Rewrites:
     unmerged: Mapping[int, int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
-    runs_again: bool
     ordered: bool
     before_loops: bool
     stored: bool
@@ -102,7 +100,6 @@ def rewrites(
         unmerged=turns.unmerged(program) if ordered and rules.has("products_apart") else {},
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},
-        runs_again=runs_again,
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),
         stored=rules.has("boundaries_stored"),

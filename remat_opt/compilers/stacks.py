@@ -17,7 +17,6 @@ import numpy as np
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model
-from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
 from remat_opt.schedule import Schedule
@@ -96,17 +95,16 @@ def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside
         return Beside(whole_bytes=in_loop, part_bytes=in_loop, alone_bytes=peak_bytes)
     in_part = dataclasses.replace(stacks, at_once=True)
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
-    stored = demand(graph, schedule).stored
 
-    def laid_out_bytes(graph: Graph, read: Stacks) -> int:
+    def laid_out_bytes(read: Stacks) -> int:
         return expected.laid_out_bytes(spans(graph, schedule, read), schedule)
 
     # An iteration alone has no stacks: what is kept waits as arrays.
-    kept_bytes = sum(graph.bytes[vertex] for vertex in stored)
+    kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)
     return Beside(
-        whole_bytes=laid_out_bytes(graph, stacks),
-        part_bytes=laid_out_bytes(graph, in_part),
-        alone_bytes=max(0, laid_out_bytes(graph, alone) - kept_bytes),
+        whole_bytes=laid_out_bytes(stacks),
+        part_bytes=laid_out_bytes(in_part),
+        alone_bytes=max(0, laid_out_bytes(alone) - kept_bytes),
     )
 
 

@@ -54,6 +54,7 @@ class Storage:
       compiler: the compiler.
       outputs: the program's output values, aliases resolved.
       softmaxes: those whose exponentials are stored.
+      stores_maxima: whether ``transform`` stores their maxima instead.
       scores: their stored scores, each with the resulting weights.
       weights_of: the same or, in unchanged functions, for exponentials.
       completed: for what a product writes, the form stored in its place.
@@ -77,7 +78,8 @@ class Storage:
         self.outputs = {flow.source[value] for value in program.output_values}
         self.softmaxes = tuple(softmax.rounded(program, compiler.rules))
         self.weights_of: dict[int, int] = {}
-        if unchanged or not compiler.has("maxima_stored"):
+        self.stores_maxima = bool(self.softmaxes) and compiler.has("maxima_stored")
+        if unchanged or not self.stores_maxima:
             self.weights_of = {one.exponentials: one.weights for one in self.softmaxes}
         found = product_sums.stored_sums(program, compiler.rules)
         self.product_sums = {} if unchanged else dict(found)

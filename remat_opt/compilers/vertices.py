@@ -92,12 +92,13 @@ def vertices(storage: Storage) -> Vertices:
     }
     drafts = list(_drafts(storage, found_places))
     predecessors = [draft.predecessors for draft in drafts]
+    active = [draft.active for draft in drafts]
     of_cotangents = cotangents(
         storage,
         predecessors,
         [draft.needs for draft in drafts],
         [draft.bytes for draft in drafts],
-        [draft.active for draft in drafts],
+        active,
     )
     needs = [
         tuple(sorted({*draft.needs, vertex}))
@@ -125,7 +126,6 @@ def vertices(storage: Storage) -> Vertices:
     apart = turns.apart(storage, [draft.bytes for draft in drafts], sizes, predecessors, needs)
     for vertex, size in apart.items():
         workspaces[vertex] -= size
-    active = [draft.active for draft in drafts]
     products = frozenset(overwriting.written_by_products(storage, predecessors, active))
     graph = Graph(
         names=tuple(

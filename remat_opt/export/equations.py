@@ -44,7 +44,7 @@ class Turn:
       behind: arguments whose cotangents wait for those of the outputs.
       tied: positions of the inputs whose cotangents go on together.
       waited: values that must exist before the inputs go on; None if these do not wait.
-      apart: the position of the input that is read behind a barrier.
+      unmerged: the position of the input that is read behind a barrier.
       weight: the position of the input whose gradient comes first.
     """
 
@@ -53,7 +53,7 @@ class Turn:
     behind: frozenset[int] = frozenset()
     tied: tuple[int, ...] = ()
     waited: tuple[int, ...] | None = None
-    apart: int | None = None
+    unmerged: int | None = None
     weight: int | None = None
 
 
@@ -144,8 +144,8 @@ class Equations:
                 behind(turn.tied, support.cotangents_together)
             if turn.waited is not None:
                 behind(everywhere, support.stored, *(names[value] for value in turn.waited))
-            if turn.apart is not None:
-                behind((turn.apart,), support.stored)
+            if turn.unmerged is not None:
+                behind((turn.unmerged,), support.stored)
             lines += self._one(scope, index, inputs, named=turn.named, weight=turn.weight)
         except UnprintableError as error:
             raise RematError(

@@ -86,7 +86,7 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
             behind=waits.behind.get(index, frozenset()),
             tied=waits.inputs.get(index, ()),
             waited=waited,
-            apart=ways.unmerged.get(index),
+            unmerged=ways.unmerged.get(index),
             weight=ways.weight_place.get(index) if index in waits.inputs else None,
         )
         known.update(program.equations[index].outputs)

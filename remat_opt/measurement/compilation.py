@@ -198,13 +198,14 @@ def measure(
         donate_argnums=donate_argnums,
     )
     memory: CompiledMemory | None = None
+    notes: tuple[str, ...] = ()
     name = getattr(fn, "__name__", type(fn).__name__)
     with doing(f"tracing {name}"):
         lowered = _lower(jitted, args, kwargs, target)
     with dump_folder() if with_buffers else contextlib.nullcontext() as folder:
         try:
             with doing(f"compiling {name} for {target.name}"):
-                compiled, notes = _compile(lowered, target, folder, as_written)
+                compiled = _compile(lowered, target, folder, as_written)
         except CompileError as error:
             if folder is not None:
                 # XLA writes down what it decided before it finds that the program does not fit.
@@ -216,7 +217,7 @@ def measure(
             try:
                 memory = read_memory(compiled.as_text() or "", folder, target)
             except CompileError as error:
-                notes = (*notes, str(error))
+                notes = (str(error),)
     found = _read(lowered, compiled, target, compile_seconds=seconds)
     return dataclasses.replace(found, notes=(*found.notes, *notes), memory=memory)
 
@@ -244,7 +245,7 @@ def compiled_memory(
     )
     lowered = _lower(jitted, args, kwargs, target)
     with dump_folder() as folder:
-        compiled, _ = _compile(lowered, target, folder)
+        compiled = _compile(lowered, target, folder)
         return read_memory(compiled.as_text() or "", folder, target)
 
 
@@ -270,8 +271,7 @@ def compile_for(
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )
-    compiled, _ = _compile(_lower(jitted, args, kwargs, target), target)
-    return compiled
+    return _compile(_lower(jitted, args, kwargs, target), target)
 
 
 def _lower(
@@ -294,8 +294,8 @@ def _compile(
     target: Device,
     folder: Path | None = None,
     as_written: bool = False,
-) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
-    """The compiled program, and notes on what it took to compile it.
+) -> jax.stages.Compiled:
+    """The compiled program.
 
     Args:
       lowered: the program.
@@ -312,7 +312,7 @@ def _compile(
         options |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     with jax.default_device(_jax_device(target)):
         try:
-            return lowered.compile(compiler_options=options or None), ()
+            return lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
             raise _compile_error(error, target) from error
 

@@ -332,7 +332,7 @@ class TestProductsOfMatrices:
 
         monkeypatch.setattr(compilation, "_jax_device", lambda device: jax.devices("cpu")[0])
         lowered: Any = Lowered()
-        assert compilation._compile(lowered, device) == ("compiled", ())
+        assert compilation._compile(lowered, device) == "compiled"
         return lowered.given or {}
 
     def test_they_are_left_to_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
