@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import operands, sums
+from remat_opt.compilers import batched_products, operands, sums
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
 from remat_opt.compilers.storage import Storage
 from remat_opt.program.record import Equation
@@ -57,9 +57,9 @@ class Cotangents:
       held_until_own_step: the vertices whose value stays until their own backward step, since their
         cotangent, or what replaces it, is computed from it.
       in_value: the bytes of what replaces another's value, in its own step only.
-      later: for those that begin as another's array, the bytes of their own, and the vertex from
-        whose backward step on it exists.
-      handed_in_bytes: see ``HandedIn``.
+      later: for those that begin as another's array, or have a second one, the bytes of that, and
+        the vertex from whose backward step on it exists.
+      handed_in_bytes: see ``HandedIn``. What is written narrower than its value is not, there.
       arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
     """
 
@@ -109,6 +109,7 @@ def cotangents(
         narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
         for vertex, values in enumerate(active)
     ]
+    full = [sum(map(storage.read_bytes, values)) for values in active]
     shared = sums.sharing(
         storage.flow,
         {value: vertex for value, vertex in storage.vertex_of.items() if sizes[vertex]},
@@ -134,8 +135,14 @@ def cotangents(
         in_value={
             vertex: storage.cotangent_bytes(active[vertex]) for vertex in in_its_place.values()
         },
-        later={vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
-        handed_in_bytes={v: sizes[v] for v in passing - shared.holders}
+        later=dict(_in_other_order(of, sizes))
+        | {vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
+        handed_in_bytes={
+            vertex: full[vertex]
+            for vertex, size in enumerate(sizes)
+            if vertex not in narrow and size < full[vertex]
+        }
+        | {v: sizes[v] for v in passing - shared.holders}
         | {v: storage.operand_bytes(storage.roots[v]) for v in computed | further},
         arguments=shared.arguments,
     )
@@ -310,6 +317,20 @@ def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
             and of.bytes[vertex] == of.storage.cotangent_bytes(of.active[before[0]])
         ):
             yield vertex, before[0]
+
+
+def _in_other_order(of: _Vertices, sizes: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Batched products with a second array of their cotangent, and where both begin."""
+    active = of.storage.flow.linearization.active_values
+    for vertex, size in enumerate(sizes):
+        equation, readers = of.equation(vertex), of.active_readers(vertex)
+        if (
+            size
+            and readers
+            and batched_products.reads_two_orders(equation.operation, of.storage.compiler)
+            and active.issuperset(equation.value_inputs)
+        ):
+            yield vertex, (size, readers[-1])
 
 
 def _read_by_readers(of: _Vertices, vertices: Set[int]) -> set[int]:

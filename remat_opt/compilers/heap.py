@@ -117,8 +117,8 @@ def decreasing_size_heap_bytes(arrays: Spans) -> int:
     """The size of the heap that XLA for NVIDIA and for CPU lays the arrays out on.
 
     All are placed before the program runs, each into the tightest hole that is free for as long as
-    it lives, else on top: once with the largest first, and once with the longest-lived first. The
-    smaller of the two heaps is taken.
+    it lives, else on top: once with the largest first, and once with the longest-lived first; of
+    equals, the one that is written first. The smaller of the two heaps is taken.
 
     Args:
       arrays: their lives.
@@ -129,7 +129,10 @@ def decreasing_size_heap_bytes(arrays: Spans) -> int:
     beside = _chosen(arrays, small).live_bytes(int(arrays.last.max(initial=-1)) + 1)
     lengths = placed.last - placed.first
     found = sys.maxsize
-    for keys in ((-lengths, -placed.bytes), (-placed.bytes, -lengths)):
+    for keys in (
+        (placed.first, -lengths, -placed.bytes),
+        (placed.first, -placed.bytes, -lengths),
+    ):
         # The second heap takes as long to lay out, and can hardly be smaller than this.
         if found > least * _TIGHT:
             found = min(found, _filled_bytes(_chosen(placed, np.lexsort(keys)), beside))

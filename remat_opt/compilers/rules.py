@@ -132,6 +132,18 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "overwriting",
             "Nothing is written over what products of matrices write.",
         ),
+        "orders": _rule(
+            _NVIDIA,
+            "cotangents",
+            "batched_products",
+            "Batched products of several axes read their cotangent in two orders.",
+        ),
+        "algorithms": _rule(
+            _NVIDIA,
+            "cotangents",
+            "batched_products",
+            "A product with an algorithm reads its cotangent in that type.",
+        ),
         "cotangents_pass": _rule(
             _NVIDIA,
             "cotangents",

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
 from remat_opt.compilers import (
+    batched_products,
     cpu_sums,
     draws,
     operands,
@@ -139,11 +140,15 @@ class Storage:
 
         That of scores or exponentials is written like that of their weights.
         """
-        types = self.flow.program.types
-        return sum(
-            self._laid_out_bytes(value, types[self.weights_of.get(value, value)])
-            for value in values
-        )
+        return sum(self._laid_out_bytes(value, self._cotangent_type(value)) for value in values)
+
+    def _cotangent_type(self, value: int) -> ArrayType:
+        flow = self.flow
+        kind = flow.program.types[self.weights_of.get(value, value)]
+        if value not in flow.maker:
+            return kind
+        maker = flow.program.equations[flow.maker[value]].operation
+        return batched_products.as_read(maker, kind, self.compiler)
 
     def operand_bytes(self, index: int) -> int:
         """Bytes of the gradient with respect to a product, as products read it."""

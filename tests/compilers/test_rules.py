@@ -159,6 +159,17 @@ def widened_attention(w, x):
     return jnp.sum(jnp.einsum("bqk,bkd->bqd", weights, x).astype(jnp.float32))
 
 
+def grouped(w, x):
+    queries = (x @ w).reshape(2, 64, 2, 2, 32)
+    scores = jnp.einsum("bqghd,bkgd->bgqhk", queries, queries[:, :, :, 0])
+    return jnp.sum(jnp.sin(scores))
+
+
+def by_algorithm(w, x):
+    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    return jnp.sum(jnp.sin(jnp.dot(x, w, precision=precision)))
+
+
 def dropout(w, x):
     y = x @ w
     kept = jax.random.bernoulli(jax.random.key(0), 0.9, y.shape)
@@ -314,6 +325,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
     "factors_share": ("v5e", gated_products, ([SQUARE] * 3, ROWS)),
     "products_stay": ("h200", activated, ([W, W], X)),
+    "orders": ("h200", grouped, (SQUARE, jnp.ones((2, 64, 128)))),
+    "algorithms": ("h200", by_algorithm, (W, X)),
     "cotangents_pass": ("h200", gated, (W, X)),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
