@@ -1,7 +1,8 @@
 """Gradients of parameters: what a step does with them, and the memory they take meanwhile.
 
 ``jit(grad(loss))`` returns its gradients. They lie in result buffers, which are not temporaries,
-and some compilers use these for temporaries until the gradients are written. In a training step
+and some compilers use these for temporaries until the gradients are written
+(``compilers.heap.outside_results``). In a training step
 with donated state there are no such buffers. Each gradient is a temporary, from the backward step
 that writes it to the update that consumes it. If they are clipped by their global norm, or
 otherwise used together, all of them wait for the last.

@@ -38,6 +38,7 @@ class Spans:
       last: number of the last step during which it is there.
       bytes: its size.
       backward: number of the first step of the backward pass.
+      turn: for each vertex, the number of its backward step.
       again: the vertices that run again, each as often as it does, in no order.
       from_memory: what the regions at each depth read that they do not run again themselves; see
         ``read_from_memory``.
@@ -47,6 +48,7 @@ class Spans:
     last: np.ndarray
     bytes: np.ndarray
     backward: int
+    turn: np.ndarray
     again: np.ndarray
     from_memory: Sequence[np.ndarray]
 
@@ -177,6 +179,7 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
         last=np.concatenate(last),
         bytes=np.concatenate(sizes),
         backward=count,
+        turn=turn,
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
     )

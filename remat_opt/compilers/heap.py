@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -74,6 +75,34 @@ def laid_out_bytes(arrays: Spans, compiler: Compiler) -> int:
     if compiler.has("heap_by_size"):
         return decreasing_size_heap_bytes(arrays)
     return arrays.peak_bytes
+
+
+def outside_results(arrays: Spans, results: Sequence[tuple[int, int]]) -> Spans:
+    """The arrays that do not lie in result buffers until the results are written.
+
+    XLA takes arrays by size, the largest first, and gives each the smallest result's buffer that
+    holds it and is free for as long as it lives. In a buffer all begin at its start.
+
+    Args:
+      arrays: all arrays.
+      results: the first step and the bytes of each result; it stays to the end.
+    """
+    if not results:
+        return arrays
+    small = arrays.peak_bytes * _SMALL_SHARE
+    starts, sizes = np.array(sorted(results, key=lambda one: one[1]), dtype=np.int64).T
+    taken: list[list[tuple[int, int]]] = [[] for _ in sizes]
+    stays = np.full(len(arrays.bytes), True)
+    for number in np.lexsort((arrays.first, -arrays.bytes)):
+        size, first, last = arrays.bytes[number], arrays.first[number], arrays.last[number]
+        if size < small:
+            break
+        for one in range(int(sizes.searchsorted(size)), len(sizes)):
+            if last < starts[one] and all(last < a or first > b for a, b in taken[one]):
+                taken[one].append((first, last))
+                stays[number] = False
+                break
+    return _chosen(arrays, stays)
 
 
 def _without_negative(arrays: Spans) -> Spans:

@@ -15,10 +15,10 @@ import numpy as np
 
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
-from remat_opt.compilers.heap import laid_out_bytes
+from remat_opt.compilers.heap import laid_out_bytes, outside_results
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.vertices import vertices
-from remat_opt.gradients import Gradients, workspace_bytes
+from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Linearization, Program
@@ -41,6 +41,7 @@ class Model:
       effects: what depends on the schedule.
       never_named: the vertices that no checkpoint should keep (``softmax``).
       as_it_is: the same for the unchanged function, if rewriting changes what is stored.
+      results: the gradients whose result buffers hold arrays until they are written.
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
     """
 
@@ -54,6 +55,7 @@ class Model:
     effects: tuple[Effect, ...]
     never_named: frozenset[int]
     as_it_is: Model | None
+    results: tuple[ParameterGradient, ...] = ()
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def graph_of(self, schedule: Schedule | None) -> Graph:
@@ -70,7 +72,8 @@ class Model:
     def peak_bytes(self, schedule: Schedule | None) -> int:
         """The temporaries expected to be needed: the heap, and what is held besides."""
         lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
-        return self.laid_out_bytes(lives, schedule)
+        written = [(int(lives.turn[one.last]), one.bytes) for one in self.results]
+        return self.laid_out_bytes(outside_results(lives, written), schedule)
 
     def branch_peak_bytes(self, schedule: Schedule) -> int:
         """Those of the program as a branch: its inputs stay until it ends."""
@@ -164,6 +167,9 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         effects=found.effects,
         never_named=frozenset(storage.vertices_of(row_statistics)),
         as_it_is=as_it_is,
+        results=found.parameter_gradients
+        if gradients is Gradients.RESULTS and storage.compiler.has("results_lend")
+        else (),
     )
 
 

@@ -218,6 +218,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "heap_by_size": _rule(
             _NVIDIA | _CPU, "heap", "heap", "The largest or longest-lived arrays are placed first."
         ),
+        "results_lend": _rule(
+            _NVIDIA | _CPU,
+            "heap",
+            "heap",
+            "Arrays lie in result buffers until results are written.",
+        ),
         # ------------------------------------------------------------------------ rewrites
         "zeros_apart": _rule(
             _NVIDIA, "rewrite", "pooling", "A relu before a max pooling has its own zeros."

@@ -26,6 +26,7 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
         last=last,
         bytes=sizes * unit,
         backward=backward,
+        turn=none,
         again=none,
         from_memory=(),
     )
@@ -144,3 +145,15 @@ def test_what_lives_longest_may_be_placed_first_instead() -> None:
 def test_a_heap_holds_what_is_alive(case: tuple[Graph, Schedule]) -> None:
     lives = spans(*case)
     assert lives.peak_bytes <= heap.decreasing_size_heap_bytes(lives) <= int(lives.bytes.sum())
+
+
+def test_arrays_lie_in_the_smallest_result_that_is_written_after_them() -> None:
+    found = arrays((0, 3, 4), (1, 5, 3), (4, 6, 4), (2, 9, 3), (0, 9, 1))
+    # The first 4 is gone when the second comes; the 3 that ends at 5 fits the smaller result; the
+    # other, and the 1, are there when results are written.
+    left = heap.outside_results(found, [(8, 4), (7, 3)])
+    assert left.bytes.tolist() == [3, 1]
+    # What is written at the step in which an array is last read cannot lie in its place.
+    assert heap.outside_results(arrays((0, 3, 4)), [(3, 4)]).bytes.tolist() == [4]
+    assert heap.outside_results(arrays((0, 3, 4)), [(4, 3)]).bytes.tolist() == [4]
+    assert heap.outside_results(arrays((0, 3, 4)), []).bytes.tolist() == [4]

@@ -55,7 +55,7 @@ def test_programs_that_compute_nothing_are_recognised() -> None:
 @pytest.mark.parametrize("device", ["h200", "v5e", "cpu"])
 def test_a_peak_is_the_heap_and_what_is_held_beside(device: str) -> None:
     program = tracing.trace(two_layers, [jnp.ones((2048, 2048))] * 3, jnp.ones((2048, 2048)))
-    found = model_of(program, device)
+    found = model_of(program, device, ["results_lend"])
     for schedule in (plain(found.graph), whole(found.graph)):
         changed_graph = found.graph_of(schedule)
         assert changed_graph == changed(found, schedule)
@@ -123,3 +123,13 @@ def test_notes_come_from_effects() -> None:
     assert note.startswith("Several products read the same weights.")
     found = model_of(tracing.trace(two_layers, [W] * 2, X))
     assert list(found.notes(plain(found.graph))) == []
+
+
+@pytest.mark.parametrize(("device", "lends"), [("h200", True), ("v5e", False), ("cpu", True)])
+def test_what_lies_in_results_is_no_temporary(device: str, lends: bool) -> None:
+    program = tracing.trace(two_layers, [jnp.ones((2048, 2048))] * 3, jnp.ones((2048, 2048)))
+    found, apart = model_of(program, device), model_of(program, device, ["results_lend"])
+    schedule = plain(found.graph)
+    assert (found.peak_bytes(schedule) < apart.peak_bytes(schedule)) is lends
+    consumed = model(program, linearize(program), compiler_of(device), Gradients.CONSUMED)
+    assert consumed.results == ()

@@ -346,6 +346,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
+    "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
     "zeros_apart": ("h200", overlapping, (KERNEL, IMAGES)),
     "searches_wait": ("h200", apart, (KERNEL, IMAGES)),
     "rows_picked": ("h200", cross_entropy, (W, X)),
