@@ -142,6 +142,7 @@ class Comparison:
             align="lrrrrrrr",
             footer="Temporaries as compiled; recomputed FLOPs and (predicted) time as shares of "
             "one forward pass.",
+            spare=("to plan", "to compile", "time", "predicted"),
         )
 
     def _picture(self) -> scatter.Scatter:

@@ -72,6 +72,8 @@ _MOST_SWEEPS = 16
 _REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
+#: Of what is alive at the peak, only what takes at least this part of it.
+_LEAST_PIN = 1e-3
 #: How many of the equations with side effects a note names.
 _MOST_EFFECTS = 4
 
@@ -685,6 +687,7 @@ def _pins(of: Problem, simulation: Simulation, names: Names) -> tuple[Pin, ...]:
     return tuple(
         Pin(name=names.of(of.model.roots[item.vertex]), role=item.role, bytes=item.bytes)
         for item in simulation.alive[:_MOST_PINS]
+        if item.bytes >= _LEAST_PIN * simulation.peak_bytes
     )
 
 

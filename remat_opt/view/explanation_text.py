@@ -213,4 +213,5 @@ def _arrays_table(
             if left
             else ""
         ),
+        spare=("type",),
     )
