@@ -14,6 +14,7 @@ import optax
 
 import remat_opt
 from remat_opt.measurement.compilation import attached_device, compiler_options
+from remat_opt.naming import in_words
 from remat_opt.policies import default_policies
 from remat_opt.units import format_bytes, format_share
 
@@ -45,7 +46,7 @@ def plan_lines(plan):
     regions = "1 region" if len(plan.stages) == 1 else f"{len(plan.stages)} regions"
     yield (
         f"Kept:       {format_bytes(plan.predicted.kept_bytes)} in {len(told['kept'])} values, "
-        f"most of it {most(told['kept'])}"
+        f"most of it made by {most(told['kept'])}"
     )
     yield (
         f"Recomputed: {len(told['recomputed'])} values, "
@@ -68,10 +69,10 @@ def plan_lines(plan):
 
 
 def most(decisions):
-    """The kind of value that most of the bytes are."""
+    """What makes most of the bytes."""
     sizes = {}
     for one in decisions:
-        word = one.label.split()[0]
+        word = in_words(one.name.primitive)
         sizes[word] = sizes.get(word, 0) + one.bytes
     return max(sizes, key=sizes.get, default="nothing")
 
@@ -92,7 +93,7 @@ def screen(title, loss_fn, example, by_hand, batches, options, *, has_aux=False)
     plan = loss_fn.plan(*example)
     count = sum(np.size(leaf) for leaf in jax.tree.leaves(example[0]))
     print(f"{title}, {count:,} parameters, on {plan.device}\n")
-    print("\n".join(plan_lines(plan)), "\n")
+    print(*plan_lines(plan), "", sep="\n")
     ours = f"ours, budget {format_bytes(plan.budget_bytes)}"
     planned = remat_opt.apply_plan(plan, loss_fn.__wrapped__, has_aux=has_aux)
     contenders = {name: name for name in default_policies()} if options.compare else {}

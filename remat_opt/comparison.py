@@ -142,6 +142,7 @@ class Comparison:
             align="lrrrrrrr",
             footer="Temporaries as compiled; recomputed FLOPs and (predicted) time as shares of "
             "one forward pass.",
+            spare=("to plan", "to compile", "time", "predicted"),
         )
 
     def _picture(self) -> scatter.Scatter:
@@ -155,7 +156,7 @@ class Comparison:
         if self.limit_bytes is not None:
             levels = ((f"room on {self.device}", float(self.limit_bytes)),)
         return scatter.Scatter(
-            title=f"{self._title()}: memory against recomputation",
+            title=self._title(),
             x=drawing.share_axis("recomputed FLOPs, as a share of one forward pass"),
             y=drawing.bytes_axis(
                 "temporaries, compiled", max((r["temporary_bytes"] for r in shown), default=0)

@@ -72,6 +72,8 @@ _MOST_SWEEPS = 16
 _REPLAYED, _FEWEST_REPLAYED, _RECOMBINED_SHARE = 40_000, 60, 1 / 8
 #: How many of the arrays alive at the peak a plan writes down.
 _MOST_PINS = 12
+#: Of what is alive at the peak, only what takes at least this part of it.
+_LEAST_PIN = 1e-3
 #: How many of the equations with side effects a note names.
 _MOST_EFFECTS = 4
 
@@ -221,8 +223,8 @@ def defaults(of: Problem) -> tuple[Candidate, ...]:
 def named_defaults(of: Problem) -> dict[str, Candidate]:
     """The unchanged function and what each policy does by itself, by label.
 
-    Of those with the same figures, only the first. A policy that keeps everything is the unchanged
-    function, and is left out.
+    Of those with the same figures, only the one with the shortest label. A policy that keeps
+    everything is the unchanged function, and is left out.
     """
     model, program = of.model, of.program
     found = {"plain": of.unchanged}
@@ -240,10 +242,11 @@ def named_defaults(of: Problem) -> dict[str, Candidate]:
                 continue
             for one in judged(model.graph, [schedule]):
                 found[name + suffix] = _modelled(model, one)
-    first: dict[tuple[int, float], str] = {}
-    for name, one in found.items():
-        first.setdefault((one.peak_bytes, one.overhead_seconds), name)
-    return {name: found[name] for name in first.values()}
+    shortest: dict[tuple[int, float], str] = {}
+    for label, one in found.items():
+        figures = (one.peak_bytes, one.overhead_seconds)
+        shortest[figures] = min(shortest.get(figures, label), label, key=len)
+    return {label: found[label] for label in shortest.values()}
 
 
 def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
@@ -685,6 +688,7 @@ def _pins(of: Problem, simulation: Simulation, names: Names) -> tuple[Pin, ...]:
     return tuple(
         Pin(name=names.of(of.model.roots[item.vertex]), role=item.role, bytes=item.bytes)
         for item in simulation.alive[:_MOST_PINS]
+        if item.bytes >= _LEAST_PIN * simulation.peak_bytes
     )
 
 

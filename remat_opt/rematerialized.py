@@ -30,6 +30,7 @@ from remat_opt.program.tracing import Signature
 from remat_opt.recent import Recent
 from remat_opt.traces import Place, Trace
 from remat_opt.transform import rewriting
+from remat_opt.trials import with_measurement
 from remat_opt.view.plan_text import printable
 
 #: How many plans a decorated function holds, one for each program that it was traced to: a few
@@ -264,19 +265,24 @@ class Rematerialized:
           in_step: what is compiled around the program; anything learnt is about that.
           compiled: compiles a plan inside it.
         """
-        wanted = self.request.objective
+        wanted, verify = self.request.objective, self.request.verify
         planning.check_differentiated(program)
         if computes_nothing(program):
-            return planning.make(program, device, wanted, self.request.solver)
-        by_compiling = self.request.verify == "compile"
-        if not by_compiling and self.request.learnt is None:
-            return planning.make(program, device, wanted, self.request.solver)
-        memory = verification.Memory(program, device, in_step, self.request.learnt)
-        if by_compiling:
-            return verification.choose(self.problem(program), wanted, compiled, memory)
-        known = memory.read()
-        plan = planning.make(program, device, wanted, self.request.solver, known)
-        if known is not None:
+            plan = planning.make(program, device, wanted, self.request.solver)
+            return with_measurement(plan, compiled(plan)) if verify else plan
+        known = None
+        if verify == "compile" or self.request.learnt is not None:
+            memory = verification.Memory(program, device, in_step, self.request.learnt)
+            if verify == "compile":
+                return verification.choose(self.problem(program), wanted, compiled, memory)
+            known = memory.read()
+        if verify:
+            of = self.problem(program)
+            of = of if known is None else planning.informed(of, known, wanted.overhead)
+            plan = verification.confirm(of, wanted, compiled)
+        else:
+            plan = planning.make(program, device, wanted, self.request.solver, known)
+        if known is not None or self.request.learnt is None:
             return plan
         note = (
             f"{os.fspath(self.request.learnt or '')!r} says nothing about this program on "
@@ -328,15 +334,12 @@ class Rematerialized:
 
         def compiled(plan: Plan) -> Measurement:
             arguments = jax.tree.leaves((call.args, call.kwargs))
-            return verification.measure_plan(
-                plan, program, arguments, device, with_buffers=self.request.verify == "compile"
-            )
+            return verification.measure_plan(plan, program, arguments, device, with_buffers=True)
 
         plan = self.choose(program, device, self.request.objective.gradients.value, compiled)
         if program.placement is not None and planning.unsplit_note(program) in plan.notes:
             warnings.warn(planning.unsplit_note(program), PlanningWarning, stacklevel=2)
-        compile_it = self.request.verify and plan.measured is None
-        return dataclasses.replace(plan, measured=compiled(plan)) if compile_it else plan
+        return plan
 
 
 def _identity(fn: Callable[..., Any]) -> object:

@@ -31,9 +31,9 @@ class Frontier:
         the budget that gives this plan; ``of_plain``, as a share of the unchanged function's;
         ``overhead_seconds_share`` and ``recomputed_flops_share`` of one forward pass;
         ``regions``, and how many of them hold others, ``nested``.
-      defaults: one dictionary for the unchanged function and for each of ``jax.checkpoint``'s
-        policies, around the whole function and around every block: ``label``, and the first four
-        figures of a row.
+      defaults: one dictionary for the unchanged function, which is first, and for each of
+        ``jax.checkpoint``'s policies, around the whole function and around every block: ``label``,
+        and the first four figures of a row.
       limit_bytes: what the device's memory leaves for temporaries, beside arguments and outputs;
         None if that is unknown, or nothing.
     """
@@ -105,12 +105,17 @@ class Frontier:
     def _picture(self) -> scatter.Scatter:
         in_flops = self.overhead == Overhead.FLOPS.value
         key = "recomputed_flops_share" if in_flops else "overhead_seconds_share"
+
+        def at(row: dict[str, Any]) -> scatter.Point:
+            size = row["temporary_bytes"]
+            return scatter.Point(x=row[key], y=size, label=row.get("label") or format_bytes(size))
+
         counted = "FLOPs" if in_flops else "time"
         levels: tuple[tuple[str, float], ...] = ()
         if self.limit_bytes is not None:
             levels = ((f"room on {self.device}", float(self.limit_bytes)),)
         return scatter.Scatter(
-            title=f"{self._title()}: memory against recomputation",
+            title=self._title(),
             x=drawing.share_axis(f"recomputed {counted}, as a share of one forward pass"),
             y=drawing.bytes_axis(
                 "temporaries, predicted",
@@ -118,25 +123,9 @@ class Frontier:
             ),
             levels=levels,
             series=(
-                scatter.Series(
-                    label="plain and jax.checkpoint",
-                    points=tuple(
-                        scatter.Point(x=row[key], y=row["temporary_bytes"], label=row["label"])
-                        for row in self.defaults
-                    ),
-                ),
-                scatter.Series(
-                    label="remat_opt",
-                    points=tuple(
-                        scatter.Point(
-                            x=row[key],
-                            y=row["temporary_bytes"],
-                            label=format_bytes(row["temporary_bytes"]),
-                        )
-                        for row in self.rows
-                    ),
-                    staircase=True,
-                ),
+                scatter.Series(label="plain", points=tuple(map(at, self.defaults[:1]))),
+                scatter.Series(label="jax.checkpoint", points=tuple(map(at, self.defaults[1:]))),
+                scatter.Series(label="remat_opt", points=tuple(map(at, self.rows)), staircase=True),
             ),
         )
 

@@ -30,6 +30,7 @@ from remat_opt.program.record import Program
 from remat_opt.progress import doing
 from remat_opt.recent import Recent
 from remat_opt.schedule import Schedule
+from remat_opt.simulator import Moment
 from remat_opt.solvers.base import Candidate, least_memory, pareto
 from remat_opt.units import format_bytes
 
@@ -184,16 +185,8 @@ class Trials:
             self._limit_bytes = min(self._limit_bytes, one.peak_bytes / _RATIO_IF_REFUSED)
             return
         moments = planning.replay(self.problem, one.schedule)
-        alive = None
-        if measured.memory is not None:
-            roots = self.problem.model.roots
-            alive = align(measured.memory, moments, roots).compiled_bytes
-        # Everything that was alive would take much memory to keep; the plan has the points.
-        plan = dataclasses.replace(
-            plan,
-            measured=dataclasses.replace(measured, memory=None),
-            as_compiled=_points(alive or ()),
-        )
+        alive = alive_at(measured, moments, self.problem)
+        plan = with_measurement(plan, measured, alive)
         self.plans.append(plan)
         self._tried[one.schedule] = one, plan
         self.learnt = self.learnt.with_plan(
@@ -315,6 +308,29 @@ class Trials:
         """Raises the compiler's last error if nothing has compiled."""
         if not self.plans:
             raise self._refusals[-1]
+
+
+def alive_at(
+    measured: Measurement, moments: Sequence[Moment], problem: Problem
+) -> tuple[int | None, ...] | None:
+    """The bytes of temporaries alive at moments of a replay, as compiled; None if unknown."""
+    if measured.memory is None:
+        return None
+    return align(measured.memory, moments, problem.model.roots).compiled_bytes
+
+
+def with_measurement(
+    plan: Plan, measured: Measurement, alive: Sequence[int | None] | None = None
+) -> Plan:
+    """The plan with what the compiler said.
+
+    Everything that was alive would take much memory to keep; the plan has the points.
+    """
+    return dataclasses.replace(
+        plan,
+        measured=dataclasses.replace(measured, memory=None),
+        as_compiled=_points(alive or ()),
+    )
 
 
 def _points(alive: Sequence[int | None]) -> tuple[int, ...]:

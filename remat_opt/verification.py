@@ -36,10 +36,18 @@ from remat_opt.program.record import Program
 from remat_opt.program.tracing import is_inexact
 from remat_opt.solvers.base import Candidate, least_memory
 from remat_opt.transform import rewriting
-from remat_opt.trials import HOPELESS, MOST_COMPILES, Memory, Trials, temporary_bytes
+from remat_opt.trials import (
+    HOPELESS,
+    MOST_COMPILES,
+    Memory,
+    Trials,
+    alive_at,
+    temporary_bytes,
+    with_measurement,
+)
 from remat_opt.units import format_bytes
 
-__all__ = ["MOST_COMPILES", "MOST_FOR_LEAST", "Memory", "choose", "measure_plan"]
+__all__ = ["MOST_COMPILES", "MOST_FOR_LEAST", "Memory", "choose", "confirm", "measure_plan"]
 
 #: Once a plan fits, another is compiled only if it saves this share of the recomputation.
 _LEAST_GAIN = 0.05
@@ -231,6 +239,28 @@ def choose(
     finally:
         if memory is not None and trials.learnt.compiled:
             memory.keep(trials.learnt)
+
+
+def confirm(
+    problem: Problem, objective: Objective, compiled: Callable[[Plan], Measurement]
+) -> Plan:
+    """The plan predicted to be best, measured; it is the answer whatever the compiler says.
+
+    Args:
+      problem: what is to be decided.
+      objective: what is wanted.
+      compiled: compiles a plan in its step for the device.
+
+    Raises:
+      BudgetError: no plan is expected to be within the budget.
+      CompileError: the compiler refuses it.
+    """
+    one = planning.solve(problem, objective)
+    plan = planning.describe(problem, problem.program, one, objective)
+    measured = compiled(plan)
+    return with_measurement(
+        plan, measured, alive_at(measured, planning.replay(problem, one.schedule), problem)
+    )
 
 
 def _within(trials: Trials, budget_bytes: int) -> Plan:

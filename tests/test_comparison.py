@@ -261,7 +261,7 @@ def test_a_whole_comparison_on_the_cpu():
     assert found.function == "sines"
     json.loads(found.to_json())
     picture = next(p for p in ET.fromstring(found._repr_html_()).iter() if p.tag.endswith("svg"))
-    assert "memory against recomputation" in picture.get("aria-label")
+    assert "temporaries, compiled against recomputed FLOPs" in picture.get("aria-label")
 
 
 def test_ours_can_be_chosen_by_compiling():

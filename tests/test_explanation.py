@@ -157,6 +157,16 @@ def test_gradients_that_wait_for_one_another():
     assert "needs all at once" in remedy(found, "gradients")
 
 
+@needs_cuda_plugin
+@pytest.mark.cuda
+def test_scratch_memory_of_a_product_is_no_gradient():
+    """The library's products of small matrices take 4 MiB each while they run."""
+    found = remat_opt.explain(step, *arguments(), device="h200", donate_argnums=(0, 1))
+    scratch = [row for row in found.rows if row["type"].startswith("s8[")]
+    assert {row["share"] for row in scratch} == {"workspace"}
+    assert max(found.timelines["gradients"]) <= 2 * WIDTH * WIDTH * 4
+
+
 def test_a_decorated_loss_is_told_what_plans_reach():
     decorated = remat_opt.optimal_remat(loss, device="cpu", budget=0.5)
 

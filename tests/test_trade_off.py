@@ -68,6 +68,10 @@ def test_defaults_and_the_device_s_room_are_beside_it() -> None:
     assert "nothing_saveable, per block" in labels
     assert "dots_saveable" in labels
     assert found.defaults[0]["temporary_bytes"] == found.rows[-1]["temporary_bytes"]
+    figures = [(row["temporary_bytes"], row["overhead_seconds_share"]) for row in found.defaults]
+    assert len(set(figures)) == len(figures)
+    series = [one.label for one in found._picture().series]
+    assert series == ["plain", "jax.checkpoint", "remat_opt"]
     assert found.limit_bytes is not None
     # What is left besides the arguments and the loss.
     arguments = 12 * 64 * 64 * 4 + 1024 * 64 * 4

@@ -263,6 +263,22 @@ def test_the_figures_are_those_of_the_users_own_gradient() -> None:
     assert plan.measured == compilation.measure(gradient, WEIGHTS, X, device="cpu")
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+def test_what_was_alive_is_shown_beside_the_prediction(in_step: bool) -> None:
+    decorated = remat_opt.optimal_remat(layers)
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(decorated)(weights, x))
+
+    planned = step if in_step else layers
+    plan = remat_opt.make_plan(planned, WEIGHTS, X, budget=0.7, device="cpu", verify=True)
+    assert plan.measured is not None
+    assert plan.measured.memory is None, "it would take much memory to keep"
+    assert 0 < max(plan.as_compiled) <= plan.measured.temporary_bytes
+    assert "as compiled" in repr(plan)
+    assert "as compiled" in plan._repr_html_()
+
+
 def test_closed_over_arrays_that_are_traced(compiled: list[Measurement]) -> None:
     @jax.jit
     def step(weights: Any, x: jax.Array) -> Any:

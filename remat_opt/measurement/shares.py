@@ -142,6 +142,9 @@ def shares(memory: CompiledMemory, roles: Mapping[str, Share]) -> Shares:
 
 def _share(buffer: Buffer, backward: int) -> Share:
     """The share of a temporary; ``backward`` is the step at which the backward pass begins."""
+    if buffer.first_step == buffer.last_step:
+        # Nothing reads it later: scratch memory, such as a library's for a product.
+        return "workspace"
     made = next((origin(name).phase for name in buffer.made_by), "other")
     if not buffer.made_by and buffer.first_step < backward:
         # The compiler's own: a copy, such as one padded for a product.

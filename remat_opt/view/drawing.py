@@ -166,13 +166,20 @@ def words(x: float, y: float, said: str, anchor: str) -> str:
     )
 
 
-def svg_element(description: str, title: str, width: int, height: int, inside: str) -> str:
-    """A picture with what screen readers should say about it."""
+def svg_element(
+    description: str, title: str, width: int, height: int, inside: str, least: int = 0
+) -> str:
+    """A picture with what screen readers should say about it.
+
+    It shrinks with the page, but no further than to ``least`` pixels across, so that its words
+    stay legible where the page scrolls.
+    """
     described = f"<desc>{escape(description)}</desc>" if description != title else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
         f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'style="max-width:100%;height:auto;color:inherit" '
+        f'style="max-width:100%;{f"min-width:{least}px;" if least else ""}height:auto;'
+        'color:inherit" '
         'font-family="system-ui,sans-serif" font-size="12">'
         f"<title>{escape(title)}</title>{described}{inside}</svg>"
     )

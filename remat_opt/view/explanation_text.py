@@ -16,6 +16,8 @@ from remat_opt.view.plan_words import RESIDENT
 _MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
 #: Widths in characters: the picture in a terminal, what is beside it, the compiler's words.
 _COLUMNS, _BESIDE, _MOST_WORDS = 60, 34, 300
+#: Pixels across of the picture on a narrow page.
+_LEAST_WIDTH = 680
 #: Lines of at least this many characters have room for function names.
 _WIDE = 110
 #: How many moments are drawn; and up to what multiple of the peak the device's memory is drawn.
@@ -86,7 +88,7 @@ def _picture(explanation: Mapping[str, Any]) -> str:
         if explanation["memory_bytes"] <= _FARTHEST * max(total)
         else (),
     )
-    return f"{legend}<br>{chart.svg()}"
+    return f"{legend}<br>{chart.svg(least=_LEAST_WIDTH)}"
 
 
 def _fullest(total: Sequence[int]) -> list[int]:
@@ -213,4 +215,5 @@ def _arrays_table(
             if left
             else ""
         ),
+        spare=("type",),
     )

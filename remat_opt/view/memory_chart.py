@@ -208,8 +208,8 @@ class MemoryChart:
         )
         return "\n".join([self.caption(), line, f"at the highest: {shares or 'nothing'}"])
 
-    def svg(self, width: int = 860, height: int = 250) -> str:
-        """The picture as an SVG element.
+    def svg(self, width: int = 860, height: int = 250, least: int = 0) -> str:
+        """The picture as an SVG element, on narrow pages at least ``least`` pixels across.
 
         Its attributes ``data-left``, ``data-right`` and ``data-moments`` give the positions of
         moments, in its own coordinates.
@@ -233,7 +233,7 @@ class MemoryChart:
             _level(frame, level, self.base, taken, is_highest=level is levels[0])
             for level in levels
         ]
-        drawn = svg_element(self.text(), self.caption(), width, height, "".join(parts))
+        drawn = svg_element(self.text(), self.caption(), width, height, "".join(parts), least)
         return drawn.replace(
             "<svg ",
             f'<svg data-left="{pixels(frame.left)}" data-right="{pixels(frame.right)}" '

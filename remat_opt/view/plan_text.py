@@ -215,7 +215,7 @@ def _alive_table(plan: Mapping[str, Any]) -> report.Table:
             for row in rows
         ),
         align="lrllrl",
-        footer=f"and smaller ones, {format_bytes(left)}" if left > 0 else "",
+        footer=f"and others, {format_bytes(left)}" if left > 0 else "",
     )
 
 

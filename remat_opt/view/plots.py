@@ -11,9 +11,9 @@ from typing import Any
 
 from remat_opt.errors import MissingPackageError
 from remat_opt.view.memory_chart import COLORS, MemoryChart
+from remat_opt.view.scatter import COLORS as SERIES_COLORS
 from remat_opt.view.scatter import Scatter
 
-_COLORS = ("#59636f", "#d9731a", "#2f81d8", "#2a9d6f", "#b05cc6", "#c9475b")
 #: Where a point's name may go: how many lines above it, and the line height in points.
 _LINES, _LINE = (0, 1, -1, 2, -2, 3, -3, 4, -4), 10
 _MARKERS = "osD^v*"
@@ -46,7 +46,7 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
             [100 * point.x for point in points],
             [point.y / unit for point in points],
             marker=_MARKERS[number % len(_MARKERS)],
-            color=_COLORS[number % len(_COLORS)],
+            color=SERIES_COLORS[number % len(SERIES_COLORS)],
             markersize=4 if series.staircase else 6,
             linestyle="-" if series.staircase else "none",
             drawstyle="steps-post",
@@ -60,19 +60,22 @@ def scatter(picture: Scatter, ax: Any = None) -> Any:
     taken = [Bbox([at, at]).padded(4) for at in ax.transData.transform(shown)] if shown else []
     for line in staircases:
         taken += [Bbox(ends).padded(2) for ends in _segments(ax, line)]
-    for said, level in picture.levels:
-        if level <= picture.top:
+    for name_of_level, level in picture.levels:
+        drawn = level <= picture.top
+        said = f"{name_of_level} {picture.y.write(level)}"
+        text = ax.annotate(
+            said if drawn else f"{said}, far above",
+            (1, level / unit if drawn else 1),
+            xycoords=("axes fraction", "data" if drawn else "axes fraction"),
+            xytext=(-4, 3 if drawn else -3),
+            textcoords="offset points",
+            horizontalalignment="right",
+            verticalalignment="bottom" if drawn else "top",
+            fontsize="x-small",
+        )
+        taken.append(text.get_window_extent())
+        if drawn:
             line = ax.axhline(level / unit, color="0.35", linestyle="--", linewidth=1)
-            name_of_level = ax.annotate(
-                f"{said} {picture.y.write(level)}",
-                (1, level / unit),
-                xycoords=("axes fraction", "data"),
-                xytext=(-4, 3),
-                textcoords="offset points",
-                horizontalalignment="right",
-                fontsize="x-small",
-            )
-            taken.append(name_of_level.get_window_extent())
             taken.append(line.get_window_extent().padded(2))
     for series in picture.series:
         for point in series.points if not series.staircase else ():
@@ -102,7 +105,7 @@ def _segments(ax: Any, staircase: Any) -> list[Any]:
 
 
 def _write_beside(ax: Any, at: tuple[float, float], said: str, taken: list[Any]) -> None:
-    """Writes a point's name in a free place, to its right if possible.
+    """Writes a point's name in a free place: to its right, to its left, or above or below.
 
     Args:
       ax: axes.
@@ -111,19 +114,32 @@ def _write_beside(ax: Any, at: tuple[float, float], said: str, taken: list[Any])
       taken: the occupied areas, in pixels; the name is added.
     """
     inside = ax.get_window_extent()
-    for lines, side in itertools.product(_LINES, (1, -1)):
+    points = 72 / ax.figure.dpi
+    most = int(inside.height * points / _LINE)
+    above_and_below = sorted({*range(-most, most + 1)} - {0}, key=abs)
+    places = (*itertools.product(_LINES, (1, -1)), *((lines, 0) for lines in above_and_below))
+    for lines, side in places:
         offset = (7 * side, lines * _LINE)
         text = ax.annotate(
             said,
             at,
             xytext=offset,
             textcoords="offset points",
-            horizontalalignment="left" if side > 0 else "right",
+            horizontalalignment={1: "left", -1: "right", 0: "center"}[side],
             verticalalignment="center",
             fontsize="x-small",
         )
         box = text.get_window_extent()
-        fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 and box.y1 <= inside.y1
+        if not side:
+            over = max(inside.x0 - box.x0, 0) + min(inside.x1 - box.x1, 0)
+            text.set_position((over * points, offset[1]))
+            box = text.get_window_extent()
+        fits = (
+            inside.x0 - 1 <= box.x0
+            and box.x1 <= inside.x1 + 1
+            and inside.y0 <= box.y0
+            and box.y1 <= inside.y1
+        )
         if fits and not box.count_overlaps(taken):
             taken.append(box)
             if lines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ class Table:
       title: goes above the table, or "".
       footer: goes below the table, or "".
       prose: whether the last column holds sentences: these are broken, while words are cut.
+      spare: headings of the columns that are left out, one after the other, as long as lines are
+        too long.
     """
 
     headings: tuple[str, ...]
@@ -54,6 +57,7 @@ class Table:
     title: str = ""
     footer: str = ""
     prose: bool = False
+    spare: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         widths = {len(self.headings), len(self.align), *map(len, self.rows)}
@@ -67,10 +71,13 @@ class Table:
         """The table as aligned lines.
 
         Args:
-          width: that of the terminal, in characters: the longest columns of words are cut until the
-            table fits, unless that leaves next to nothing. None cuts nothing.
+          width: that of the terminal, in characters: spare columns are left out, then the longest
+            columns of words are cut until the table fits, unless that leaves next to nothing. None
+            cuts nothing.
         """
         widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
+        if width is not None and self.spare and _line_width(widths) > width:
+            return self.without(self.spare[0]).text(width)
         rows = [self.headings, *self.rows]
         if width is not None:
             widths = _narrowed(widths, self, width)
@@ -88,7 +95,19 @@ class Table:
 
         rule = "  ".join("-" * width for width in widths)
         body = [line(lines[0]), rule, *map(line, lines[1:])]
-        return "\n".join(filter(None, [self.title, *body, self.footer]))
+        footer = [self.footer] if width is None else textwrap.wrap(self.footer, width)
+        return "\n".join(filter(None, [self.title, *body, *footer]))
+
+    def without(self, heading: str) -> Table:
+        """The table without one of its columns."""
+        kept = [n for n, one in enumerate(self.headings) if one != heading]
+        return dataclasses.replace(
+            self,
+            headings=tuple(self.headings[n] for n in kept),
+            rows=tuple(tuple(cells[n] for n in kept) for cells in self.rows),
+            align="".join(self.align[n] for n in kept),
+            spare=tuple(one for one in self.spare if one != heading),
+        )
 
     def html(self) -> str:
         """The table as an HTML element."""
@@ -120,10 +139,16 @@ class Table:
         )
 
 
+#: The end of a value's title.
+_EXTENTS = re.compile(r", (?:\d[\dx]*|scalar) \w+$")
 #: No column of words is cut below this.
 _FEWEST = 12
 #: What goes between two columns.
 _GAP = 2
+
+
+def _line_width(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def _narrowed(widths: Sequence[int], table: Table, width: int) -> list[int]:
@@ -132,7 +157,7 @@ def _narrowed(widths: Sequence[int], table: Table, width: int) -> list[int]:
     The user's source lines are cut last: they are how a value is found.
     """
     found = list(widths)
-    over = sum(found) + _GAP * (len(found) - 1) - width
+    over = _line_width(found) - width
     while over > 0:
         words = [n for n, side in enumerate(table.align) if side == "l" and found[n] > _FEWEST]
         if not words:
@@ -151,13 +176,18 @@ def _broken(cells: Sequence[str], width: int) -> list[tuple[str, ...]]:
 
 
 def _cut(text: str, most: int) -> str:
-    """The text without its middle if it is too long: both ends identify it.
+    """The text without its extents or its middle if it is too long: both ends identify it.
 
     >>> _cut("ResNet/stage_1/block_2/Conv_0", 16)
     'ResNet.../Conv_0'
+    >>> _cut("relu of Block_3/BatchNorm_0, 64x112x112x96 float32", 40)
+    'relu of Block_3/BatchNorm_0...'
     """
     if len(text) <= most:
         return text
+    if (extents := _EXTENTS.search(text)) is not None:
+        text = f"{text[: extents.start()]}..."
+        return text if len(text) <= most else _cut(text.removesuffix("..."), most)
     end = (most - 3 + 1) // 2
     return f"{text[: most - 3 - end]}...{text[len(text) - end :]}"
 

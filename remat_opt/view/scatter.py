@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from remat_opt.view.drawing import Axis, Frame, pixels, svg_element, words
 from remat_opt.view.report import Table, escape
 
 #: One colour and one shape per series, so that either alone distinguishes them.
-_COLORS = ("#2f81d8", "#d9731a", "#2a9d6f", "#b05cc6", "#c9475b", "#8a8a2b")
+COLORS = ("#2f81d8", "#d9731a", "#2a9d6f", "#b05cc6", "#c9475b", "#8a8a2b")
 #: A level is drawn up to this multiple of the highest point.
 _FARTHEST = 2.0
 #: Room above the highest point, for names.
 _HEADROOM = 1.08
+#: Height of a line of words, in pixels.
+_LINE = 14
 _SHAPES = ("circle", "square", "diamond", "triangle", "circle", "square")
 
 
@@ -59,7 +61,7 @@ class Scatter:
     """Points over two axes, both from zero.
 
     Attributes:
-      title: what the picture shows.
+      title: whose points they are.
       x: horizontal axis.
       y: vertical axis.
       series: at most six.
@@ -79,6 +81,11 @@ class Scatter:
         highest = max((point.y for one in self.series for point in one.points), default=0.0)
         near = [level for _, level in self.levels if level <= _FARTHEST * highest]
         return max([highest, *near])
+
+    @property
+    def caption(self) -> str:
+        """The title, and what is drawn against what."""
+        return f"{self.title}: {self.y.title} against {self.x.title}"
 
     def text(self) -> str:
         """The picture in words: its title and a line for each point."""
@@ -112,7 +119,7 @@ class Scatter:
         parts += [_level(frame, *level, self.top, taken) for level in self.levels]
         marks: list[str] = []
         for number, series in enumerate(self.series):
-            color = _COLORS[number % len(_COLORS)]
+            color = COLORS[number % len(COLORS)]
             shape = _SHAPES[number % len(_SHAPES)]
             if series.staircase:
                 corners = _staircase(frame, series)
@@ -134,7 +141,7 @@ class Scatter:
         ]
         keys = _legend([series.label for series in self.series], frame.left)
         return svg_element(
-            self.text(), self.title, 640, 360, "".join([*parts, *marks, *names, keys])
+            self.text(), self.caption, 640, 360, "".join([*parts, *marks, *names, keys]), least=520
         )
 
 
@@ -195,26 +202,42 @@ def _mark(shape: str, x: float, y: float, color: str, said: str) -> str:
 def _name(frame: Frame, taken: list[_Box], x: float, y: float, label: str) -> str:
     """A point's name beside it, where nothing is drawn yet."""
     width = 6.4 * len(label)
-    for lines in (0, -1, 1, -2, 2, -3, 3, -4, 4, 5, 6):
-        at = y + 14 * lines
-        if not frame.ceiling - 4 <= at <= frame.floor - 4:
+    for left, at, side in _places(frame, x, y, width):
+        if not (frame.ceiling - 4 <= at <= frame.floor - 4):
             continue
-        for left, anchor in ((x + 9, "start"), (x - 9 - width, "end")):
-            if left + width > frame.width or left < frame.left:
-                continue
-            box = (left, left + width, at - 6, at + 6)
-            if not any(_overlap(box, other) for other in taken):
-                taken.append(box)
-                side = 1 if anchor == "start" else -1
-                lead = (
-                    f'<line x1="{pixels(x)}" y1="{pixels(y)}" x2="{pixels(x + 7 * side)}" '
-                    f'y2="{pixels(at)}" '
-                    'stroke="currentColor" stroke-opacity="0.4"/>'
-                    if lines
-                    else ""
-                )
-                return lead + words(x + 9 * side, at + 4, label, anchor)
+        if left + width > frame.width or left < frame.left:
+            continue
+        box = (left, left + width, at - 6, at + 6)
+        if any(_overlap(box, other) for other in taken):
+            continue
+        taken.append(box)
+        if side:
+            end, edge = x + 7 * side, at
+        else:
+            end, edge = min(max(x, left), left + width), at + (6 if at < y else -6)
+        lead = (
+            f'<line x1="{pixels(x)}" y1="{pixels(y)}" x2="{pixels(end)}" y2="{pixels(edge)}" '
+            'stroke="currentColor" stroke-opacity="0.4"/>'
+            if at != y
+            else ""
+        )
+        if side < 0:
+            return lead + words(x - 9, at + 4, label, "end")
+        return lead + words(left, at + 4, label, "start")
     return ""  # No room: the mark's own title says it.
+
+
+def _places(frame: Frame, x: float, y: float, width: float) -> Iterator[tuple[float, float, int]]:
+    """Where a name may go, the best first: its left end, its middle's height, and its side.
+
+    A name is to the right of its point, to the left, or, if too long for both, above or below.
+    """
+    for lines in (0, -1, 1, -2, 2, -3, 3, -4, 4, 5, 6):
+        yield x + 9, y + _LINE * lines, 1
+        yield x - 9 - width, y + _LINE * lines, -1
+    most = round((frame.floor - frame.ceiling) / _LINE)
+    for lines in sorted({*range(-most, most + 1)} - {0}, key=lambda n: (abs(n), n)):
+        yield max(frame.left, min(x - width / 2, frame.width - width)), y + _LINE * lines, 0
 
 
 def _overlap(one: _Box, other: _Box) -> bool:
@@ -225,7 +248,7 @@ def _overlap(one: _Box, other: _Box) -> bool:
 def _legend(labels: Sequence[str], left: float) -> str:
     parts, x = [], left
     for number, label in enumerate(labels):
-        color, shape = _COLORS[number % len(_COLORS)], _SHAPES[number % len(_SHAPES)]
+        color, shape = COLORS[number % len(COLORS)], _SHAPES[number % len(_SHAPES)]
         parts.append(_mark(shape, x + 6, 14, color, label) + words(x + 16, 18, label, "start"))
         x += 34 + 7 * len(label)
     return "".join(parts)

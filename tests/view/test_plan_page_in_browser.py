@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 
-from remat_opt.view import page, plan_page
+from remat_opt.view import drawing, page, plan_page, report
+from remat_opt.view.scatter import Point, Scatter, Series
 from tests.view.plans import MIB, decision, plan, timeline
 
 pytestmark = pytest.mark.slow
@@ -64,6 +65,14 @@ def files(tmp_path_factory):
     for count in (60, 10_000):
         text = page.document("plan", plan_page.html(many(count), plan_page.MOST_ALONE))
         (folder / f"{count}.html").write_text(text, encoding="utf-8")
+    picture = Scatter(
+        title="Best plans",
+        x=drawing.share_axis("recomputed"),
+        y=drawing.bytes_axis("temporaries", 4 * MIB),
+        series=(Series(label="plain", points=(Point(x=0.5, y=4 * MIB, label="plain"),)),),
+    )
+    text = page.document("frontier", report.section("Best plans", picture.svg()))
+    (folder / "frontier.html").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -225,6 +234,15 @@ def test_it_is_legible_and_fits(opened, scheme, width):
     assert shown.locator(".ro-wide:visible").count() == (2 if width == 1200 else 0)
     assert shown.locator(".ro-narrow:visible").count() == (0 if width == 1200 else 2)
     assert titles(shown)[0].startswith("sum in Block_")
+
+
+def test_a_picture_on_a_narrow_page_scrolls_before_its_words_are_too_small(opened):
+    shown = opened("frontier", viewport={"width": 400, "height": 800})
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 400
+    words = shown.locator("svg text", has_text="plain").first
+    assert words.bounding_box()["height"] >= 10
+    wide = opened("frontier")
+    assert wide.locator("svg").bounding_box()["width"] == 640
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,24 @@ def test_no_name_lies_on_another(ax):
     assert not [box for box in boxes if box.y0 < limit < box.y1]
 
 
+def test_a_long_name_goes_above_or_below(ax):
+    long = "dots_with_no_batch_dims_saveable, around every single block"
+    points = (Point(x=0.5, y=3 * MIB, label=long), Point(x=1, y=4 * MIB, label="nothing"))
+    series = (Series(label="all", points=points), PICTURE.series[1])
+    plots.scatter(dataclasses.replace(PICTURE, series=series), ax)
+    (name,) = (text for text in ax.texts if text.get_text() == long)
+    room, box = ax.get_window_extent(), name.get_window_extent()
+    assert room.x0 - 1 <= box.x0
+    assert box.x1 <= room.x1 + 1
+    assert not box.y0 < ax.transData.transform((50, 3))[1] < box.y1
+
+
+def test_a_level_far_above_is_named_alone(ax):
+    plots.scatter(dataclasses.replace(PICTURE, levels=(("room", 900.0 * MIB),)), ax)
+    assert "room 900 MiB, far above" in [text.get_text() for text in ax.texts]
+    assert len(ax.lines) == 2
+
+
 def test_no_name_lies_on_the_line(ax):
     ours = PICTURE.series[1]
     on_it = tuple(Point(x=one.x, y=one.y, label=f"as {one.label}") for one in ours.points)

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import xml.etree.ElementTree as ET
 
@@ -96,6 +97,37 @@ def test_a_table_fits_into_a_narrow_terminal():
 def test_columns_of_words_keep_some_of_them():
     lines = table(rows=(("a" * 40, "1 B"),), footer="").text(5).split("\n")
     assert lines[-1].split()[0] == "aaaa...aaaaa"
+
+
+def test_titles_of_values_lose_their_extents_first():
+    one = table(rows=(("relu of Net/Block_3, 64x112x112x96 float32", "1 B"),), footer="")
+    assert one.text(32).split("\n")[-1] == "relu of Net/Block_3...       1 B"
+    assert one.text(24).split("\n")[-1] == "relu of...Block_3    1 B"
+    # Only extents: what else follows a comma tells one label from another.
+    other = table(rows=(("dots_saveable, per block", "1 B"),), footer="")
+    assert other.text(25).split("\n")[-1] == "dots_sa...er block    1 B"
+
+
+def test_spare_columns_go_before_words_are_cut():
+    wide = table(
+        headings=("label", "bytes", "time", "to plan"),
+        rows=(("dots_saveable, per block", "1 B", "2 s", "3 ms"),),
+        align="lrrr",
+        footer="what goes below is broken",
+        spare=("to plan", "time"),
+    )
+    assert wide.text(50) == wide.text() == dataclasses.replace(wide, spare=()).text()
+    assert wide.text(40).split("\n")[1].split() == ["label", "bytes", "time"]
+    narrow = wide.text(31)
+    assert narrow == (
+        "Two values\n"
+        "label                     bytes\n"
+        "------------------------  -----\n"
+        "dots_saveable, per block    1 B\n"
+        "what goes below is broken"
+    )
+    assert wide.text(20).split("\n")[-2:] == ["what goes below is", "broken"]
+    assert "to plan" in wide.html()
 
 
 def test_long_facts_are_broken():

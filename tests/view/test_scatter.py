@@ -60,7 +60,7 @@ def test_scatter_as_svg_names_every_point_and_describes_itself():
     picture = scatter(POLICIES, OURS)
     svg = parsed(picture.svg())
     assert svg.get("role") == "img"
-    assert svg.get("aria-label") == "Memory & time"
+    assert svg.get("aria-label") == "Memory & time: temporaries against recomputed"
     assert [d.text for d in local(svg, "desc")] == [picture.text()]
     titles = [title.text for title in local(svg, "title")]
     assert "nothing <saved>: 10.0 MiB, 100 %" in titles
@@ -103,6 +103,19 @@ def test_no_name_lies_on_the_line():
     middle = float(name.get("y")) - 4
     at_its_left = name.get("text-anchor") == "end" and float(name.get("x")) < left
     assert at_its_left or float(name.get("x")) > right or abs(middle - y) >= 6
+
+
+def test_a_name_too_long_for_either_side_goes_above_or_below():
+    long = "dots_with_no_batch_dims_saveable, around every block of layers"
+    named = Series(label="named", points=(Point(x=0.4, y=10 * MIB, label=long),))
+    svg = parsed(scatter(POLICIES, OURS, named).svg())
+    (name,) = (text for text in local(svg, "text") if text.text == long)
+    (mark,) = (one for one in local(svg, "polygon") if long in "".join(one.itertext()))
+    x, y = map(float, mark.get("points").split()[0].split(","))
+    assert 0 <= float(name.get("x")) < x < float(name.get("x")) + 6.4 * len(long) <= 640
+    assert abs(float(name.get("y")) - y) >= 12
+    # With a line from it to the point.
+    assert [line for line in local(svg, "line") if line.get("stroke-opacity") == "0.4"]
 
 
 def test_empty_and_flat_pictures():
