@@ -2,10 +2,10 @@
 
 ``jit(grad(loss))`` returns its gradients. They lie in result buffers, which are not temporaries,
 and some compilers use these for temporaries until the gradients are written
-(``compilers.heap.outside_results``). In a training step
-with donated state there are no such buffers. Each gradient is a temporary, from the backward step
-that writes it to the update that consumes it. If they are clipped by their global norm, or
-otherwise used together, all of them wait for the last.
+(``compilers.heap.outside_results``). In a training step with donated state there are no such
+buffers. Each gradient is a temporary, from the backward step that writes it to the update that
+consumes it. If they are clipped by their global norm, or otherwise used together, all of them wait
+for the last.
 
 Backward steps run in the order of the vertices, last first, whatever is recomputed. So what the
 gradients take during a vertex's backward step is the same in every schedule, and counts as
