@@ -55,6 +55,8 @@ _COPIED_BYTES = 16 * 2**20
 _SMALL_SHARE = 1 / 256
 #: Likewise, if all are placed at once.
 _SMALL_SHARE_AT_ONCE = 1 / 64
+#: How many arrays, the largest, may lie in the buffers of results.
+_MOST_LENT = 1024
 #: A heap of at most this multiple of what is alive at once is taken without trying the other.
 _TIGHT = 1.02
 
@@ -89,13 +91,12 @@ def outside_results(arrays: Spans, results: Sequence[tuple[int, int]]) -> Spans:
     """
     if not results:
         return arrays
-    small = arrays.peak_bytes * _SMALL_SHARE
     starts, sizes = np.array(sorted(results, key=lambda one: one[1]), dtype=np.int64).T
     taken: list[list[tuple[int, int]]] = [[] for _ in sizes]
     stays = np.full(len(arrays.bytes), True)
-    for number in np.lexsort((arrays.first, -arrays.bytes)):
+    for number in np.lexsort((arrays.first, -arrays.bytes))[:_MOST_LENT]:
         size, first, last = arrays.bytes[number], arrays.first[number], arrays.last[number]
-        if size < small:
+        if size <= 0:
             break
         for one in range(int(sizes.searchsorted(size)), len(sizes)):
             if last < starts[one] and all(last < a or first > b for a, b in taken[one]):
