@@ -134,6 +134,7 @@ class Trials:
             memory.begin(labels) if memory is not None else Learnt(key=nothing, labels=labels)
         )
         self.problem = problem
+        self._as_modelled = tuple(problem.candidates)
         if recalled is not None:
             self.problem = planning.informed(problem, recalled, self.measure)
         self._defaults = planning.defaults(self.problem)
@@ -246,6 +247,19 @@ class Trials:
             return found
         usual = least_memory(self.expected(limit), self.measure)
         return usual if usual.peak_bytes <= HOPELESS * budget_bytes else found
+
+    def by_ratio(self, budget_bytes: int) -> Candidate | None:
+        """An untried one with the least recomputation that fits by the model, corrected by a ratio.
+
+        The ratio is the square of the worst of those compiled: it is better to recompute too much than
+        to find nothing. What was learnt may be true of them alone, and make everything look too large.
+        """
+        worst = max(
+            (temporary_bytes(one) / max(1, one.predicted.model_bytes) for one in self.plans),
+            default=1.0,
+        )
+        untried = [one for one in self._as_modelled if not self.tried(one)]
+        return self._fastest(untried, budget_bytes / max(1.0, worst) ** 2)
 
     def _fastest(self, among: Sequence[Candidate], limit_bytes: float) -> Candidate | None:
         fitting = [one for one in among if one.peak_bytes <= limit_bytes]

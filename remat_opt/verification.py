@@ -268,7 +268,8 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
 
     The best of those expected to fit is next, until it has been compiled, or recomputes hardly less
     than a compiled one that fits. If nothing is expected to fit, the smallest is next, as long as
-    there is hope. If something fits, the last compile is for a policy of ``jax.checkpoint``: one
+    there is hope. If nothing has fitted, the last compile is for one that fits by the model, even if
+    that is off by more than it was at worst. If something fits, the last compile is for a policy of ``jax.checkpoint``: one
     that may do better, or else the nearest if none was compiled.
     """
     measure = trials.measure
@@ -281,6 +282,8 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
                 trials.compile(last)
                 break
         one = trials.fastest(budget_bytes) if trials.count else trials.first(budget_bytes)
+        if trials.left == 1 and best is None:
+            one = trials.by_ratio(budget_bytes) or one
         if one is None and best is None:
             one = trials.smallest()
             # A size alone says little about other plans.

@@ -148,6 +148,17 @@ def test_where_the_smallest_predicted_does_not_fit_others_are_tried(
     assert len(set(compiler.given)) == len(compiler.given) <= verification.MOST_COMPILES
 
 
+def test_the_last_compile_is_for_one_that_fits_for_sure(problem: planning.Problem) -> None:
+    # Whatever is expected to be near the budget is a little above it.
+    budget = half(problem)
+    compiler = Compiler(lambda p: max(p, 1.05 * budget) if p > 0.7 * budget else p)
+    plan = verification.choose(problem, Objective(budget_bytes=budget), compiler)
+    assert plan.measured is not None
+    assert plan.measured.temporary_bytes <= budget
+    assert len(compiler.given) == verification.MOST_COMPILES
+    assert compiler.given[-1] < 0.7 * budget < min(compiler.given[:-1])
+
+
 def test_what_never_fits_is_an_error(problem: planning.Problem) -> None:
     compiler = Compiler(lambda predicted: problem.unchanged.peak_bytes)
     with pytest.raises(BudgetError) as caught:
