@@ -251,8 +251,9 @@ class Trials:
     def by_ratio(self, budget_bytes: int) -> Candidate | None:
         """An untried one with the least recomputation that fits by the model, corrected by a ratio.
 
-        The ratio is the square of the worst of those compiled: it is better to recompute too much than
-        to find nothing. What was learnt may be true of them alone, and make everything look too large.
+        The ratio is the square of the worst of those compiled: it is better to recompute too much
+        than to find nothing. What was learnt may be true of them alone, and make everything look
+        too large.
         """
         worst = max(
             (temporary_bytes(one) / max(1, one.predicted.model_bytes) for one in self.plans),

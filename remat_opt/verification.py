@@ -268,9 +268,9 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
 
     The best of those expected to fit is next, until it has been compiled, or recomputes hardly less
     than a compiled one that fits. If nothing is expected to fit, the smallest is next, as long as
-    there is hope. If nothing has fitted, the last compile is for one that fits by the model, even if
-    that is off by more than it was at worst. If something fits, the last compile is for a policy of ``jax.checkpoint``: one
-    that may do better, or else the nearest if none was compiled.
+    there is hope. If nothing has fitted, the last compile is for one that fits by the model, even
+    if that is off by more than it was at worst. If something fits, the last compile is for a policy
+    of ``jax.checkpoint``: one that may do better, or else the nearest if none was compiled.
     """
     measure = trials.measure
     while trials.left:
