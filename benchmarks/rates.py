@@ -4,18 +4,19 @@
 
 runs operations that a training step is made of, each alone and compiled, on arrays large enough
 that memory is not a cache: products at two precisions, elementwise functions, softmax, layer
-normalization, dropout, random bits, sums, transposes and gathers. Beside each stands what
-the roofline says (``remat_opt.costs``) for ``--device``, so that a rate in ``remat_opt.device``
-that the device does not reach shows. The calls of an operation follow
-each other without waiting, and the time is that of the median group of calls.
+normalization, dropout, random bits, sums, transposes and gathers. Beside each stands what the
+roofline says (``remat_opt.costs``) for ``--device``, so that a rate in ``remat_opt.device`` that
+the device does not reach shows. The calls of an operation follow each other without waiting, and
+the time is that of the median group of calls.
 
-Sizes are for a GPU or TPU; ``--elements`` makes them smaller.
+Sizes are for a GPU or TPU; ``--elements`` makes them smaller. Each row is appended to ``--rows`` as
+soon as it is known, and existing ones are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import functools
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.json_lines import JsonLines
+from benchmarks.json_lines import JsonLines, row_of
 from remat_opt import costs
 from remat_opt.device import Device, get_device
 from remat_opt.program import flop_count
@@ -138,6 +139,15 @@ def predicted_seconds(function: Callable[..., Any], kinds: Sequence[Any], device
     return costs.seconds(cost, device, str(result.dtype))
 
 
+def _figures(
+    function: Callable[..., Any], kinds: Sequence[Any], device: Device
+) -> dict[str, float]:
+    return {
+        "seconds": measured_seconds(function, _arguments(kinds)),
+        "predicted_seconds": predicted_seconds(function, kinds, device),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -149,22 +159,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = JsonLines(given.rows) if given.rows else None
     print(f"{'':28}{'measured':>12}{'predicted':>12}{'ratio':>8}")
     for name, (function, kinds) in operations(given.elements).items():
-        found = measured_seconds(function, _arguments(kinds))
-        expected = predicted_seconds(function, kinds, device)
+        heading = {
+            "operation": name,
+            "elements": given.elements,
+            "device_kind": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+        }
+        row = row_of(lines, heading, functools.partial(_figures, function, kinds, device))
+        found, expected = row["seconds"], row["predicted_seconds"]
         ratio = found / expected
         print(f"{name:28}{found * 1e3:9.3f} ms{expected * 1e3:9.3f} ms{ratio:8.2f}", flush=True)
-        if lines:
-            lines.append(
-                {
-                    "operation": name,
-                    "elements": given.elements,
-                    "device_kind": jax.devices()[0].device_kind,
-                    "jax": jax.__version__,
-                    "date": datetime.date.today().isoformat(),
-                    "seconds": found,
-                    "predicted_seconds": expected,
-                }
-            )
     return 0
 
 

@@ -134,7 +134,7 @@ class Trials:
             memory.begin(labels) if memory is not None else Learnt(key=nothing, labels=labels)
         )
         self.problem = problem
-        self._as_modelled = tuple(problem.candidates)
+        self._as_modelled = problem.candidates
         if recalled is not None:
             self.problem = planning.informed(problem, recalled, self.measure)
         self._defaults = planning.defaults(self.problem)

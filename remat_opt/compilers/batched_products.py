@@ -35,16 +35,19 @@ def reads_two_orders(operation: Operation, compiler: Compiler) -> bool:
     if operation.primitive != "dot_general" or not compiler.has("orders"):
         return False
     contracted, batched = operation.params["dimension_numbers"]
-    merged, contracted_first = False, []
-    for side, kind in enumerate(operation.inputs):
-        long = [axis for axis, length in enumerate(kind.shape) if length > 1]
-        if batched[side] and not set(batched[side]).intersection(long):
-            return False
-        others = {*batched[side], *contracted[side]}
-        free = [axis for axis in long if axis not in others]
+    # The batch axes of both operands have the same lengths.
+    if all(operation.inputs[0].shape[axis] == 1 for axis in batched[0]):
+        return False
+    merged, contracted_first = False, set()
+    for kind, summed, batch in zip(operation.inputs, contracted, batched, strict=True):
+        free = [
+            axis
+            for axis, length in enumerate(kind.shape)
+            if length > 1 and axis not in (*summed, *batch)
+        ]
         merged |= len(free) > 1
-        contracted_first.append(min(contracted[side], default=-1) < min(free, default=0))
-    return bool(batched[0]) and merged and contracted_first[0] == contracted_first[1]
+        contracted_first.add(min(summed, default=-1) < min(free, default=0))
+    return merged and len(contracted_first) == 1
 
 
 def as_read(operation: Operation, kind: ArrayType, compiler: Compiler) -> ArrayType:

@@ -27,7 +27,9 @@ _ONCE = frozenset({"erf", "erfc", "tanh"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HandedIn(Effect):
-    """Cotangents that are not arrays, except where they enter a checkpoint.
+    """Cotangents that take more where they enter a checkpoint.
+
+    They are no arrays elsewhere, or narrower ones.
 
     Attributes:
       bytes: for vertices with such a cotangent, what it takes there.
@@ -59,7 +61,7 @@ class Cotangents:
       in_value: the bytes of what replaces another's value, in its own step only.
       later: for those that begin as another's array, or have a second one, the bytes of that, and
         the vertex from whose backward step on it exists.
-      handed_in_bytes: see ``HandedIn``. What is written narrower than its value is not, there.
+      handed_in_bytes: see ``HandedIn``.
       arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
     """
 
@@ -109,7 +111,6 @@ def cotangents(
         narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
         for vertex, values in enumerate(active)
     ]
-    full = [sum(map(storage.read_bytes, values)) for values in active]
     shared = sums.sharing(
         storage.flow,
         {value: vertex for value, vertex in storage.vertex_of.items() if sizes[vertex]},
@@ -137,11 +138,7 @@ def cotangents(
         },
         later=dict(_in_other_order(of, sizes))
         | {vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
-        handed_in_bytes={
-            vertex: full[vertex]
-            for vertex, size in enumerate(sizes)
-            if vertex not in narrow and size < full[vertex]
-        }
+        handed_in_bytes={v: size for v, size in _in_full(of, sizes) if v not in narrow}
         | {v: sizes[v] for v in passing - shared.holders}
         | {v: storage.operand_bytes(storage.roots[v]) for v in computed | further},
         arguments=shared.arguments,
@@ -317,6 +314,14 @@ def _broadcast(of: _Vertices) -> Iterator[tuple[int, int]]:
             and of.bytes[vertex] == of.storage.cotangent_bytes(of.active[before[0]])
         ):
             yield vertex, before[0]
+
+
+def _in_full(of: _Vertices, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Vertices whose cotangent is narrower than they are, with what it takes in their own type."""
+    for vertex, (values, size) in enumerate(zip(of.active, sizes, strict=True)):
+        full = sum(map(of.storage.read_bytes, values))
+        if size < full:
+            yield vertex, full
 
 
 def _in_other_order(of: _Vertices, sizes: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:

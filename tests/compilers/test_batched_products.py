@@ -111,9 +111,8 @@ def test_a_plan_of_grouped_attention_takes_what_it_says(form: str) -> None:
     few = width // heads
     layer = array(width, width), array(width, few), array(width, few), array(width, width)
     args = [layer] * 3, array(batch, tokens, width)
-    plan = remat_opt.make_plan(loss, *args, device="h200")
+    plan = remat_opt.make_plan(loss, *args, device="h200", gradients="results")
     found = compilation.measure(
         jax.value_and_grad(remat_opt.apply_plan(plan, loss)), *args, device="h200"
     )
-    # What results are written over is not predicted.
     assert plan.predicted.temporary_bytes == pytest.approx(found.temporary_bytes, rel=0.06)
