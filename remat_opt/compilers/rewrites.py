@@ -45,6 +45,7 @@ class Rewrites:
       ordered: whether no gradient of a product or a bias may be put off.
       before_loops: whether gradients of what follows a loop must exist before it runs backward.
       stored: whether a checkpointed region's outputs must be stored.
+      starts: products that read nothing of those before them, and must wait for them all the same.
       in_turn: whether every product waits until the parts of its weight's gradient from later
         products are added.
     """
@@ -60,6 +61,7 @@ class Rewrites:
     ordered: bool
     before_loops: bool
     stored: bool
+    starts: frozenset[int]
     in_turn: bool
 
 
@@ -103,5 +105,6 @@ def rewrites(
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),
         stored=rules.has("boundaries_stored"),
+        starts=turns.starts(program) if recomputes and rules.has("starts_wait") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
     )

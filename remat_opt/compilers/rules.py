@@ -246,6 +246,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),
+        "starts_wait": _rule(
+            _NVIDIA,
+            "rewrite",
+            "turns",
+            "What starts from arguments waits for what is before it in the plan.",
+        ),
         "partners_wait": _rule(
             _NVIDIA, "rewrite", "product_sums", "Two products that are summed run together."
         ),

@@ -127,8 +127,10 @@ def _addends(flow: Dataflow) -> Iterator[list[tuple[int, bool]]]:
     for index in sorted(sums, reverse=True):
         (result,) = program.equations[index].outputs
         top = whole.get(result, result)
+        size = program.types[result].size
         for value in program.equations[index].value_inputs:
-            if value in active:
+            # The cotangent of what is broadcast, such as a bias, is a smaller array.
+            if value in active and program.types[value].size == size:
                 alone = len(reads[value]) == 1 and value not in outputs
                 found.setdefault(top, []).append((value, alone))
                 if alone:

@@ -68,6 +68,24 @@ def unmerged(program: Program) -> dict[int, int]:
     return found
 
 
+def starts(program: Program) -> frozenset[int]:
+    """Products and gathers that no earlier one leads to, but for the program's first.
+
+    They are where a second tower begins, for instance. XLA may run it before the first, whatever
+    the order of the program.
+    """
+    led: set[int] = set()
+    found: list[int] = []
+    for index, equation in enumerate(program.equations):
+        heavy = equation.operation.primitive in PRODUCTS | {"gather"}
+        if not led.isdisjoint(equation.value_inputs):
+            led.update(equation.outputs)
+        elif heavy:
+            found.append(index)
+            led.update(equation.outputs)
+    return frozenset(found[1:])
+
+
 def apart(
     storage: Storage,
     sizes: Sequence[int],

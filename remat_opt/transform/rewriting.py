@@ -36,7 +36,7 @@ from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import renewed, ties, with_partner
+from remat_opt.transform.turns import in_order, renewed, ties, with_partner
 
 
 def rewrite(
@@ -215,7 +215,14 @@ def _run(
     """
     program = rewriting.program
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
+
+    def pass_barrier(values: Sequence[int]) -> None:
+        behind = behind_barrier(*(environment[value] for value in values))
+        environment.update(zip(values, behind, strict=True))
+
     for number, step in enumerate(steps):
+        if number and (values := in_order(rewriting, steps[number - 1], step)):
+            pass_barrier(values)
         given = [environment[value] for value in step.inputs]
         # A sum where regions meet has only the region's name.
         with jax.named_scope(region_scope((*around, number))):
@@ -225,10 +232,9 @@ def _run(
         if rewriting.ways.stored and step.checkpointed:
             for value in step.outputs:
                 if last_reader.get(value, 0) > number:
-                    (environment[value],) = behind_barrier(environment[value])
+                    pass_barrier([value])
         for values in renewed(rewriting, step, number, last_reader):
-            behind = behind_barrier(*(environment[value] for value in values))
-            environment.update(zip(values, behind, strict=True))
+            pass_barrier(values)
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from remat_opt.compilers.rewrites import Rewrites
@@ -32,6 +32,16 @@ class Step:
     named: frozenset[int]
     checkpointed: bool
     inside: tuple[Step, ...]
+
+    def all_equations(self) -> Iterator[int]:
+        """Its equations, and those of the steps inside."""
+        yield from self.equations
+        for step in self.inside:
+            yield from step.all_equations()
+
+    def inputs_of(self, program: Program, equations: Iterable[int]) -> tuple[int, ...]:
+        """What some of its equations read of its inputs, perhaps through others."""
+        return _inputs(program, _emitted(program, equations, program.makers(), {*self.inputs}))
 
 
 #: Runs an opened loop on its inputs.

@@ -9,6 +9,7 @@ from typing import Any
 from remat_opt import _jax_internals as internals
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
+from remat_opt.program.tracing import is_inexact
 from remat_opt.transform.barriers import stored
 from remat_opt.transform.steps import Rewriting, Step
 
@@ -116,6 +117,28 @@ def renewed(
     if weights:
         groups.append([*weights, *filter(is_read_later, step.outputs)])
     return groups
+
+
+def in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
+    """What passes a barrier between two steps, so that what starts in the second waits.
+
+    It is what the second step's starts (``Rewrites.starts``) read, together with something that the
+    first passes on. Backward, they have their gradients before it is the first step's turn.
+
+    Args:
+      rewriting: what holds for all steps.
+      before: a step.
+      step: the one after it.
+    """
+    starts = rewriting.ways.starts.intersection(step.all_equations())
+    passed_on = [value for value in before.outputs if value in rewriting.summed]
+    if not (starts and passed_on):
+        return []
+    program, last = rewriting.program, passed_on[-1]
+    read = [
+        v for v in step.inputs_of(program, starts) if is_inexact(program.types[v]) and v != last
+    ]
+    return [*read, last] if read else []
 
 
 def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:

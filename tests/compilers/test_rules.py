@@ -254,6 +254,11 @@ def summed_products(w, x):
     return jnp.sum(x)
 
 
+def towers(weights, x):
+    y = jnp.sin(jnp.sin(jnp.sin(x @ weights[0]) @ weights[1]) @ weights[2])
+    return jnp.sum(y) * jnp.sum(jnp.sin(x @ weights[3]))
+
+
 def gated_products(weights, x):
     y = jnp.sin(x)
     return jnp.sum(jnp.sin((jnp.exp(y @ weights[0]) * (y @ weights[1])) @ weights[2]))
@@ -353,6 +358,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "picked_narrow": ("v5e", rounded_logits, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
+    "starts_wait": ("h200", towers, ([SQUARE] * 4, ROWS)),
     "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),

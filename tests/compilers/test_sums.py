@@ -62,6 +62,21 @@ def test_they_are_not_counted_at_once() -> None:
     assert most(graph) < 4 * X.nbytes
 
 
+@pytest.mark.parametrize("device", ["h200", "v5e", "cpu"])
+def test_a_bias_shares_no_cotangent(device: str) -> None:
+    def biased(weights, x):
+        bias, w = weights
+        # Stored in another type, and broadcast as the sum is computed.
+        bias = jnp.reshape(bias.astype(x.dtype), (1, 64))
+        y = x @ w + bias
+        return jnp.sum(jnp.sin(jax.nn.gelu(y) @ w)).astype("float32")
+
+    w, x = W.astype("bfloat16"), X.astype("bfloat16")
+    _, _, graph = graph_of(biased, (jnp.ones(64), w), x, device=device)
+    product = names(graph).index("dot_general")
+    assert graph.cotangent_bytes[product] >= x.nbytes
+
+
 def test_what_others_read_has_its_own_from_then_on() -> None:
     _, _, graph = graph_of(layers, [W] * 4, X, device="h200")
     tanhs = [vertex for vertex, name in enumerate(names(graph)) if name == "tanh"]

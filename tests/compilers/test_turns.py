@@ -11,12 +11,12 @@ import pytest
 from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.rewrites import Place, rewrites
-from remat_opt.compilers.turns import weight_places
+from remat_opt.compilers.turns import starts, weight_places
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
 from remat_opt.plan import Objective
 from remat_opt.program import bodies, tracing
-from remat_opt.schedule import plain
+from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.transform import turns
 from remat_opt.transform.steps import Rewriting, steps_of
 from tests.compiler_graphs import W, X, graph_of, names
@@ -63,6 +63,37 @@ def test_the_places_of_weights() -> None:
     ]
     # The first reads two arguments.
     assert weight_places(program) == dict.fromkeys(products[1:], 1)
+
+
+def test_a_second_tower_waits_for_the_first() -> None:
+    def towers(weights, x, y):
+        for w in weights[:2]:
+            x = jnp.sin(x @ w)
+        for w in weights[2:]:
+            y = jnp.sin(y @ w)
+        return jnp.sum(x * y)
+
+    program, found, graph = graph_of(towers, [W] * 4, X, X)
+    products = [
+        i for i, one in enumerate(program.equations) if one.operation.primitive == "dot_general"
+    ]
+    # The first tower starts the program, and waits for nothing.
+    assert starts(program) == {products[2]}
+    middle = [v for v, root in enumerate(found.roots) if root < products[2]]
+    halves = Schedule(
+        regions=(
+            Region(vertices=tuple(middle)),
+            Region(vertices=tuple(range(len(middle), len(graph)))),
+        )
+    )
+    ways = rewrites(program, NVIDIA, recomputes=True)
+    rewriting_ = Rewriting(program=program, summed=bodies.varying(program), ways=ways)
+    first, second = steps_of(program, found.stages(halves))[:2]
+    # Its weight and its input pass a barrier with the first tower's result.
+    tied = turns.in_order(rewriting_, first, second)
+    assert {program.arguments.index(v) for v in tied if v in program.arguments} == {2, 5}
+    assert len(tied) == 3
+    assert tied[-1] in first.outputs
 
 
 def test_in_an_iteration_gradients_come_in_turn_though_no_stage_is_checkpointed() -> None:
