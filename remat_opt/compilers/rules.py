@@ -84,6 +84,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "scores_widened": _rule(
             _NVIDIA, "stored", "softmax", "A softmax of narrower scores stores its exponentials."
         ),
+        "logits_shifted": _rule(
+            _NVIDIA,
+            "stored",
+            "softmax",
+            "Labels are gathered from logits that are stored minus their row's maximum.",
+        ),
         "transcendental": _rule(
             _NVIDIA | _CPU,
             "stored",

@@ -21,6 +21,11 @@ product in bfloat16 that are widened for the softmax: then it is they that wait 
 pass, and take twice the bytes of the scores. Scores that a product writes in float32 wait
 themselves. (Three layers of 8 heads and 1,024 tokens on h200: 712 and 792 MiB; with a softmax in
 bfloat16 517.)
+
+Likewise it stores what a ``log_softmax`` exponentiates, the logits minus the maximum of their row,
+if labels' elements are gathered from the result and a row fits into one block of threads. (4,096
+rows of 8,192 bfloat16 logits and their loss: 204 MiB, 140 if the loss is a ``logsumexp`` minus
+labels' logits, as in optax.)
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.row_gathers import is_row_gather
 from remat_opt.program.record import Equation, Program
 
 #: Operations after which a value is still the weights: exponentials divided, masked, rounded.
@@ -39,6 +45,8 @@ _WEIGHTS = frozenset(
 _MAXIMUM = frozenset(
     "broadcast_in_dim convert_element_type max reshape select_n stop_gradient".split()
 )
+#: The longest rows that a block of threads normalises at once.
+_LONGEST_ROW = 16384
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +74,8 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     narrow = rules.has("scores_widened")
     if not (narrow or rules.has("softmax")):
         return
-    maker = program.makers()
-    readers: dict[int, list[int]] = {}
-    for index, equation in enumerate(program.equations):
-        for value in equation.value_inputs:
-            readers.setdefault(value, []).append(index)
-    for equation in program.equations:
-        if equation.operation.primitive != "exp":
-            continue
-        maxima = _maxima(program, equation, maker)
-        if maxima is None:
-            continue
+    maker, readers = program.makers(), _readers(program)
+    for equation, maxima in _exponentials(program, maker):
         (exponentials,) = equation.outputs
         if narrow and not _is_widened(program, exponentials, maker):
             continue
@@ -87,6 +86,55 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
                 yield Softmax(
                     maxima=maxima, sums=sums[0], exponentials=exponentials, weights=weights
                 )
+
+
+def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
+    """What each ``log_softmax`` exponentiates, if it is stored, and the logits as they came."""
+    if not rules.has("logits_shifted"):
+        return
+    maker, readers = program.makers(), _readers(program)
+    for equation, _ in _exponentials(program, maker):
+        (value,) = equation.value_inputs
+        if program.types[value].shape[-1] <= _LONGEST_ROW and _is_picked_from(
+            program, value, readers
+        ):
+            logits = program.equations[maker[value]].value_inputs[0]
+            made = program.equations[maker[logits]] if logits in maker else None
+            if made is not None and made.operation.primitive == "convert_element_type":
+                (logits,) = made.value_inputs
+            yield value, logits
+
+
+def _is_picked_from(program: Program, value: int, readers: Mapping[int, Sequence[int]]) -> bool:
+    """Whether elements of rows are gathered from a value minus something of its rows."""
+    size = program.types[value].size
+    pending = [value]
+    while pending:
+        for index in readers.get(pending.pop(), ()):
+            equation = program.equations[index]
+            if is_row_gather(equation.operation):
+                return True
+            if equation.operation.primitive in {"reshape", "sub"}:
+                pending += [one for one in equation.outputs if program.types[one].size == size]
+    return False
+
+
+def _readers(program: Program) -> dict[int, list[int]]:
+    """For each value, the equations that read it."""
+    found: dict[int, list[int]] = {}
+    for index, equation in enumerate(program.equations):
+        for value in equation.value_inputs:
+            found.setdefault(value, []).append(index)
+    return found
+
+
+def _exponentials(program: Program, maker: Mapping[int, int]) -> Iterator[tuple[Equation, int]]:
+    """The exponentials of scores minus the maximum of their row, with the maxima."""
+    for equation in program.equations:
+        if equation.operation.primitive == "exp":
+            maxima = _maxima(program, equation, maker)
+            if maxima is not None:
+                yield equation, maxima
 
 
 def _maxima(program: Program, equation: Equation, maker: Mapping[int, int]) -> int | None:

@@ -57,7 +57,8 @@ class Storage:
       softmaxes: those whose exponentials are stored.
       stores_maxima: whether ``transform`` stores their maxima instead.
       scores: their stored scores, each with the resulting weights.
-      weights_of: the same or, in unchanged functions, for exponentials.
+      weights_of: the same or, in unchanged functions, for exponentials; and for stored logits minus
+        their maximum the logits as they came.
       completed: for what a product writes, the form stored in its place.
       product_sums: the sums of two products that are stored, with the products.
       stored: the values that are arrays.
@@ -82,6 +83,7 @@ class Storage:
         self.stores_maxima = bool(self.softmaxes) and compiler.has("maxima_stored")
         if unchanged or not self.stores_maxima:
             self.weights_of = {one.exponentials: one.weights for one in self.softmaxes}
+        self.weights_of |= softmax.shifted(program, compiler.rules)
         found = product_sums.stored_sums(program, compiler.rules)
         self.product_sums = {} if unchanged else dict(found)
         self._rounded: dict[int, int] = {}

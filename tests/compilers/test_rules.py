@@ -147,6 +147,11 @@ def cross_entropy_of(logits):
     )
 
 
+def log_softmax_loss(w, x):
+    scores = jax.nn.log_softmax(x @ w)
+    return -jnp.mean(jnp.take_along_axis(scores, jnp.zeros((*scores.shape[:-1], 1), int), axis=-1))
+
+
 def attention(w, x):
     scores = jnp.einsum("bqd,bkd->bqk", x @ w, x, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
@@ -332,6 +337,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "products_stay": ("h200", activated, ([W, W], X)),
     "orders": ("h200", grouped, (SQUARE, jnp.ones((2, 64, 128)))),
     "algorithms": ("h200", by_algorithm, (W, X)),
+    "logits_shifted": ("h200", log_softmax_loss, (W, X)),
     "cotangents_pass": ("h200", gated, (W, X)),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),

@@ -22,6 +22,7 @@ from remat_opt.transform.rewriting import rewrite
 from tests.compiler_graphs import model_of
 
 BATCH, TOKENS, HEADS, DEPTH = 2, 8, 3, 4
+NVIDIA = Rules(platform="cuda")
 SQUARE = (BATCH, HEADS, TOKENS, TOKENS)
 X = jnp.zeros((BATCH, TOKENS, HEADS * DEPTH), jnp.bfloat16)
 W = jnp.zeros((HEADS * DEPTH, 3 * HEADS * DEPTH), jnp.bfloat16)
@@ -87,6 +88,39 @@ def test_a_log_softmax_that_no_product_reads_is_not() -> None:
 
 def squares(found) -> list[str]:
     return [label for label in found.labels if label.endswith(f"[{','.join(map(str, SQUARE))}]")]
+
+
+def picked_loss(x, w):
+    logits = (x @ w).astype(jnp.float32)
+    labels = jnp.zeros((*logits.shape[:-1], 1), int)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=-1))
+
+
+@pytest.mark.parametrize(("classes", "stored"), [(64, True), (16384, True), (16386, False)])
+def test_labels_are_gathered_from_stored_logits_minus_their_maximum(classes, stored) -> None:
+    w = jax.ShapeDtypeStruct((HEADS * DEPTH, classes), "bfloat16")
+    program = tracing.trace(picked_loss, X, w)
+    found = dict(softmax.shifted(program, NVIDIA))
+    assert bool(found) is stored
+    rows = BATCH * TOKENS * classes
+    for value, logits in found.items():
+        assert (program.types[value].dtype, program.types[logits].dtype) == ("float32", "bfloat16")
+        of = model_of(program, "h200").graph
+        vertex = of.names.index(next(name for name in of.names if name.endswith("sub")))
+        # The cotangent is as narrow as the logits.
+        assert (of.bytes[vertex], of.cotangent_bytes[vertex]) == (4 * rows, 2 * rows)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: jax.nn.logsumexp(logits) - jnp.sum(logits[labels]),
+        lambda logits, labels: -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 8)),
+    ],
+)
+def test_other_losses_store_no_such_logits(loss) -> None:
+    logits, labels = jnp.zeros((4, 8)), jnp.zeros(4, int)
+    assert not list(softmax.shifted(tracing.trace(loss, logits, labels), NVIDIA))
 
 
 def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None:
