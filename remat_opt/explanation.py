@@ -25,6 +25,7 @@ from remat_opt.measurement.buffers import CompiledMemory
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.shares import RESIDENT, SHARES, Share, shares
 from remat_opt.measurement.step import LossCall, Step
+from remat_opt.misuse import entry_point
 from remat_opt.options import Request, signature_of
 from remat_opt.program import tracing
 from remat_opt.program.record import Program
@@ -96,6 +97,7 @@ class Explanation:
         return explanation_text.html(self.to_dict())
 
 
+@entry_point
 def explain(
     fn: Callable[..., Any],
     *args: Any,
@@ -288,9 +290,7 @@ def _notes(
             "workspace, and arguments with the bytes of their types"
         )
     elif measured is None and (again := _computed_again(memory)):
-        notes.append(
-            f"short of memory, the compiler itself computes {again} values again"
-        )
+        notes.append(f"short of memory, the compiler itself computes {again} values again")
     if not at_peak["activations"] and not any(
         one == "parameter" for one in argument_roles(program)
     ):

@@ -15,6 +15,7 @@ from remat_opt.errors import RematError
 from remat_opt.linting import custom_rules, names, places, policies
 from remat_opt.linting.survey import Finding, Survey, survey
 from remat_opt.loss_in_step import undecorated
+from remat_opt.misuse import entry_point
 from remat_opt.options import signature_of
 from remat_opt.program import tracing
 from remat_opt.view import report
@@ -82,6 +83,7 @@ class Findings:
         return f"Checkpoints of {self.function} that do nothing: {count} found, in {checkpoints}"
 
 
+@entry_point
 def lint(
     fn: Callable[..., Any],
     *args: Any,
