@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_device(explain)
     _add_donated(explain)
     _add_output(explain, "the explanation as one JSON object")
-    linted = _command(commands, "lint", _lint, "find hand-written checkpoints that do nothing")
+    linted = _command(commands, "lint", _lint, "find hand-written checkpoints of little use")
     _add_function(linted, "a loss function")
     linted.add_argument("--json", action="store_true", help="for machines: one JSON object")
     check = _command(

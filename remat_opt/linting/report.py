@@ -37,7 +37,7 @@ CHECKS: tuple[Callable[[Survey], Iterator[Finding]], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Findings:
-    """Checkpoints of one function that do nothing.
+    """Checkpoints of one function that do little or nothing.
 
     Attributes:
       function: its name.
@@ -80,7 +80,10 @@ class Findings:
     def _title(self) -> str:
         count = len(self.rows) or "none"
         checkpoints = "1 checkpoint" if self.checkpoints == 1 else f"{self.checkpoints} checkpoints"
-        return f"Checkpoints of {self.function} that do nothing: {count} found, in {checkpoints}"
+        return (
+            f"Checkpoints of {self.function} that do little or nothing: {count} found, in "
+            f"{checkpoints}"
+        )
 
 
 @entry_point
@@ -91,7 +94,7 @@ def lint(
     static_argnames: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Findings:
-    """Finds hand-written checkpoints that do nothing; the function is traced, not run.
+    """Finds hand-written checkpoints that do little or nothing; the function is traced, not run.
 
     Args:
       fn: a loss function that uses ``jax.checkpoint`` and ``checkpoint_name``, or is wrapped in
