@@ -129,13 +129,8 @@ DEVICES = {
     "v5e": [pytest.mark.slow, pytest.mark.tpu, needs_libtpu],
     "h200": [pytest.mark.slow, pytest.mark.cuda, needs_cuda_plugin],
 }
-#: Nothing is compiled for these. Each network and each device is there once.
-EVERYDAY = [
-    ("cpu", "recurrent"),
-    ("cpu", "residual_mlp"),
-    ("v5e", "convolutional"),
-    ("h200", "transformer"),
-]
+#: Networks of a device that the everyday tests look at.
+EVERYDAY = [("cpu", "recurrent"), ("v5e", "convolutional")]
 
 
 def marks(device, budget):
