@@ -20,6 +20,7 @@ from remat_opt.api import (
 from remat_opt.comparison import Comparison
 from remat_opt.errors import (
     BudgetError,
+    CallError,
     CompileError,
     DeviceError,
     GraphError,
@@ -42,6 +43,7 @@ from remat_opt.trade_off import Frontier
 
 __all__ = [
     "BudgetError",
+    "CallError",
     "Comparison",
     "CompileError",
     "DeviceError",

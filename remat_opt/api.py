@@ -13,15 +13,10 @@ from remat_opt.compilers.model import computes_nothing
 from remat_opt.device import Device
 from remat_opt.errors import RematError
 from remat_opt.gradients import Gradients
-from remat_opt.loss_in_step import (
-    LossInStep,
-    check_is_loss,
-    compiled_in,
-    step_of,
-    undecorated,
-)
+from remat_opt.loss_in_step import asked_about, compiled_in, step_of, undecorated
 from remat_opt.measurement import compilation, meshes, step
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.misuse import entry_point
 from remat_opt.options import Request, objective_of, signature_of, solver_of
 from remat_opt.plan import Plan
 from remat_opt.program import blocks
@@ -32,6 +27,7 @@ from remat_opt.trade_off import Frontier
 from remat_opt.units import format_bytes, format_share
 
 
+@entry_point
 def optimal_remat(
     fn: Callable[..., Any] | None = None,
     *,
@@ -182,6 +178,7 @@ def optimal_remat(
     )
 
 
+@entry_point
 def make_plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -274,22 +271,11 @@ def make_plan(
         verify=verify,
         learnt=learnt,
     )
-    with decorated.pure_call(args, kwargs) as (run, pure):
-        call = run.bind(pure.args, pure.kwargs)
-        with step.recording() as found:
-            program = run.trace(call)
-        calls = found.calls(program)
-        if calls:
-            pure_step = fn if run is decorated else pure.fn
-            in_step = step_of(
-                pure_step, pure.args, pure.kwargs, decorated.signature, donate_argnums
-            )
-            return LossInStep.of(in_step, program, calls).plan(decorated)
-        check_is_loss(fn, donate_argnums)
-        # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
-        return run.plan_of(run.trace(call) if found.seen else program, call)
+    with asked_about(decorated, fn, args, kwargs, donate_argnums) as (run, call, program, inside):
+        return run.plan_of(program, call) if inside is None else inside.plan(decorated)
 
 
+@entry_point
 def frontier(
     fn: Callable[..., Any],
     *args: Any,
@@ -300,6 +286,7 @@ def frontier(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     existing: str = "keep",
+    donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     **kwargs: Any,
@@ -316,6 +303,7 @@ def frontier(
       static_argnums: likewise.
       static_argnames: likewise.
       existing: likewise.
+      donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
       **kwargs: keyword arguments of ``fn``.
@@ -348,20 +336,21 @@ def frontier(
         device=device,
         solver=solver,
     )
-    with step.recording() as found:
-        program = decorated.program(*args, **kwargs)
-    if calls := found.calls(program):
-        program = step.the_one(calls).program
-    elif found.seen:
-        program = decorated.program(*args, **kwargs)
-    planning.check_differentiated(program)
-    if computes_nothing(program):
-        raise RematError(
-            f"{program.name!r} only returns its arguments or constants: there is nothing to plan."
-        )
-    return trade_off.of(decorated.problem(program), Overhead(overhead), Gradients(gradients))
+    with asked_about(decorated, fn, args, kwargs, donate_argnums) as (_, _, program, inside):
+        planning.check_differentiated(program)
+        if computes_nothing(program):
+            raise RematError(
+                f"{program.name!r} only returns its arguments or constants: there is nothing to "
+                "plan."
+            )
+        problem = decorated.problem(program)
+        held_bytes = None
+        if inside is not None:
+            held_bytes = inside.step.resident(inside.program, problem.device).total
+        return trade_off.of(problem, Overhead(overhead), Gradients(gradients), held_bytes)
 
 
+@entry_point
 def apply_plan(
     plan: Plan | str | os.PathLike[str],
     fn: Callable[..., Any],
@@ -401,13 +390,14 @@ def apply_plan(
     )
 
 
+@entry_point
 def measure(
     fn: Callable[..., Any],
     *args: Any,
     device: str | Device = "attached",
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Measurement:
     """Measures ``fn`` as given by compiling it: bytes, FLOPs, seconds to compile.
@@ -420,24 +410,20 @@ def measure(
       device: the device to compile for; it need not be attached.
       static_argnums: as for ``jax.jit``.
       static_argnames: as for ``jax.jit``.
-      donate_argnums: as for ``jax.jit``.
+      donate_argnums: as for ``jax.jit``. The default is what the ``jax.jit`` around the function
+        says, if there is one.
       **kwargs: keyword arguments of ``fn``.
 
     Raises:
       MissingPackageError: the compiler for that device is not installed.
       CompileError: the compiler refused.
     """
-    return compilation.measure(
-        fn,
-        *args,
-        device=device,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        **kwargs,
-    )
+    target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
+    signature = signature_of(None, False, static_argnums, static_argnames)
+    return step_of(fn, args, kwargs, signature, donate_argnums).compiled(target)
 
 
+@entry_point
 def compare(
     fn: Callable[..., Any],
     *args: Any,

@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     frontier = _command(commands, "frontier", _frontier, "show the best plans over all budgets")
     _add_function(frontier)
     _add_planning(frontier)
+    _add_donated(frontier)
     _add_output(frontier, "one JSON object per plan")
     explain = _command(
         commands, "explain", _explain, "show what a training step's memory is spent on"
@@ -145,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_device(explain)
     _add_donated(explain)
     _add_output(explain, "the explanation as one JSON object")
-    linted = _command(commands, "lint", _lint, "find hand-written checkpoints that do nothing")
+    linted = _command(commands, "lint", _lint, "find hand-written checkpoints of little use")
     _add_function(linted, "a loss function")
     linted.add_argument("--json", action="store_true", help="for machines: one JSON object")
     check = _command(
@@ -332,7 +333,9 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _frontier(options: argparse.Namespace) -> None:
     fn, args, kwargs = _called(options)
-    found = api.frontier(fn, *args, **_common(options), **kwargs)
+    found = api.frontier(
+        fn, *args, donate_argnums=options.donate_argnums, **_common(options), **kwargs
+    )
     if options.json:
         for row in found.rows:
             heading = {"function": found.function, "device": found.device}

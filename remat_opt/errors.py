@@ -45,6 +45,10 @@ class BudgetError(RematError, ValueError):
         self.pinning = tuple((label, size) for label, size in pinning)
 
 
+class CallError(RematError, TypeError):
+    """A call with an option or argument that nothing takes, or without one that is needed."""
+
+
 class TraceError(RematError):
     """The function could not be traced, or contains something that cannot be planned."""
 

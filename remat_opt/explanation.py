@@ -25,6 +25,7 @@ from remat_opt.measurement.buffers import CompiledMemory
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.measurement.shares import RESIDENT, SHARES, Share, shares
 from remat_opt.measurement.step import LossCall, Step
+from remat_opt.misuse import entry_point
 from remat_opt.options import Request, signature_of
 from remat_opt.program import tracing
 from remat_opt.program.record import Program
@@ -96,6 +97,7 @@ class Explanation:
         return explanation_text.html(self.to_dict())
 
 
+@entry_point
 def explain(
     fn: Callable[..., Any],
     *args: Any,
@@ -288,10 +290,7 @@ def _notes(
             "workspace, and arguments with the bytes of their types"
         )
     elif measured is None and (again := _computed_again(memory)):
-        notes.append(
-            f"the compiler's own rematerialisation computes {again} values again, as it does "
-            "when the device's memory runs short; without this, the step would need more"
-        )
+        notes.append(f"short of memory, the compiler itself computes {again} values again")
     if not at_peak["activations"] and not any(
         one == "parameter" for one in argument_roles(program)
     ):
@@ -329,23 +328,21 @@ class _Remedies:
             case "activations":
                 return self._plans()
             case "recomputed":
-                return "computed again for the backward pass; a plan chooses where and when"
+                return "a plan chooses what, where and when"
             case "results":
                 return self._donation()
             case "parameters":
-                return "shard them over devices, or store them in fewer bits; no plan changes them"
+                return "shard them, or use fewer bits; no plan helps"
             case "optimizer state":
-                return "shard it, store it in fewer bits, or use an optimizer with less state"
+                return "shard it, or use fewer bits; no plan helps"
             case "inputs":
                 return "a smaller batch, or microbatches"
             case "gradients":
-                return (
-                    "apply each as soon as it is computed; clipping by their norm needs all at once"
-                )
+                return "apply each at once; clipping by norm keeps all"
             case "workspace":
-                return "a smaller batch, or microbatches; it lives within one pass only"
+                return "a smaller batch, or microbatches"
             case "holes":
-                return "left by the compiler where arrays do not pack; they change with the rest"
+                return "left by the compiler where arrays do not pack"
 
     def _plans(self) -> str:
         if not self._calls:
@@ -389,7 +386,7 @@ class _Remedies:
                 wanted.append(number)
                 saved_bytes += sum(kind.bytes * times for kind, times in needed.items())
         if not wanted:
-            return "return less; results take memory beside the temporaries"
+            return "return less"
         several = (*donated, *wanted)
         numbers = several[0] if len(several) == 1 else tuple(sorted(several))
-        return f"donate_argnums={numbers} lets {format_bytes(saved_bytes)} lie in the arguments"
+        return f"donate_argnums={numbers} saves {format_bytes(saved_bytes)}"

@@ -12,11 +12,13 @@ from remat_opt.device import Device
 from remat_opt.export.source import Source, source_of
 from remat_opt.loss_in_step import undecorated
 from remat_opt.measurement.step import recording
+from remat_opt.misuse import entry_point
 from remat_opt.nearest import NearestPolicy
 from remat_opt.plan import Plan
 from remat_opt.rematerialized import Rematerialized, check_belongs
 
 
+@entry_point
 def to_source(
     plan: Plan | str | os.PathLike[str],
     fn: Callable[..., Any],
@@ -68,6 +70,7 @@ def to_source(
     return decorated.to_source(*args, **kwargs)
 
 
+@entry_point
 def nearest_policy(
     plan: Plan | str | os.PathLike[str],
     fn: Callable[..., Any],

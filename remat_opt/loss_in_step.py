@@ -6,8 +6,9 @@ made for a step counts what the step keeps, and is compiled as a part of it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,7 +77,13 @@ def step_of(
         static_argnums=signature.static_argnums,
         static_argnames=signature.static_argnames,
     )
-    donated = step.donated_by(fn, found) if donate_argnums is None else numbers(donate_argnums)
+    if donate_argnums is None:
+        donated = step.donated_by(fn, found)
+    else:
+        donated = tuple(
+            tracing.position_of(number, len(args), "donate_argnums")
+            for number in numbers(donate_argnums, "donate_argnums")
+        )
     return dataclasses.replace(found, donate_argnums=donated)
 
 
@@ -225,6 +232,50 @@ class LossInStep:
         return objective
 
 
+@contextlib.contextmanager
+def asked_about(
+    decorated: Rematerialized,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    donate_argnums: int | Sequence[int] | None,
+) -> Iterator[tuple[Rematerialized, tracing.Call, Program, LossInStep | None]]:
+    """Finds out whether a function is a loss or a step.
+
+    Args:
+      decorated: holds the options, around the function.
+      fn: the function as the user gave it.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      donate_argnums: of a step, the arguments it donates.
+
+    Yields:
+      What runs the function without ``flax.nnx`` modules, its call, the program of the loss, and
+      the loss in the step, or None if there is no step.
+
+    Raises:
+      RematError: options of a step are given for a loss, or the other way round.
+    """
+    with decorated.pure_call(args, kwargs) as (run, pure):
+        call = run.bind(pure.args, pure.kwargs)
+        with step.recording() as found:
+            program = run.trace(call)
+        if calls := found.calls(program):
+            in_step = step_of(
+                fn if run is decorated else pure.fn,
+                pure.args,
+                pure.kwargs,
+                decorated.signature,
+                donate_argnums,
+            )
+            inside = LossInStep.of(in_step, program, calls)
+            yield run, call, inside.call.program, inside
+        else:
+            check_is_loss(fn, donate_argnums)
+            # Seen, but not differentiated: a part of this loss, to be run as it is decorated.
+            yield run, call, run.trace(call) if found.seen else program, None
+
+
 def compiled_in(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -254,10 +305,8 @@ def compiled_in(
             return LossInStep.of(in_step, program, calls)
     check_is_loss(fn, donate_argnums)
     loss = Rematerialized(undecorated(fn), signature, Request(device="cpu"))
-    several = signature.argnums
-    if several is None:
-        call = tracing.bind_static(loss.fn, signature, args, dict(kwargs))
-        several = tuple(call.positions[number] for number in call.argnums)
+    call = tracing.bind_static(loss.fn, signature, args, dict(kwargs))
+    several = tuple(call.positions[number] for number in call.argnums)
     alone = Step(
         fn=jax.value_and_grad(
             loss,

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
+from typing import TypeVar
 
 from remat_opt import planning, solvers
 from remat_opt.device import Device
@@ -17,6 +18,8 @@ from remat_opt.program.tracing import Signature
 from remat_opt.solvers import Solver
 from remat_opt.solvers.base import Overhead
 from remat_opt.units import parse_bytes
+
+_T = TypeVar("_T", int, str)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +133,38 @@ def solver_of(given: str | Solver) -> Solver:
     return found
 
 
-def numbers(given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Reads an option that is one number or several."""
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, int) else tuple(given)
+def numbers(given: int | Sequence[int] | None, option: str) -> tuple[int, ...]:
+    """Reads an option that is one number or several.
+
+    Raises:
+      RematError: it is something else.
+    """
+    found = _several(given, int)
+    if found is None:
+        raise RematError(
+            f"{option}={given!r}: give the number of a positional argument, or a tuple of them."
+        )
+    return found
 
 
-def names(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Reads an option that is one name or several."""
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+def names(given: str | Sequence[str] | None, option: str) -> tuple[str, ...]:
+    """Reads an option that is one name or several.
+
+    Raises:
+      RematError: it is something else.
+    """
+    found = _several(given, str)
+    if found is None:
+        raise RematError(f"{option}={given!r}: give the name of an argument, or a tuple of them.")
+    return found
+
+
+def _several(given: _T | Sequence[_T] | None, kind: type[_T]) -> tuple[_T, ...] | None:
+    """One or several of a kind, as a tuple; None if it is neither."""
+    if given is None or isinstance(given, kind):
+        return () if given is None else (given,)
+    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
+    return found if found is not None and all(isinstance(one, kind) for one in found) else None
 
 
 def signature_of(
@@ -154,7 +177,7 @@ def signature_of(
     """Reads the options that say how to treat a function and its arguments.
 
     Raises:
-      RematError: ``existing`` is not one of the two.
+      RematError: an option is not one of those that it may be.
     """
     if existing not in ("keep", "replace"):
         raise RematError(
@@ -162,9 +185,9 @@ def signature_of(
             "they are, or 'replace' to let the plan decide about the values under them."
         )
     return Signature(
-        argnums=None if argnums is None else numbers(argnums),
+        argnums=None if argnums is None else numbers(argnums, "argnums"),
         has_aux=has_aux,
-        static_argnums=numbers(static_argnums),
-        static_argnames=names(static_argnames),
+        static_argnums=numbers(static_argnums, "static_argnums"),
+        static_argnames=names(static_argnames, "static_argnames"),
         dissolved=existing == "replace",
     )

@@ -13,10 +13,10 @@ import functools
 import json
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from remat_opt.checksum import checksum_of
 from remat_opt.device import Platform
@@ -38,6 +38,9 @@ from remat_opt.view import (
     plots,
     report,
 )
+
+if TYPE_CHECKING:
+    from remat_opt.export.source import Source
 
 #: Changes when files of an older version can no longer be read.
 FORMAT = "remat_opt plan 8"
@@ -409,6 +412,25 @@ class Plan:
           A record that shows itself as a table.
         """
         return difference(self.to_dict(), other.to_dict())
+
+    def to_source(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Source:
+        """Writes the plan as ordinary JAX code, which needs no remat_opt.
+
+        A plan does not contain the program that it is about, so give the function as well.
+
+        Args:
+          fn: the function the plan was made for, or the step that differentiates it.
+          *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+          **kwargs: options and keyword arguments, as for ``remat_opt.to_source``.
+
+        Raises:
+          PlanFileError: the plan belongs to another program.
+          RematError: something in the program cannot be written as code; the message names it.
+        """
+        # Only here, because it stands on what stands on plans.
+        from remat_opt import handover
+
+        return handover.to_source(self, fn, *args, **kwargs)
 
     def __repr__(self) -> str:
         return plan_text.text(self.to_dict(), report.columns())

@@ -16,9 +16,10 @@ import jax
 from remat_opt import planning, verification
 from remat_opt.device import Device
 from remat_opt.errors import CompileError, PlanFileError, RematError
-from remat_opt.loss_in_step import check_is_loss, step_of, undecorated
-from remat_opt.measurement import compilation, step
+from remat_opt.loss_in_step import asked_about, undecorated
+from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
+from remat_opt.misuse import entry_point
 from remat_opt.options import Request, signature_of, solver_of
 from remat_opt.plan import Plan
 from remat_opt.program.record import Program
@@ -48,6 +49,7 @@ class Verdict:
     complaint: str
 
 
+@entry_point
 def check_plan(
     plan: Plan | str | os.PathLike[str],
     fn: Callable[..., Any],
@@ -147,30 +149,16 @@ def verdict(
         signature_of(argnums, has_aux, static_argnums, static_argnames),
         Request(device=target, objective=made.objective, solver=solver_of(made.solver)),
     )
-    with planner.pure_call(args, kwargs) as (run, pure):
-        call = run.bind(pure.args, pure.kwargs)
-        with step.recording() as recorded:
-            program = run.trace(call)
-        calls = recorded.calls(program)
-        if calls:
-            pure_step = fn if run is planner else pure.fn
-            in_step = step_of(pure_step, pure.args, pure.kwargs, planner.signature, donate_argnums)
-            one = step.the_one(calls)
-            inside = Rematerialized(one.fn, one.signature, planner.request)
+    with asked_about(planner, fn, args, kwargs, donate_argnums) as (_, call, program, inside):
 
-            def compiled() -> Measurement:
-                return in_step.measure(inside.following(made), one.loss, target)
+        def compiled() -> Measurement:
+            if inside is None:
+                leaves = jax.tree.leaves((call.args, call.kwargs))
+                return verification.measure_plan(made, program, leaves, target)
+            loss = Rematerialized(inside.call.fn, inside.call.signature, planner.request)
+            return inside.measure(loss.following(made), target)
 
-            return _judged(made, one.program, planner.request, target, compiled, tolerance)
-        check_is_loss(fn, donate_argnums)
-        if recorded.seen:
-            program = run.trace(call)
-        leaves = jax.tree.leaves((call.args, call.kwargs))
-
-        def alone() -> Measurement:
-            return verification.measure_plan(made, program, leaves, target)
-
-        return _judged(made, program, planner.request, target, alone, tolerance)
+        return _judged(made, program, planner.request, target, compiled, tolerance)
 
 
 def _judged(

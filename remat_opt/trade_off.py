@@ -34,8 +34,8 @@ class Frontier:
       defaults: one dictionary for the unchanged function, which is first, and for each of
         ``jax.checkpoint``'s policies, around the whole function and around every block: ``label``,
         and the first four figures of a row.
-      limit_bytes: what the device's memory leaves for temporaries, beside arguments and outputs;
-        None if that is unknown, or nothing.
+      limit_bytes: what the device's memory leaves for temporaries, beside arguments and outputs
+        (of the step, if there is one); None if that is unknown, or nothing.
     """
 
     function: str
@@ -130,13 +130,16 @@ class Frontier:
         )
 
 
-def of(problem: Problem, measure: Overhead, gradients: Gradients) -> Frontier:
+def of(
+    problem: Problem, measure: Overhead, gradients: Gradients, held_bytes: int | None = None
+) -> Frontier:
     """The frontier of a problem whose candidates were found for ``measure``.
 
     Args:
       problem: a program on a device.
       measure: what recomputation is counted in.
       gradients: how the step uses them.
+      held_bytes: what the step around it holds besides temporaries; None if there is no step.
     """
     graph = problem.model.graph
     unchanged = problem.unchanged.peak_bytes
@@ -160,7 +163,9 @@ def of(problem: Problem, measure: Overhead, gradients: Gradients) -> Frontier:
             }
         )
     device = problem.device
-    room = device.memory_bytes - sum(step_bytes(problem.program, device, gradients))
+    if held_bytes is None:
+        held_bytes = sum(step_bytes(problem.program, device, gradients))
+    room = device.memory_bytes - held_bytes
     return Frontier(
         function=problem.program.name,
         device=problem.device.name,

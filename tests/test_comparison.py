@@ -23,6 +23,12 @@ def sines(w, x):
     return jnp.sum(x)
 
 
+def few_sines(w, x):
+    for _ in range(4):
+        x = jnp.sin(x @ w)
+    return jnp.sum(x)
+
+
 def measurement(temporary_bytes: int, **changes) -> Measurement:
     fields = {
         **{"device": "h200", "argument_bytes": 10, "output_bytes": 20, "host_bytes": 0},
@@ -265,23 +271,23 @@ def test_a_whole_comparison_on_the_cpu():
 
 
 def test_ours_can_be_chosen_by_compiling():
-    decorated = remat_opt.optimal_remat(sines, device="cpu")
+    decorated = remat_opt.optimal_remat(few_sines, device="cpu")
 
     def step(w, x):
         return w - 0.1 * jax.grad(decorated)(w, x)
 
     found = remat_opt.compare(
         *(step, X, X),
-        budgets=[0.6, None],
+        budgets=[0.7, None],
         policies=(),
         donate_argnums=0,
         device="cpu",
         verify="compile",
     )
     plain, budget, least = (row["temporary_bytes"] for row in found.rows)
-    assert least <= budget <= 0.6 * plain
+    assert least <= budget <= 0.7 * plain
     chosen = [note for note in found.notes if "Chosen by compiling" in note]
-    assert [note.split(":")[0] for note in chosen] == ["budget 60.0 %", "least memory"]
+    assert [note.split(":")[0] for note in chosen] == ["budget 70.0 %", "least memory"]
 
 
 def test_a_comparison_is_never_without_compiling():

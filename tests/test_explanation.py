@@ -13,6 +13,7 @@ import remat_opt
 from remat_opt import device as device_table
 from remat_opt.errors import CompileError, RematError
 from remat_opt.measurement import compilation
+from remat_opt.view import explanation_text
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
 S = jax.ShapeDtypeStruct
@@ -86,25 +87,40 @@ def test_culprits_have_the_users_own_lines(donated):
 
 def test_the_text_is_one_screen_and_says_what_to_do(donated):
     text = repr(donated)
-    assert len(text.splitlines()) <= 36
+    assert len(text.splitlines()) <= 30
     assert max(map(len, text.splitlines())) <= 120
     assert text.startswith("Memory of step on CPU")
     assert "it fits" in text
     assert "decorate the loss with @optimal_remat" in text
-    assert "Memory over time: highest at step" in text
+    assert "MiB at step " in text
     assert donated.fits
 
 
 def test_a_narrow_terminal_gets_narrow_tables(donated, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = repr(donated).splitlines()
-    assert len(lines) <= 50
+    assert len(lines) <= 30
     assert max(map(len, lines)) <= 80
     # Sentences are broken, not cut, and lines are still whole.
     said = next(line for line in lines if line.startswith("activations  "))
     assert "decorate the loss with @optimal_remat" in said
     assert "..." not in said
     assert f".py:{layer.__code__.co_firstlineno + 1}" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_the_compiler_says_leaves_fewer_arrays_but_one_screen(donated, width):
+    said = "RESOURCE_EXHAUSTED: Ran out of memory. " + "The total memory required is too much. " * 9
+    notes = ("short of memory, the compiler itself computes 24 values again",)
+    data = donated.to_dict() | {"refusal": said, "notes": notes}
+    data["timelines"]["recomputed"] = data["timelines"]["activations"]
+    lines = explanation_text.text(data, width).splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= width
+    assert sum("test_explanation.py:" in line for line in lines) >= 4
+    words = [line for line in lines if line.startswith("compiler  ")]
+    assert words == [lines[2]]
+    assert lines[3].endswith(" ...")
 
 
 def test_the_page_and_the_data_say_the_same(donated):
@@ -119,9 +135,9 @@ def test_the_page_and_the_data_say_the_same(donated):
 def test_results_that_could_lie_in_arguments():
     found = remat_opt.explain(step, *arguments(rows=8), device="cpu")
     assert share_bytes(found)["results"] >= 2 * 6 * WIDTH * WIDTH * 4
-    assert remedy(found, "results") == "donate_argnums=(0, 1) lets 768 KiB lie in the arguments"
+    assert remedy(found, "results") == "donate_argnums=(0, 1) saves 768 KiB"
     half = remat_opt.explain(step, *arguments(rows=8), device="cpu", donate_argnums=1)
-    assert remedy(half, "results") == "donate_argnums=(0, 1) lets 384 KiB lie in the arguments"
+    assert remedy(half, "results") == "donate_argnums=(0, 1) saves 384 KiB"
 
 
 def test_donation_is_read_off_the_jit():
@@ -154,7 +170,7 @@ def test_gradients_that_wait_for_one_another():
     params, _, x = arguments(rows=8)
     found = remat_opt.explain(clipped, params, x, device="cpu", donate_argnums=0)
     assert share_bytes(found)["gradients"] >= 5 * WIDTH * WIDTH * 4
-    assert "needs all at once" in remedy(found, "gradients")
+    assert "keeps all" in remedy(found, "gradients")
 
 
 @needs_cuda_plugin

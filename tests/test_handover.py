@@ -99,6 +99,17 @@ def test_the_source_of_a_loss_that_its_step_defines_takes_what_it_closes_over():
         remat_opt.to_source(plan, step, WEIGHTS[:3], *arguments[1:])
 
 
+def test_a_plan_writes_itself_as_a_decorated_loss_does():
+    options = {"device": "cpu", "budget": 0.5}
+    plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, **options)
+    source = plan.to_source(deep, WEIGHTS, ROWS)
+    assert source == remat_opt.to_source(plan, deep, WEIGHTS, ROWS)
+    decorated = remat_opt.optimal_remat(deep, **options)
+    assert source == decorated.to_source(WEIGHTS, ROWS) == plan.to_source(decorated, WEIGHTS, ROWS)
+    with pytest.raises(PlanFileError, match="another program"):
+        plan.to_source(deep, WEIGHTS[:3], ROWS)
+
+
 def test_a_plan_for_another_program_is_refused():
     plan = remat_opt.make_plan(deep, WEIGHTS, ROWS, device="cpu", budget=0.5)
     with pytest.raises(PlanFileError, match="made for another program"):

@@ -387,6 +387,10 @@ class Equations:
 
         def write(function: str) -> None:
             body = self.flat(program_of(params["call_jaxpr"]), f"{wanted}_of", apart=apart)
+            inside = internals.parts(params["call_jaxpr"])[3]
+            if not apart and len(inside) == 1 and internals.inlinable_body(inside[0]) is not None:
+                # As in the program: compilers may arrange what they inline differently.
+                body = f"jax.jit({body})"
             shapes = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds]
             closed, _ = internals.make_jaxpr(
                 derivative, shapes, [shapes[place] for place in moving]

@@ -1,1 +1,1 @@
-"""Finds hand-written checkpoints that do nothing, in the traced program: one file per idea."""
+"""Finds hand-written checkpoints of little use in the traced program: one file per idea."""

@@ -1,4 +1,4 @@
-"""Checkpoints in places where they save nothing: what they recompute is all needed at once."""
+"""Checkpoints in places where they save little: what they recompute is all needed at once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def round_everything(found: Survey) -> Iterator[Finding]:
 
 
 def round_the_last(found: Survey) -> Iterator[Finding]:
-    """A checkpoint around the last block: it is recomputed right after it was computed."""
+    """A checkpoint around the last block: it is recomputed right after it was computed.
+
+    That changes little, but not always nothing. As compiled, the temporaries of four blocks went
+    down by up to 20 % with the checkpoint (TPU), or up by 10 %. More than some values of that one
+    block it cannot save.
+    """
     numbers = [n for n, one in enumerate(found.row) if found.checkpoint_at(one) is not None]
     if len(numbers) < 2:
         return
@@ -60,12 +65,15 @@ def round_the_last(found: Survey) -> Iterator[Finding]:
     has_inner = any(one.outer is last for one in found.checkpoints)
     if last.flops and after <= _NEXT_TO_NOTHING * last.flops and not has_inner:
         block = "loop" if _loop_of(last) else "block"
-        instead = ", or put it around the body of that loop" if block == "loop" else ""
+        remedy = "leave it off, and compile both ways with remat_opt.measure to see the difference"
+        if block == "loop":
+            remedy = "leave it off, or put it around the body of that loop"
         yield Finding(
             check="round-the-last",
             message=f"a checkpoint is around the last {block}: the backward pass begins with that "
-            f"{block}, so it is computed again as soon as it has been computed",
-            remedy=f"leave the checkpoint off the last {block}{instead}",
+            f"{block}, so it is computed again as soon as it has been computed. At most, that "
+            "saves a few of its own values",
+            remedy=remedy,
             source=last.source,
         )
 

@@ -15,6 +15,7 @@ from remat_opt.errors import RematError
 from remat_opt.linting import custom_rules, names, places, policies
 from remat_opt.linting.survey import Finding, Survey, survey
 from remat_opt.loss_in_step import undecorated
+from remat_opt.misuse import entry_point
 from remat_opt.options import signature_of
 from remat_opt.program import tracing
 from remat_opt.view import report
@@ -36,7 +37,7 @@ CHECKS: tuple[Callable[[Survey], Iterator[Finding]], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Findings:
-    """Checkpoints of one function that do nothing.
+    """Checkpoints of one function that do little or nothing.
 
     Attributes:
       function: its name.
@@ -79,9 +80,13 @@ class Findings:
     def _title(self) -> str:
         count = len(self.rows) or "none"
         checkpoints = "1 checkpoint" if self.checkpoints == 1 else f"{self.checkpoints} checkpoints"
-        return f"Checkpoints of {self.function} that do nothing: {count} found, in {checkpoints}"
+        return (
+            f"Checkpoints of {self.function} that do little or nothing: {count} found, in "
+            f"{checkpoints}"
+        )
 
 
+@entry_point
 def lint(
     fn: Callable[..., Any],
     *args: Any,
@@ -89,7 +94,7 @@ def lint(
     static_argnames: str | Sequence[str] | None = None,
     **kwargs: Any,
 ) -> Findings:
-    """Finds hand-written checkpoints that do nothing; the function is traced, not run.
+    """Finds hand-written checkpoints that do little or nothing; the function is traced, not run.
 
     Args:
       fn: a loss function that uses ``jax.checkpoint`` and ``checkpoint_name``, or is wrapped in

@@ -116,7 +116,8 @@ def bind_static(
     """Binds the static arguments of a call, and finds the differentiated ones among the rest.
 
     Raises:
-      TraceError: an argument number is out of range, or names a static argument.
+      TraceError: an argument number is out of range, or names a static argument, or a name is not
+        that of an argument.
     """
     count = len(args)
     parameters = _parameters(fn)
@@ -124,7 +125,7 @@ def bind_static(
     def found(number: int, what: str) -> int | str | None:
         """The argument's position, its name if passed by name, or None if left out."""
         if number < count or number >= len(parameters):
-            return _position(number, count, what)
+            return position_of(number, count, what)
         return parameters[number] if parameters[number] in kwargs else None
 
     static = {found(number, "static_argnums") for number in signature.static_argnums}
@@ -133,6 +134,11 @@ def bind_static(
             static.add(name)
         elif name in parameters:
             static.add(parameters.index(name))
+        elif parameters and not _takes(fn, name):
+            raise TraceError(
+                f"static_argnames names {name!r}, but the function's arguments are "
+                f"{', '.join(parameters)}. Correct the name, or take it out."
+            )
     argnums = signature.argnums
     if argnums is None:
         numbers = range(max(count, len(parameters)))
@@ -176,7 +182,12 @@ def bind_static(
     )
 
 
-def _position(number: int, count: int, what: str) -> int:
+def position_of(number: int, count: int, what: str) -> int:
+    """The position of a positional argument by its number, which may count from the end.
+
+    Raises:
+      TraceError: there is no such argument.
+    """
     position = number + count if number < 0 else number
     if not 0 <= position < count:
         raise TraceError(
@@ -194,6 +205,12 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
         return []
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [parameter.name for parameter in parameters if parameter.kind in by_position]
+
+
+def _takes(fn: Callable[..., Any], name: str) -> bool:
+    """Whether a function has, or may have, a parameter of this name."""
+    parameters = inspect.signature(fn).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def trace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,18 +13,23 @@ from remat_opt.view.memory_chart import Band, Level, MemoryChart, color
 from remat_opt.view.plan_text import printable
 from remat_opt.view.plan_words import RESIDENT
 
-#: Rows of the table of arrays in a terminal, and on a page.
-_MOST_ROWS, _MOST_ROWS_ON_A_PAGE = 8, 30
-#: Widths in characters: the picture in a terminal, what is beside it, the compiler's words.
-_COLUMNS, _BESIDE, _MOST_WORDS = 60, 34, 300
+#: Lines of a screen. Arrays get what the rest leaves, within these limits.
+_SCREEN, _LEAST_ROWS, _MOST_ROWS = 30, 4, 8
+#: Rows of the table of arrays on a page.
+_MOST_ROWS_ON_A_PAGE = 30
+#: Characters across of the picture in a terminal, and lines of the compiler's words.
+_COLUMNS, _WORDS = 60, 2
+#: Characters of the compiler's words on a page.
+_MOST_WORDS = 300
 #: Pixels across of the picture on a narrow page.
 _LEAST_WIDTH = 680
 #: Lines of at least this many characters have room for function names.
 _WIDE = 110
 #: How many moments are drawn; and up to what multiple of the peak the device's memory is drawn.
 _MOST_MOMENTS, _FARTHEST = 240, 2.0
-#: A share held throughout has a line in a terminal if it is at least this part of the total.
-_SHOWN = 50
+#: In a terminal, a share is drawn if it reaches one part in this many of the total; and it has a
+#: row in the table if it is one part in this many at the peak.
+_DRAWN, _LISTED = 50, 200
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -34,13 +40,18 @@ def text(explanation: Mapping[str, Any], width: int = report.WIDTH) -> str:
       explanation: what ``Explanation.to_dict`` gives.
       width: that of the terminal, in characters. Longer lines are cut or broken.
     """
-    facts = report.facts_text(_facts(explanation), width)
-    parts = [f"{_title(explanation)}\n{facts}"]
-    parts.append(_shares_table(explanation).text(width))
-    parts.append(_curves(explanation, min(_COLUMNS, max(1, width - _BESIDE))))
-    arrays = _arrays_table(explanation, _MOST_ROWS, with_functions=width >= _WIDE)
-    parts.append(arrays.text(width))
-    return "\n\n".join(part for part in parts if part)
+    facts = report.facts_text(_facts(explanation, width - len("compiler  "), _WORDS), width)
+    parts = [
+        f"{_title(explanation)}\n{facts}",
+        _shares_table(explanation, _LISTED).text(width),
+        _curves(explanation, width),
+    ]
+    above = "\n\n".join(part for part in parts if part)
+    # A blank line, the title, the headings, the rule, and the number of the rest.
+    room = _SCREEN - len(above.splitlines()) - 5
+    most = min(max(room, _LEAST_ROWS), _MOST_ROWS)
+    arrays = _arrays_table(explanation, most, with_functions=width >= _WIDE)
+    return f"{above}\n\n{arrays.text(width)}" if arrays.rows else above
 
 
 def html(explanation: Mapping[str, Any]) -> str:
@@ -51,7 +62,7 @@ def html(explanation: Mapping[str, Any]) -> str:
     """
     return report.section(
         _title(explanation),
-        report.facts_html(_facts(explanation)),
+        report.facts_html(_facts(explanation, _MOST_WORDS, 1)),
         _shares_table(explanation).html(),
         _picture(explanation),
         _arrays_table(explanation, _MOST_ROWS_ON_A_PAGE).html(),
@@ -102,7 +113,8 @@ def _title(explanation: Mapping[str, Any]) -> str:
     return f"Memory of {printable(explanation['function'])} on {explanation['device_title']}"
 
 
-def _facts(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(explanation: Mapping[str, Any], width: int, lines: int) -> list[tuple[str, str]]:
+    """What the title leaves to say; the compiler's words fill no more lines of this width."""
     needed, available = explanation["needed_bytes"], explanation["memory_bytes"]
     if needed > available:
         verdict = f"{format_bytes(needed - available)} too much: it does not fit"
@@ -112,19 +124,23 @@ def _facts(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
         verdict = f"it fits, {format_bytes(available - needed)} are left"
     facts = [("needs", f"{format_bytes(needed)} of {format_bytes(available)}; {verdict}")]
     if explanation["refusal"]:
-        words = " ".join(printable(explanation["refusal"].replace("\n", " ")).split())
-        if len(words) > _MOST_WORDS:
-            words = words[: _MOST_WORDS - 3] + "..."
-        facts.append(("compiler", words))
+        words = printable(explanation["refusal"].replace("\n", " "))
+        said = textwrap.wrap(
+            words, max(width, 20), max_lines=lines, placeholder=" ...", break_on_hyphens=False
+        )
+        facts.append(("compiler", " ".join(said)))
     facts += [("note", printable(note)) for note in explanation["notes"]]
     return facts
 
 
-def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
+def _shares_table(explanation: Mapping[str, Any], listed: int | None = None) -> report.Table:
+    """What each share takes; those below one part in ``listed`` share a line at the end."""
     total = max(explanation["needed_bytes"], 1)
+    shares = [row for row in explanation["shares"] if row["bytes"]]
+    small = [row for row in shares if listed is not None and row["bytes"] * listed < total]
+    few = format_bytes(sum(row["bytes"] for row in small))
     return report.Table(
-        title="At the peak",
-        headings=("", "bytes", "share", "what can be done"),
+        headings=("at the peak", "bytes", "share", "what can be done"),
         rows=tuple(
             (
                 row["share"],
@@ -132,10 +148,11 @@ def _shares_table(explanation: Mapping[str, Any]) -> report.Table:
                 format_share(row["bytes"] / total),
                 printable(row["remedy"]),
             )
-            for row in explanation["shares"]
-            if row["bytes"]
+            for row in shares
+            if row not in small
         ),
         align="lrrl",
+        footer=f"and {few} of {', '.join(row['share'] for row in small)}" if small else "",
         prose=True,
     )
 
@@ -155,27 +172,27 @@ def _total(explanation: Mapping[str, Any]) -> list[int]:
     return [resident + sum(amounts) for amounts in zip(*curves, strict=True)]
 
 
-def _curves(explanation: Mapping[str, Any], columns: int) -> str:
+def _curves(explanation: Mapping[str, Any], width: int) -> str:
     """Memory over time: a line of characters for the total and for each share of temporaries."""
     total = _total(explanation)
     if not total:
         return ""
     highest = max(total)
-    resident = {
-        share: [size] * len(total)
-        for share, size in _resident(explanation).items()
-        if size * _SHOWN >= highest
+    where = f"step {total.index(highest) + 1:,} of {len(total):,}"
+    kinds = {
+        share: amounts
+        for share, amounts in explanation["timelines"].items()
+        if max(amounts) * _DRAWN >= highest
     }
-    kinds = [("all", total), *resident.items(), *explanation["timelines"].items()]
-    width = max(len(name) for name, _ in kinds)
-    lines = [
-        f"{name.ljust(width)}  {_curve(amounts, highest, columns)}  "
-        f"most {format_bytes(max(amounts))}"
-        for name, amounts in kinds
-        if any(amounts)
-    ]
-    where = total.index(highest) + 1
-    return "\n".join([f"Memory over time: highest at step {where:,} of {len(total):,}", *lines])
+    rows = [("over time", total, f"{format_bytes(highest)} at {where}")]
+    rows += [(name, own, f"most {format_bytes(max(own))}") for name, own in kinds.items()]
+    margin = max(len(name) for name, _, _ in rows)
+    beside = margin + max(len(said) for _, _, said in rows) + 4
+    columns = min(_COLUMNS, max(1, width - beside))
+    return "\n".join(
+        f"{name.ljust(margin)}  {_curve(amounts, highest, columns)}  {said}"
+        for name, amounts, said in rows
+    )
 
 
 def _curve(amounts: Sequence[int], highest: int, columns: int) -> str:

@@ -1,6 +1,7 @@
 """Exported code compiles to the bytes of the decorated function, for any device."""
 
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -128,6 +129,8 @@ DEVICES = {
     "v5e": [pytest.mark.slow, pytest.mark.tpu, needs_libtpu],
     "h200": [pytest.mark.slow, pytest.mark.cuda, needs_cuda_plugin],
 }
+#: Networks of a device that the everyday tests look at.
+EVERYDAY = [("cpu", "recurrent"), ("v5e", "convolutional")]
 
 
 def marks(device, budget):
@@ -163,6 +166,29 @@ def adam_step(loss, has_aux):
         )
 
     return step
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        pytest.param(device, name, marks=[] if (device, name) in EVERYDAY else [pytest.mark.slow])
+        for device in DEVICES
+        for name in NETWORKS
+    ],
+)
+def test_is_the_same_program(device, name):
+    """Up to names, what is compiled is the same to the last operation, and in the same order."""
+    fn, (params, batch), has_aux = NETWORKS[name]
+    plan = remat_opt.make_plan(fn, params, batch, budget=0.7, device=device, has_aux=has_aux)
+
+    def operations(loss):
+        gradient = jax.grad(loss, has_aux=has_aux, allow_int=True)
+        text = jax.jit(gradient).lower(params, batch).as_text()
+        return re.sub(r"[%@]\w+(:\d+)?(#\d+)?|module", "", text).splitlines()
+
+    exported = plan.to_source(fn, params, batch, has_aux=has_aux).load()
+    decorated = remat_opt.apply_plan(plan, fn, has_aux=has_aux)
+    assert operations(exported) == operations(decorated)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
