@@ -506,6 +506,7 @@ def _iterations(
 ) -> tuple[list[_Iteration], _Forward]:
     """The ways to run an iteration that no other beats in all figures."""
     linearization, expected = body_model(body, compiler)
+    expected = expected.in_loop()
     graph = expected.graph
     if any(graph.pinned):
         # Every iteration runs under a checkpoint.

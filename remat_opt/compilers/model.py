@@ -65,6 +65,11 @@ class Model:
             effect.change(figures, schedule)
         return figures.put_into(self.graph)
 
+    def in_loop(self) -> Model:
+        """The same for the body of an opened loop."""
+        effects = tuple(effect.in_loop() for effect in self.effects)
+        return dataclasses.replace(self, effects=effects)
+
     def held_bytes(self, schedule: Schedule | None) -> int:
         """Bytes that are held throughout, besides what is alive."""
         return sum(effect.held_bytes(self.graph, schedule) for effect in self.effects)

@@ -246,6 +246,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),
+        "functions_again": _rule(
+            _NVIDIA,
+            "rewrite",
+            "transcendental",
+            "An expensive function before a product is computed twice, and not stored.",
+        ),
         "partners_wait": _rule(
             _NVIDIA, "rewrite", "product_sums", "Two products that are summed run together."
         ),

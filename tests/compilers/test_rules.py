@@ -209,6 +209,13 @@ def activated(weights, x):
     return jnp.sum(jnp.sin(jax.nn.relu(x @ weights[0]) @ weights[1]))
 
 
+def activated_twice(weights, x):
+    for w in weights:
+        y = x @ w
+        x = y * jnp.tanh(y)
+    return jnp.sum(x @ weights[0])
+
+
 def biased(parameters, x):
     w, b = parameters
     return jnp.sum(jnp.sin(jnp.tanh(x @ w + b) @ w))
@@ -354,6 +361,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
     "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
+    "functions_again": ("h200", activated_twice, ([W, W], X)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "boundaries_stored": ("cpu", two_layers, ([W, W], X)),
