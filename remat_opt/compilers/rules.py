@@ -205,6 +205,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "stacks",
             "Of a loop's stacks only what products read is copied; the rest reads them there.",
         ),
+        "entries_in_place": _rule(
+            _TPU, "beside", "stacks", "An iteration reads what it keeps where it lies."
+        ),
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),

@@ -6,6 +6,9 @@ for a product the entry is copied. That of something kept is copied shortly befo
 of a weight before its first reader, and there up to the last. Where a loop is in parts, what they
 read by index is copied by one kernel, as the backward pass of an iteration starts. Checkpoints
 inside an iteration read arrays: all entries that they read are copied then, whatever reads them.
+
+XLA for TPU reads what is kept where it lies (``entries_in_place``), products too; at least where
+all iterations are one loop, which is what was looked at.
 """
 
 from __future__ import annotations
@@ -121,10 +124,18 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
     """
     graph = expected.graph_of(schedule)
     if not expected.compiler.has("entries_sliced"):
-        # All is taken to be copied, and what is kept to be there both in the stack and beside it.
+        # All is taken to be copied, and what is kept to be there both in the stack and beside it,
+        # unless it is known to be read there.
         peak_bytes = expected.peak_bytes(schedule)
-        in_loop = peak_bytes + read.stacks.carried_bytes
-        return Beside(whole_bytes=in_loop, part_bytes=in_loop, alone_bytes=peak_bytes)
+        whole_bytes = in_loop = peak_bytes + read.stacks.carried_bytes
+        if expected.compiler.has("entries_in_place"):
+            in_place = dataclasses.replace(
+                read.stacks, slicing=np.zeros(len(graph), dtype=bool), inputs=[]
+            )
+            lives = spans(graph, schedule, in_place)
+            in_place_bytes = expected.laid_out_bytes(lives, schedule)
+            whole_bytes = min(in_loop, in_place_bytes + read.stacks.carried_bytes)
+        return Beside(whole_bytes=whole_bytes, part_bytes=in_loop, alone_bytes=peak_bytes)
     (region,) = schedule.regions
     whole = read.under(region.inside)
     at_once = [(size, readers, True) for size, readers, _ in whole.inputs]

@@ -33,14 +33,14 @@ def floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def body_of(
-    layer: Callable[..., Any], device: str = "h200"
+    layer: Callable[..., Any], device: str = "h200", rows: int = ROWS
 ) -> tuple[Model, Read, Callable[..., Beside]]:
     """The model of a body, what it reads of stacks, and what it takes beside them."""
 
     def loss(w: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(lax.scan(lambda h, w: (layer(h, w), None), x, w)[0])
 
-    program = tracing.trace(loss, floats(LENGTH, WIDTH, WIDTH), floats(ROWS, WIDTH))
+    program = tracing.trace(loss, floats(LENGTH, WIDTH, WIDTH), floats(rows, WIDTH))
     (equation,) = (one for one in program.equations if one.operation.primitive == "scan")
     scan = internals.scan_of(equation.jax_equation)
     body = bodies.body_of(equation, bodies.varying(program))
@@ -106,9 +106,18 @@ def test_an_iteration_starts_from_a_cotangent_that_is_counted_around_it() -> Non
         assert counted_around_bytes(4, 3, compiler_of(device)) == expected
 
 
-@pytest.mark.parametrize("device", ["v5e", "cpu"])
-def test_of_other_compilers_nothing_is_known(device: str) -> None:
-    found, read, beside = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w), device)
+def wider(h: jax.Array, w: Any) -> jax.Array:
+    return jnp.cos(jnp.sin(h @ w) @ w)
+
+
+def test_on_a_tpu_what_is_kept_is_read_in_its_place() -> None:
+    _, _, beside = body_of(wider, "v5e", rows=2**17)
+    assert beside().whole_bytes <= beside().part_bytes
+    assert beside("dot_general").whole_bytes < beside("dot_general").part_bytes
+
+
+def test_of_other_compilers_nothing_is_known() -> None:
+    found, read, beside = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w), "cpu")
     region = Region(vertices=tuple(range(len(found.graph))))
     peak_bytes = found.peak_bytes(Schedule(regions=(region,)))
     assert beside() == Beside(
