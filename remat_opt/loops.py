@@ -42,7 +42,7 @@ from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opened, Opening
-from remat_opt.compilers.stacks import beside_stacks, counted_around_bytes, stacks
+from remat_opt.compilers.stacks import Read, beside_stacks, counted_around_bytes, stacks
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import bodies
@@ -53,7 +53,6 @@ from remat_opt.simulator import demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
-from remat_opt.spans import Stacks
 
 #: A loop is opened if its residuals take at least this share of what the unchanged function takes.
 _LEAST_SHARE = 0.01
@@ -507,6 +506,7 @@ def _iterations(
 ) -> tuple[list[_Iteration], _Forward]:
     """The ways to run an iteration that no other beats in all figures."""
     linearization, expected = body_model(body, compiler)
+    expected = expected.in_loop()
     graph = expected.graph
     if any(graph.pinned):
         # Every iteration runs under a checkpoint.
@@ -592,7 +592,7 @@ def _schedules(
             yield Schedule(regions=(Region(vertices=everything, inside=chain),))
 
 
-def _iteration(expected: Model, schedule: Schedule, read: Stacks) -> _Iteration:
+def _iteration(expected: Model, schedule: Schedule, read: Read) -> _Iteration:
     """A schedule of a body, with its figures."""
     schedule = expected.admitted(schedule)
     graph = expected.graph_of(schedule)

@@ -78,15 +78,14 @@ class Stacks:
       slicing: of each vertex whether it reads and writes arrays: what waits for the backward pass
         is copied from a stack for it, and what it writes is copied there as the forward pass ends.
         The others read and write entries in their places. None where what waits is in no stack.
-      inputs: of inputs that are copied from stacks the bytes, and the vertices that read them.
-      at_once: whether all inputs are copied as the backward pass starts.
+      inputs: of inputs that are copied from stacks the bytes, the vertices that read them, and
+        whether they are copied as the backward pass starts.
       carried_bytes: of what is handed from iteration to iteration.
       handed_out: of each vertex whether its value is: its cotangent is there from the start.
     """
 
     slicing: np.ndarray | None
-    inputs: Sequence[tuple[int, Sequence[int]]]
-    at_once: bool
+    inputs: Sequence[tuple[int, Sequence[int], bool]]
     carried_bytes: int
     handed_out: np.ndarray
 
@@ -201,7 +200,7 @@ def _copies(
       The first and the last step of each, and its bytes.
     """
     lives = [(0, count - 1, stacks.carried_bytes)]
-    for size, readers in stacks.inputs:
+    for size, readers, at_once in stacks.inputs:
         reader = np.asarray(readers)
         lives += [(at, at, size) for at in forward[reader].tolist()]
         again = [
@@ -209,7 +208,7 @@ def _copies(
             for depth, level in enumerate(levels)
         ]
         read = np.concatenate([step[reader], *again])
-        lives.append((count if stacks.at_once else read.min(), read.max(), size))
+        lives.append((count if at_once else read.min(), read.max(), size))
     starts, ends, sizes = np.array(lives, dtype=np.int64).T
     there = starts <= ends
     return starts[there], ends[there], sizes[there]

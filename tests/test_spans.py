@@ -132,8 +132,7 @@ def test_an_iteration_by_hand() -> None:
     schedule = Schedule(regions=(Region(vertices=(0, 1, 2), kept=(0,)),))
     stacks = Stacks(
         slicing=np.array([False, True, True]),
-        inputs=[(8, (1,)), (9, (2,))],
-        at_once=False,
+        inputs=[(8, (1,), False), (9, (2,), False)],
         carried_bytes=10,
         handed_out=np.array([False, False, True]),
     )
@@ -151,7 +150,7 @@ def test_an_iteration_by_hand() -> None:
     copies = [(3, 3, 4), (6, 6, 4)]
     again = [(3, 6, 5), (4, 5, 6)]
     assert arrays(stacks) == sorted([*forward, *copies, *again, (3, 6, 8), (4, 5, 9), (3, 5, 7)])
-    at_once = dataclasses.replace(stacks, at_once=True)
+    at_once = dataclasses.replace(stacks, inputs=[(8, (1,), True), (9, (2,), True)])
     assert arrays(at_once) == sorted([*forward, *copies, *again, (3, 6, 8), (3, 5, 9), (3, 5, 7)])
     # In no stack, what waits is an array.
     alone = dataclasses.replace(stacks, slicing=None, carried_bytes=0)

@@ -64,6 +64,10 @@ class Effect:
         """Seconds and FLOPs of what runs again inside vertices."""
         return 0.0, 0
 
+    def in_loop(self) -> Effect:
+        """The same in an opened loop, whose iterations read stacks."""
+        return self
+
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """What a user should know about it."""
         return iter(())

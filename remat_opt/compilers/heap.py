@@ -47,7 +47,8 @@ from remat_opt.compilers.compiler import Compiler
 from remat_opt.spans import Spans
 
 #: Arrays of at most this many bytes, and at most this share of what is alive at once, can stay in
-#: vector memory, and do if they live for at most this many steps.
+#: vector memory, and do if they live for at most this many steps. In an iteration of a loop, most
+#: of what is alive is stacks beside it, and the share does not count.
 _VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 8, 4
 #: Those of at most this many bytes that do not stay are copied from there.
 _COPIED_BYTES = 16 * 2**20
@@ -69,11 +70,17 @@ def vector_memory_bytes(compiler: Compiler) -> int:
     return 112 * 2**20 if compiler.has("vector_memory") else 0
 
 
-def laid_out_bytes(arrays: Spans, compiler: Compiler) -> int:
-    """The size of the heap on which a compiler lays the arrays out."""
+def laid_out_bytes(arrays: Spans, compiler: Compiler, *, among_others: bool = False) -> int:
+    """The size of the heap on which a compiler lays the arrays out.
+
+    Args:
+      arrays: their lives.
+      compiler: which one it is.
+      among_others: whether much else is alive beside them, as in an iteration of a loop.
+    """
     arrays = _without_negative(arrays)
     if compiler.has("heap_in_order"):
-        return heap_bytes(arrays, vector_memory_bytes(compiler))
+        return heap_bytes(arrays, vector_memory_bytes(compiler), among_others=among_others)
     if compiler.has("heap_by_size"):
         return decreasing_size_heap_bytes(arrays)
     return arrays.peak_bytes
@@ -126,14 +133,17 @@ def _without_negative(arrays: Spans) -> Spans:
     return dataclasses.replace(arrays, last=last, bytes=sizes)
 
 
-def heap_bytes(arrays: Spans, vector_bytes: int) -> int:
+def heap_bytes(arrays: Spans, vector_bytes: int, *, among_others: bool = False) -> int:
     """The size of the heap that holds those of the arrays that do not stay in vector memory.
 
     Args:
       arrays: their lives.
       vector_bytes: how much vector memory there is for arrays of the backward pass.
+      among_others: see ``laid_out_bytes``.
     """
-    on_heap = ~_staying(arrays, vector_bytes) if vector_bytes else np.full(len(arrays.bytes), True)
+    on_heap = np.full(len(arrays.bytes), True)
+    if vector_bytes:
+        on_heap = ~_staying(arrays, vector_bytes, among_others)
     least = _chosen(arrays, on_heap).peak_bytes
     arrays = _chosen(_copied_there(arrays), on_heap)
     small = arrays.bytes < least * _SMALL_SHARE
@@ -177,10 +187,11 @@ def _filled_bytes(placed: Spans, beside: np.ndarray) -> int:
     return int((filled + beside).max(initial=0))
 
 
-def _staying(arrays: Spans, vector_bytes: int) -> np.ndarray:
+def _staying(arrays: Spans, vector_bytes: int, among_others: bool) -> np.ndarray:
     """Which arrays stay in vector memory."""
     least = arrays.peak_bytes
-    fits = arrays.bytes <= min(_VECTOR_BYTES, least * _VECTOR_SHARE)
+    largest = _VECTOR_BYTES if among_others else min(_VECTOR_BYTES, least * _VECTOR_SHARE)
+    fits = arrays.bytes <= largest
     stays: np.ndarray = fits & (arrays.last - arrays.first <= _VECTOR_STEPS)
     matters = arrays.bytes >= least * _SMALL_SHARE
     late = np.flatnonzero(fits & matters & (arrays.first >= arrays.backward))

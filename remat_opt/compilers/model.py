@@ -43,6 +43,7 @@ class Model:
       as_it_is: the same for the unchanged function, if rewriting changes what is stored.
       results: the gradients whose result buffers hold arrays until they are written.
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
+      is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
 
     compiler: Compiler
@@ -57,6 +58,7 @@ class Model:
     as_it_is: Model | None
     results: tuple[ParameterGradient, ...] = ()
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    is_iteration: bool = False
 
     def graph_of(self, schedule: Schedule | None) -> Graph:
         """The graph as it is under a schedule, or, for None, in the unchanged function."""
@@ -64,6 +66,11 @@ class Model:
         for effect in self.effects:
             effect.change(figures, schedule)
         return figures.put_into(self.graph)
+
+    def in_loop(self) -> Model:
+        """The same for the body of an opened loop."""
+        effects = tuple(effect.in_loop() for effect in self.effects)
+        return dataclasses.replace(self, effects=effects, is_iteration=True)
 
     def held_bytes(self, schedule: Schedule | None) -> int:
         """Bytes that are held throughout, besides what is alive."""
@@ -82,7 +89,8 @@ class Model:
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule | None) -> int:
         """Those of arrays with these lives under a schedule."""
-        return laid_out_bytes(lives, self.compiler) + self.held_bytes(schedule)
+        heap_bytes = laid_out_bytes(lives, self.compiler, among_others=self.is_iteration)
+        return heap_bytes + self.held_bytes(schedule)
 
     def unchanged_peak_bytes(self) -> int:
         """Those of the unchanged function, whose graph may differ."""

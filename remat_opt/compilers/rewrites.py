@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from remat_opt.compilers import pooling, product_sums, row_gathers, softmax, turns
+from remat_opt.compilers import pooling, product_sums, row_gathers, softmax, transcendental, turns
 from remat_opt.compilers.compiler import Rules
 from remat_opt.program.record import Program
 
@@ -44,6 +44,8 @@ class Rewrites:
       weight_place: for products the place of the input that is an argument, of some form.
       ordered: whether no gradient of a product or a bias may be put off.
       before_loops: whether gradients of what follows a loop must exist before it runs backward.
+      twice: by their last, equations that run again once for a product and once for their own
+        derivatives.
       stored: whether a checkpointed region's outputs must be stored.
       starts: products that read nothing of those before them, and must wait for them all the same.
       in_turn: whether every product waits until the parts of its weight's gradient from later
@@ -60,6 +62,7 @@ class Rewrites:
     weight_place: Mapping[int, int]
     ordered: bool
     before_loops: bool
+    twice: Mapping[int, tuple[int, ...]]
     stored: bool
     starts: frozenset[int]
     in_turn: bool
@@ -104,6 +107,9 @@ def rewrites(
         weight_place=turns.weight_places(program) if ordered else {},
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),
+        twice=transcendental.twice(program, rules, in_loop=runs_again)
+        if recomputes or runs_again
+        else {},
         stored=rules.has("boundaries_stored"),
         starts=turns.starts(program) if recomputes and rules.has("starts_wait") else frozenset(),
         in_turn=rules.has("parts_in_turn"),

@@ -211,6 +211,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "stacks",
             "Of a loop's stacks only what products read is copied; the rest reads them there.",
         ),
+        "entries_in_place": _rule(
+            _TPU, "beside", "stacks", "An iteration reads what it keeps where it lies."
+        ),
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),
@@ -257,6 +260,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "rewrite",
             "turns",
             "What starts from arguments waits for what is before it in the plan.",
+        ),
+        "functions_again": _rule(
+            _NVIDIA,
+            "rewrite",
+            "transcendental",
+            "An expensive function before a product is computed twice, and not stored.",
         ),
         "partners_wait": _rule(
             _NVIDIA, "rewrite", "product_sums", "Two products that are summed run together."

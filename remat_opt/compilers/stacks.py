@@ -4,11 +4,16 @@ What the iterations keep for the backward pass waits in stacks, as what a loop g
 XLA for NVIDIA reads an entry where it lies, unless a kernel does that it does not write itself:
 for a product the entry is copied. That of something kept is copied shortly before it is read; that
 of a weight before its first reader, and there up to the last. Where a loop is in parts, what they
-read by index is copied by one kernel, as the backward pass of an iteration starts.
+read by index is copied by one kernel, as the backward pass of an iteration starts. Checkpoints
+inside an iteration read arrays: all entries that they read are copied then, whatever reads them.
+
+XLA for TPU reads what is kept where it lies (``entries_in_place``), products too; at least where
+all iterations are one loop, which is what was looked at.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +24,7 @@ from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
-from remat_opt.schedule import Schedule
+from remat_opt.schedule import Region, Schedule
 from remat_opt.simulator import demand
 from remat_opt.spans import Stacks, spans
 
@@ -39,9 +44,34 @@ class Beside:
     alone_bytes: int
 
 
-def stacks(
-    body: Program, carries: Sequence[int], entries: Sequence[int], expected: Model
-) -> Stacks:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What an iteration reads of stacks.
+
+    Attributes:
+      stacks: what is copied.
+      in_place: likewise of what is read where it lies.
+    """
+
+    stacks: Stacks
+    in_place: Sequence[tuple[int, Sequence[int]]]
+
+    def under(self, regions: Sequence[Region]) -> Stacks:
+        """What is copied where an iteration consists of regions."""
+        inside = {v for region in regions if region.checkpointed for v in region.vertices}
+        if not inside:
+            return self.stacks
+        inputs = [
+            (size, readers, not inside.isdisjoint(readers))
+            for size, readers, _ in self.stacks.inputs
+        ]
+        for size, readers in self.in_place:
+            if found := tuple(sorted(inside.intersection(readers))):
+                inputs.append((size, found, True))
+        return dataclasses.replace(self.stacks, inputs=inputs)
+
+
+def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expected: Model) -> Read:
     """What an iteration reads of stacks.
 
     Args:
@@ -59,6 +89,7 @@ def stacks(
     copying = np.zeros(len(expected.roots), dtype=bool)
     vertex_of = {root: vertex for vertex, root in enumerate(expected.roots)}
     readers: dict[int, list[int]] = {}
+    in_place: dict[int, list[int]] = {}
     for index, equation in enumerate(body.equations):
         read = [source[value] for value in equation.value_inputs if value in source]
         if equation.operation.primitive in ALIASES:
@@ -67,42 +98,57 @@ def stacks(
             copying[vertex_of[index]] = True
             for value in read:
                 readers.setdefault(value, []).append(vertex_of[index])
+        elif (vertex := bisect.bisect_left(expected.roots, index)) < len(expected.roots):
+            for value in read:
+                in_place.setdefault(value, []).append(vertex)
     handed_out = {atom for atom in body.outputs[: len(carries)] if isinstance(atom, int)}
-    return Stacks(
+    found = Stacks(
         slicing=copying,
-        inputs=[(size([value]), tuple(found)) for value, found in readers.items()],
-        at_once=False,
+        inputs=[(size([value]), tuple(found), False) for value, found in readers.items()],
         carried_bytes=size(carries),
         handed_out=np.array(
             [not handed_out.isdisjoint(body.equations[root].outputs) for root in expected.roots]
         ),
     )
+    own = [(size([value]), tuple(at)) for value, at in in_place.items() if value not in readers]
+    return Read(stacks=found, in_place=own)
 
 
-def beside_stacks(expected: Model, schedule: Schedule, stacks: Stacks) -> Beside:
+def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
     """What the backward pass of an iteration takes beside the stacks.
 
     Args:
       expected: the model of the body.
       schedule: what it keeps, and how it runs again.
-      stacks: what it reads.
+      read: what it reads of stacks.
     """
     graph = expected.graph_of(schedule)
     if not expected.compiler.has("entries_sliced"):
-        # All is taken to be copied, and what is kept to be there both in the stack and beside it.
+        # All is taken to be copied, and what is kept to be there both in the stack and beside it,
+        # unless it is known to be read there.
         peak_bytes = expected.peak_bytes(schedule)
-        in_loop = peak_bytes + stacks.carried_bytes
-        return Beside(whole_bytes=in_loop, part_bytes=in_loop, alone_bytes=peak_bytes)
-    in_part = dataclasses.replace(stacks, at_once=True)
+        whole_bytes = in_loop = peak_bytes + read.stacks.carried_bytes
+        if expected.compiler.has("entries_in_place"):
+            in_place = dataclasses.replace(
+                read.stacks, slicing=np.zeros(len(graph), dtype=bool), inputs=[]
+            )
+            lives = spans(graph, schedule, in_place)
+            in_place_bytes = expected.laid_out_bytes(lives, schedule)
+            whole_bytes = min(in_loop, in_place_bytes + read.stacks.carried_bytes)
+        return Beside(whole_bytes=whole_bytes, part_bytes=in_loop, alone_bytes=peak_bytes)
+    (region,) = schedule.regions
+    whole = read.under(region.inside)
+    at_once = [(size, readers, True) for size, readers, _ in whole.inputs]
+    in_part = dataclasses.replace(whole, inputs=at_once)
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
 
-    def laid_out_bytes(read: Stacks) -> int:
-        return expected.laid_out_bytes(spans(graph, schedule, read), schedule)
+    def laid_out_bytes(stacks: Stacks) -> int:
+        return expected.laid_out_bytes(spans(graph, schedule, stacks), schedule)
 
     # An iteration alone has no stacks: what is kept waits as arrays.
     kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)
     return Beside(
-        whole_bytes=laid_out_bytes(stacks),
+        whole_bytes=laid_out_bytes(whole),
         part_bytes=laid_out_bytes(in_part),
         alone_bytes=max(0, laid_out_bytes(alone) - kept_bytes),
     )

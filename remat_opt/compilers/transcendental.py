@@ -8,15 +8,27 @@ h200: without this, a GPT was predicted 5 % too small, ViT-B/16 15 %; with it, b
 With exponentials included, the GPT was 13 % too large. Of layers ``(u * f(u)) @ w``, those with
 ``erfc``, ``sin``, ``tanh``, ``pow`` and ``atan2`` took 872 MiB, all others 616.) XLA for TPU
 recomputes all of them.
+
+Where such a function runs again for the backward pass, as part of what a product reads, it need not
+be stored (``functions_again``): it is computed for the product, and once more for its own
+derivative, from what it is made of. For that all of it, from the arrays that it is made of to what
+the product reads, is under one more checkpoint.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
-from remat_opt.compilers.compiler import Compiler
+from remat_opt import costs
+from remat_opt.compilers.compiler import Compiler, Rules
+from remat_opt.compilers.effects import Effect, Figures, kept_by_name
 from remat_opt.device import Platform
-from remat_opt.program.dataflow import Dataflow
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.dataflow import ALIASES, Dataflow
+from remat_opt.program.record import Program
+from remat_opt.schedule import Region, Schedule
 
 _DEAR = frozenset(
     "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
@@ -50,3 +62,157 @@ def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
         if equation.operation.primitive in primitives:
             found.update(equation.outputs)
     return {value for value in found if reads[value] > 1}
+
+
+def twice(program: Program, rules: Rules, *, in_loop: bool = False) -> dict[int, tuple[int, ...]]:
+    """What is computed twice in the backward pass, once for a product and once for its derivative.
+
+    Args:
+      program: a traced function.
+      rules: those about its compiler.
+      in_loop: whether it is the body of an opened loop. Its arguments may lie in stacks, and an
+        entry would be copied; so what begins at one as large as the result is left out.
+
+    Returns:
+      By the equation that makes what a product reads, all equations that compute it from arguments
+      and results of products and reductions, in order. One of them is expensive, and nothing else
+      reads what they make on the way.
+    """
+    if not rules.has("functions_again"):
+        return {}
+    primitives, maker = dear(rules.platform), program.makers()
+    if not any(one.operation.primitive in primitives for one in program.equations):
+        return {}
+    readers: dict[int, set[int]] = {value: {-1} for value in program.output_values}
+    for index, equation in enumerate(program.equations):
+        for value in equation.value_inputs:
+            readers.setdefault(value, set()).add(index)
+    found = {}
+    for equation in program.equations:
+        if equation.operation.primitive != "dot_general":
+            continue
+        for value in equation.value_inputs:
+            while value in maker and program.equations[maker[value]].operation.primitive in ALIASES:
+                (value,) = program.equations[maker[value]].value_inputs
+            group = _elementwise(program, maker, value)
+            made = {one for index in group for one in program.equations[index].outputs} - {value}
+            if (
+                any(program.equations[i].operation.primitive in primitives for i in group)
+                and len(program.equations[group[-1]].outputs) == 1
+                and all(readers.get(one, set()) <= set(group) for one in made)
+                and not (in_loop and _begins_at_argument(program, group))
+            ):
+                found[group[-1]] = group
+    return found
+
+
+def _begins_at_argument(program: Program, group: Sequence[int]) -> bool:
+    """Whether elementwise equations read an argument as large as what they make."""
+    read = {value for index in group for value in program.equations[index].value_inputs}
+    (result,) = program.equations[group[-1]].outputs
+    size = program.types[result].bytes
+    return any(program.types[one].bytes >= size for one in read.intersection(program.arguments))
+
+
+def _elementwise(program: Program, maker: Mapping[int, int], value: int) -> tuple[int, ...]:
+    """The elementwise equations that make a value; none if it is made of anything else.
+
+    They begin at arguments and at results of products and reductions.
+    """
+    group: set[int] = set()
+    pending = [value]
+    while pending:
+        index = maker.get(pending.pop())
+        if index is None or index in group:
+            continue
+        equation = program.equations[index]
+        fusion = costs.cost(equation.operation).fusion
+        if equation.operation.primitive in PRODUCTS or fusion is costs.Fusion.REDUCTION:
+            continue
+        if fusion is not costs.Fusion.FUSIBLE and equation.operation.primitive not in ALIASES:
+            return ()
+        if equation.effects or equation.operation.primitive.startswith("random_"):
+            return ()
+        group.add(index)
+        pending += equation.value_inputs
+    return tuple(sorted(group))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Twice(Effect):
+    """What is computed twice is no array on the way, unless a checkpoint keeps it by name.
+
+    Attributes:
+      groups: for what a product reads the vertices on the way to it.
+      starts: the vertices that it is made of.
+      in_loop_too: those of the groups that are written so in the body of an opened loop.
+      in_stacks: whether those that are kept lie in stacks: an entry would be copied.
+    """
+
+    groups: Mapping[int, tuple[int, ...]]
+    starts: Mapping[int, tuple[int, ...]]
+    in_loop_too: frozenset[int]
+    in_stacks: bool = False
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Leaves them out where all of a group runs again in one region."""
+        if schedule is None:
+            return
+        kept = set(kept_by_name(schedule.regions))
+        for leaf in _run_again(schedule.regions):
+            there = set(leaf.vertices)
+            for last, others in self.groups.items():
+                starts = self.starts[last] if self.in_stacks else ()
+                unnamed = kept.isdisjoint((last, *others, *starts))
+                alone = not leaf.checkpointed and len(there) == 1 + len(others)
+                if last in there and there.issuperset(others) and unnamed and not alone:
+                    figures.bytes[list(others)] = 0
+
+    def in_loop(self) -> Effect:
+        """The same where what is kept lies in stacks."""
+        groups = {one: others for one, others in self.groups.items() if one in self.in_loop_too}
+        return dataclasses.replace(self, groups=groups, in_stacks=True)
+
+
+def _run_again(regions: Sequence[Region], again: bool = False) -> Iterator[Region]:
+    """The regions without regions inside that run again."""
+    for region in regions:
+        if region.inside:
+            yield from _run_again(region.inside, again or region.checkpointed)
+        elif again or region.checkpointed:
+            yield region
+
+
+def effects(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) -> Iterator[Effect]:
+    """What depends on the schedule.
+
+    Args:
+      flow: of the program.
+      compiler: which one it is.
+      vertex_of: for each array, its vertex.
+    """
+    groups, starts = {}, {}
+    in_loop = twice(flow.program, compiler.rules, in_loop=True).keys()
+    in_loop_too = set()
+    for last, group in twice(flow.program, compiler.rules).items():
+        (value,) = flow.program.equations[last].outputs
+        on_the_way = {
+            vertex_of[one]
+            for index in group[:-1]
+            for one in flow.program.equations[index].outputs
+            if one in vertex_of
+        }
+        if value in vertex_of and on_the_way:
+            vertex = vertex_of[value]
+            groups[vertex] = tuple(sorted(on_the_way))
+            read = {
+                vertex_of[flow.source[one]]
+                for index in group
+                for one in flow.program.equations[index].value_inputs
+                if flow.source[one] in vertex_of
+            }
+            starts[vertex] = tuple(sorted(read.difference(on_the_way)))
+            if last in in_loop:
+                in_loop_too.add(vertex)
+    if groups:
+        yield Twice(groups=groups, starts=starts, in_loop_too=frozenset(in_loop_too))

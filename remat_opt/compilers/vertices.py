@@ -15,6 +15,7 @@ from remat_opt.compilers import (
     pooling,
     shared_weights,
     sums,
+    transcendental,
     turns,
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
@@ -339,6 +340,7 @@ def _effects(
     program, compiler = storage.flow.program, storage.compiler
     derivatives = storage.flow.linearization.derivatives
     yield from pooling.effects(program, derivatives, compiler)
+    yield from transcendental.effects(storage.flow, compiler, storage.vertex_of)
     yield from cpu_sums.held(program, derivatives, compiler, storage.vertex_of)
     if weights.weights:
         yield weights

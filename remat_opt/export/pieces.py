@@ -41,6 +41,7 @@ class Piece:
       parts: the same, grouped where some form inner pieces.
       inputs: the values that go in.
       outputs: those that come out: made in it, or passed on by it, and read later on.
+      again: whether it is under a checkpoint of its own (``Step.twice``).
     """
 
     path: tuple[Level, ...]
@@ -48,6 +49,7 @@ class Piece:
     parts: tuple[int | Piece, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    again: bool = False
 
     def pieces(self) -> Iterator[Piece]:
         """The pieces that it consists of."""
@@ -184,7 +186,11 @@ class Region:
         paths: Sequence[tuple[Level, ...]],
     ) -> None:
         self.step, self.turns = step, turns
-        self._program, self._paths = program, paths
+        self._program = program
+        self._group_of = {index: group for group in step.twice for index in group}
+        self._paths = {index: paths[index] for index in step.equations}
+        for index, group in self._group_of.items():
+            self._paths[index] = _shared_path([paths[one] for one in group])
         self._position = {index: n for n, index in enumerate(step.equations)}
         self._made_at: dict[int, int] = {}
         self._last_read: dict[int, int] = {}
@@ -226,6 +232,7 @@ class Region:
             parts=parts,
             inputs=tuple(inputs),
             outputs=tuple(v for v in handed_on if self._last_read.get(v, -1) >= stop),
+            again=tuple(indices) == self._group_of.get(indices[0]),
         )
 
     def _split(self, indices: Sequence[int]) -> tuple[int | Piece, ...]:
@@ -238,7 +245,7 @@ class Region:
             )
         ]
         if len(groups) == 1:
-            return tuple(indices)
+            return self._units(indices)
         parts: list[int | Piece] = []
         for level, group in groups:
             if level == (_NO_BLOCK,):
@@ -246,7 +253,20 @@ class Region:
             elif level and len(group) >= _LEAST:
                 parts.append(self.piece(group, self._split(group)))
             else:
-                parts += group
+                parts += self._units(group)
+        return tuple(parts)
+
+    def _units(self, indices: Sequence[int]) -> tuple[int | Piece, ...]:
+        """Equations one by one, but for those under a checkpoint of their own together."""
+        if tuple(indices) == self._group_of.get(indices[0]):
+            return tuple(indices)
+        parts: list[int | Piece] = []
+        for index in indices:
+            group = self._group_of.get(index)
+            if group is None:
+                parts.append(index)
+            elif index == group[0]:
+                parts.append(self.piece(group, group))
         return tuple(parts)
 
 

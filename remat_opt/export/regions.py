@@ -208,7 +208,13 @@ class _Chain:
             summed=bodies.summed(program),
             ways=rewrites(program, rules, recomputes=recomputes, place=place),
         )
-        self.steps = steps_of(program, stages, frozenset(named))
+        self.steps = steps_of(
+            program,
+            stages,
+            frozenset(named),
+            twice=self.rewriting.ways.twice,
+            again=place is Place.ITERATION,
+        )
         self.makers = program.makers()
         self.arguments: Mapping[int, str | Path] = {}
         # By the numbers of a region and those around it.
@@ -294,12 +300,17 @@ class _Chain:
             if region.turns[index].named
             and self.rewriting.summed.isdisjoint(self.program.equations[index].value_inputs)
         ]
+        lines += [
+            f"under a checkpoint: {[piece.indices.index(index) for index in group]}"
+            for group in region.step.twice
+            if set(piece.indices).issuperset(group)
+        ]
         return "\n".join([*lines, returned([scope.names[value] for value in piece.outputs])])
 
     def _shared(self, piece: Piece) -> bool:
         """Whether a piece of another becomes a separate function."""
         key = self._keys[piece]
-        return self.same.inside[key] > 0 and self.same.uses(key) > 1
+        return piece.again or (self.same.inside[key] > 0 and self.same.uses(key) > 1)
 
     # --- functions ----------------------------------------------------------------------------
 
@@ -365,12 +376,16 @@ class _Chain:
         arguments = ["at"] if takes_at else []
         arguments += [scope.names[value] for value in piece.inputs]
         # The label is part of the names, unless the caller passes one.
+        if decorated:
+            decorator = self._decorator(region, labels, label)
+        else:
+            decorator = policy_decorator(()) if piece.again else []
         self.functions.define(
             name,
             arguments,
             [*lines, returned([scope.names[value] for value in piece.outputs])],
             said=said,
-            decorator=self._decorator(region, labels, label) if decorated else (),
+            decorator=decorator,
         )
         found = Function(name=name, takes_at=takes_at, labels=labels)
         self.same.written[key, "" if takes_at else label] = found

@@ -35,7 +35,7 @@ from remat_opt.transform.barriers import behind_barrier, cotangents_together, st
 from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
-from remat_opt.transform.steps import Rewriting, Step, steps_of
+from remat_opt.transform.steps import Rewriting, Step, inputs_of, steps_of
 from remat_opt.transform.turns import in_order, renewed, ties, with_partner
 
 
@@ -72,13 +72,14 @@ def rewrite(
     """
     _check_stages(program, stages)
     _check_loops(program, loops, named)
-    steps = steps_of(program, stages, frozenset(named))
     ways = rewrites(
         program,
         Rules(platform=platform, off=frozenset(off)),
         recomputes=any(stage.checkpointed for stage in stages),
         place=place,
     )
+    again = place is Place.ITERATION
+    steps = steps_of(program, stages, frozenset(named), twice=ways.twice, again=again)
     summed = bodies.summed(program)
 
     def running(loop: Loop | Choice) -> Callable[[Sequence[Any]], list[Any]]:
@@ -335,12 +336,33 @@ def _runner(
         if index in behind:
             tie((*equation.outputs, *behind[index]), environment)
 
+    def run_named(index: int, environment: dict[int, Any]) -> None:
+        with jax.named_scope(equation_scope(index)):
+            run_equation(index, environment)
+
+    def run_twice(group: Sequence[int], environment: dict[int, Any]) -> None:
+        read = inputs_of(program, group)
+        (result,) = program.equations[group[-1]].outputs
+
+        @jax.checkpoint
+        def run(*given: Any) -> Any:
+            own = dict(zip(read, given, strict=True))
+            for index in group:
+                run_named(index, own)
+            return own[result]
+
+        environment[result] = run(*(environment[value] for value in read))
+
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
         _run(rewriting, step.inside, environment, around=region_number)
+        groups = {group[0]: group for group in step.twice}
+        later = {index for group in step.twice for index in group[1:]}
         for index in step.equations:
-            with jax.named_scope(equation_scope(index)):
-                run_equation(index, environment)
+            if index in groups:
+                run_twice(groups[index], environment)
+            elif index not in later:
+                run_named(index, environment)
         return [environment[value] for value in step.outputs]
 
     if not step.checkpointed:

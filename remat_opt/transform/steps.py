@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 from remat_opt.compilers.rewrites import Rewrites
@@ -23,6 +24,8 @@ class Step:
       named: those whose outputs carry a name, for its policy or that of a step around it.
       checkpointed: whether it runs under ``jax.checkpoint``.
       inside: steps to run in place of ``equations``.
+      twice: some of its equations, in groups that follow one another: each is under one more
+        checkpoint, which keeps nothing (``Rewrites.twice``).
     """
 
     equations: tuple[int, ...]
@@ -32,6 +35,7 @@ class Step:
     named: frozenset[int]
     checkpointed: bool
     inside: tuple[Step, ...]
+    twice: tuple[tuple[int, ...], ...] = ()
 
     def all_equations(self) -> Iterator[int]:
         """Its equations, and those of the steps inside."""
@@ -39,9 +43,9 @@ class Step:
         for step in self.inside:
             yield from step.all_equations()
 
-    def inputs_of(self, program: Program, equations: Iterable[int]) -> tuple[int, ...]:
+    def inputs_for(self, program: Program, equations: Iterable[int]) -> tuple[int, ...]:
         """What some of its equations read of its inputs, perhaps through others."""
-        return _inputs(program, _emitted(program, equations, program.makers(), {*self.inputs}))
+        return inputs_of(program, _emitted(program, equations, program.makers(), {*self.inputs}))
 
 
 #: Runs an opened loop on its inputs.
@@ -68,7 +72,12 @@ class Rewriting:
 
 
 def steps_of(
-    program: Program, stages: Sequence[Stage], named: frozenset[int] = frozenset()
+    program: Program,
+    stages: Sequence[Stage],
+    named: frozenset[int] = frozenset(),
+    *,
+    twice: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    again: bool = False,
 ) -> list[Step]:
     """The stages in order, and one more for what the result needs and none of them has.
 
@@ -76,6 +85,9 @@ def steps_of(
       program: a traced function.
       stages: its stages.
       named: equations whose outputs carry a name for a policy around all of them.
+      twice: what is computed twice where it runs again (``Rewrites.twice``).
+      again: whether all of it runs again, as an iteration does, whose ``named`` equations lie in
+        stacks.
     """
     maker = program.makers()
     all_roots = {root for stage in stages for root in stage.roots}
@@ -92,14 +104,49 @@ def steps_of(
             Step(
                 outputs=tuple(v for index in trailing for v in program.equations[index].outputs),
                 equations=tuple(trailing),
-                inputs=_inputs(program, trailing),
+                inputs=inputs_of(program, trailing),
                 kept=frozenset(),
                 named=named,
                 checkpointed=False,
                 inside=(),
             )
         )
-    return _finished(drafts, set(program.output_values))
+    steps = _finished(drafts, set(program.output_values))
+    return [_grouped(program, step, twice, named, again) for step in steps] if twice else steps
+
+
+def _grouped(
+    program: Program,
+    step: Step,
+    twice: Mapping[int, tuple[int, ...]],
+    named: frozenset[int],
+    again: bool,
+) -> Step:
+    """A step whose equations that are computed twice follow one another, if it runs again."""
+    again = again or step.checkpointed
+    if step.inside:
+        inside = tuple(_grouped(program, one, twice, named, again) for one in step.inside)
+        return dataclasses.replace(step, inside=inside)
+    there, wanted = set(step.equations), set(step.outputs)
+    in_stacks = {value for one in named for value in program.equations[one].outputs}
+    found = {}
+    for last in there & twice.keys() if again else ():
+        group = twice[last]
+        on_the_way = {value for one in group[:-1] for value in program.equations[one].outputs}
+        if (
+            there.issuperset(group)
+            and not there.issubset(group)
+            and step.named.isdisjoint(group)
+            and wanted.isdisjoint(on_the_way)
+            and in_stacks.isdisjoint(inputs_of(program, group))
+        ):
+            found[last] = group
+    moved = {index for group in found.values() for index in group}
+    equations: list[int] = []
+    for index in step.equations:
+        equations += found.get(index, () if index in moved else (index,))
+    groups = tuple(found[index] for index in step.equations if index in found)
+    return dataclasses.replace(step, equations=tuple(equations), twice=groups)
 
 
 def _drafts(
@@ -129,7 +176,7 @@ def _drafts(
         else:
             equations = tuple(_emitted(program, stage.roots, maker, available))
             inside = ()
-            inputs = _inputs(program, equations)
+            inputs = inputs_of(program, equations)
         drafts.append(
             Step(
                 equations=equations,
@@ -158,7 +205,7 @@ def _finished(drafts: Sequence[Step], wanted: set[int]) -> list[Step]:
     return steps[::-1]
 
 
-def _inputs(program: Program, equations: Sequence[int]) -> tuple[int, ...]:
+def inputs_of(program: Program, equations: Sequence[int]) -> tuple[int, ...]:
     """What the equations read and do not make themselves."""
     made = {value for index in equations for value in program.equations[index].outputs}
     return _distinct(

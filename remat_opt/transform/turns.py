@@ -136,7 +136,7 @@ def in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
         return []
     program, last = rewriting.program, passed_on[-1]
     read = [
-        v for v in step.inputs_of(program, starts) if is_inexact(program.types[v]) and v != last
+        v for v in step.inputs_for(program, starts) if is_inexact(program.types[v]) and v != last
     ]
     return [*read, last] if read else []
 

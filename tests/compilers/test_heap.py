@@ -157,3 +157,10 @@ def test_arrays_lie_in_the_smallest_result_that_is_written_after_them() -> None:
     assert heap.outside_results(arrays((0, 3, 4)), [(3, 4)]).bytes.tolist() == [4]
     assert heap.outside_results(arrays((0, 3, 4)), [(4, 3)]).bytes.tolist() == [4]
     assert heap.outside_results(arrays((0, 3, 4)), []).bytes.tolist() == [4]
+
+
+def test_in_an_iteration_large_arrays_stay_in_vector_memory_too() -> None:
+    # The 32 is short-lived, but more than an eighth of what is alive here.
+    found = arrays((0, 9, 64), (1, 3, 32), unit=MIB)
+    assert heap_bytes(found) == 96 * MIB
+    assert heap.heap_bytes(found, vector_bytes=112 * MIB, among_others=True) == 64 * MIB

@@ -214,6 +214,13 @@ def activated(weights, x):
     return jnp.sum(jnp.sin(jax.nn.relu(x @ weights[0]) @ weights[1]))
 
 
+def activated_twice(weights, x):
+    for w in weights:
+        y = x @ w
+        x = y * jnp.tanh(y)
+    return jnp.sum(x @ weights[0])
+
+
 def biased(parameters, x):
     w, b = parameters
     return jnp.sum(jnp.sin(jnp.tanh(x @ w + b) @ w))
@@ -290,6 +297,12 @@ def stacked(weights, x):
     return jnp.sum(stacked_layers(weights, x))
 
 
+def stacked_gates(weights, x):
+    return jnp.sum(
+        lax.scan(lambda h, w: (h + (jnp.sin(h @ w) * (h @ w.T)) @ w, None), x, weights)[0]
+    )
+
+
 def stack_and_head(weights, x):
     layers, head = weights
     return jnp.sum(jnp.sin(stacked_layers(layers, x) @ head))
@@ -307,6 +320,8 @@ narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
 wide = jax.ShapeDtypeStruct((2048, 2048), "float32")
 rows = jax.ShapeDtypeStruct((512, 64), "float32")
 huge = jax.ShapeDtypeStruct((8192, 8192), "float32")
+stack = jax.ShapeDtypeStruct((6, 256, 256), "float32")
+many_rows = jax.ShapeDtypeStruct((2**15, 256), "float32")
 widths = [64, 96, 64, 640, 32, 256, 640]
 changing = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
 
@@ -353,6 +368,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),
     "transposed_cotangents": ("cpu", recurrent, (W, jnp.ones((2, 16, 8)))),
     "entries_sliced": ("h200", stacked, (jnp.ones((6, 128, 128)), ROWS)),
+    "entries_in_place": ("v5e", stacked_gates, (stack, many_rows)),
     "copies": ("v5e", recurrent, (wide, wide)),
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),
@@ -366,6 +382,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
     "starts_wait": ("h200", towers, ([SQUARE] * 4, ROWS)),
     "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
+    "functions_again": ("h200", activated_twice, ([W, W], X)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "boundaries_stored": ("cpu", two_layers, ([W, W], X)),

@@ -14,13 +14,12 @@ from jax import lax
 from remat_opt import _jax_internals as internals
 from remat_opt import loops, planning, verification
 from remat_opt.compilers.model import Model
-from remat_opt.compilers.stacks import Beside, beside_stacks, counted_around_bytes, stacks
+from remat_opt.compilers.stacks import Beside, Read, beside_stacks, counted_around_bytes, stacks
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
 from remat_opt.plan import Objective
 from remat_opt.program import bodies, tracing
 from remat_opt.schedule import Region, Schedule
-from remat_opt.spans import Stacks
 from tests.compiler_graphs import compiler_of, names
 from tests.devices import needs_cuda_plugin
 
@@ -34,14 +33,14 @@ def floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def body_of(
-    layer: Callable[..., Any], device: str = "h200"
-) -> tuple[Model, Stacks, Callable[..., Beside]]:
+    layer: Callable[..., Any], device: str = "h200", rows: int = ROWS
+) -> tuple[Model, Read, Callable[..., Beside]]:
     """The model of a body, what it reads of stacks, and what it takes beside them."""
 
     def loss(w: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(lax.scan(lambda h, w: (layer(h, w), None), x, w)[0])
 
-    program = tracing.trace(loss, floats(LENGTH, WIDTH, WIDTH), floats(ROWS, WIDTH))
+    program = tracing.trace(loss, floats(LENGTH, WIDTH, WIDTH), floats(rows, WIDTH))
     (equation,) = (one for one in program.equations if one.operation.primitive == "scan")
     scan = internals.scan_of(equation.jax_equation)
     body = bodies.body_of(equation, bodies.varying(program))
@@ -63,14 +62,14 @@ def test_what_products_read_is_copied() -> None:
     found, read, _ = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w))
     told = names(found.graph)
     product = told.index("dot_general")
-    assert read.slicing is not None
-    assert [told[v] for v in np.flatnonzero(read.slicing)] == ["dot_general"]
+    assert read.stacks.slicing is not None
+    assert [told[v] for v in np.flatnonzero(read.stacks.slicing)] == ["dot_general"]
     # The sine reads what is carried, where it lies.
-    assert read.inputs == [(WEIGHT, (product,))]
-    assert read.carried_bytes == CARRIED
-    assert [told[v] for v in np.flatnonzero(read.handed_out)] == ["cos"]
+    assert read.stacks.inputs == [(WEIGHT, (product,), False)]
+    assert read.stacks.carried_bytes == CARRIED
+    assert [told[v] for v in np.flatnonzero(read.stacks.handed_out)] == ["cos"]
     _, read, _ = body_of(lambda h, w: jnp.cos(h @ w))
-    assert [size for size, _ in read.inputs] == [CARRIED, WEIGHT]
+    assert [size for size, *_ in read.stacks.inputs] == [CARRIED, WEIGHT]
 
 
 def test_what_elementwise_readers_read_lies_in_the_stack() -> None:
@@ -90,20 +89,40 @@ def test_in_parts_weights_are_copied_at_once() -> None:
     assert found.whole_bytes <= found.part_bytes
 
 
+def test_checkpoints_inside_an_iteration_read_copies() -> None:
+    found, read, _ = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w))
+    told = names(found.graph)
+    sine, product = told.index("sin"), told.index("dot_general")
+    every = tuple(range(len(told)))
+    inside = Region(vertices=every[: product + 1]), Region(vertices=every[product + 1 :])
+    # What is carried is copied for the sine, too.
+    assert read.under(inside).inputs == [(WEIGHT, (product,), True), (CARRIED, (sine,), True)]
+    assert read.under(inside[1:]) == read.under(()) == read.stacks
+
+
 def test_an_iteration_starts_from_a_cotangent_that_is_counted_around_it() -> None:
     for device, expected in (("h200", 3), ("v5e", 0), ("cpu", 0)):
         assert counted_around_bytes(3, 4, compiler_of(device)) == expected
         assert counted_around_bytes(4, 3, compiler_of(device)) == expected
 
 
-@pytest.mark.parametrize("device", ["v5e", "cpu"])
-def test_of_other_compilers_nothing_is_known(device: str) -> None:
-    found, read, beside = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w), device)
+def wider(h: jax.Array, w: Any) -> jax.Array:
+    return jnp.cos(jnp.sin(h @ w) @ w)
+
+
+def test_on_a_tpu_what_is_kept_is_read_in_its_place() -> None:
+    _, _, beside = body_of(wider, "v5e", rows=2**17)
+    assert beside().whole_bytes <= beside().part_bytes
+    assert beside("dot_general").whole_bytes < beside("dot_general").part_bytes
+
+
+def test_of_other_compilers_nothing_is_known() -> None:
+    found, read, beside = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w), "cpu")
     region = Region(vertices=tuple(range(len(found.graph))))
     peak_bytes = found.peak_bytes(Schedule(regions=(region,)))
     assert beside() == Beside(
-        whole_bytes=peak_bytes + read.carried_bytes,
-        part_bytes=peak_bytes + read.carried_bytes,
+        whole_bytes=peak_bytes + read.stacks.carried_bytes,
+        part_bytes=peak_bytes + read.stacks.carried_bytes,
         alone_bytes=peak_bytes,
     )
 
