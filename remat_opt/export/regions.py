@@ -33,7 +33,7 @@ from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.schedule import Choice, Loop, Part, Stage
 from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import renewed
+from remat_opt.transform.turns import in_order, renewed
 from remat_opt.units import format_bytes
 
 
@@ -477,16 +477,16 @@ class _Chain:
         """The calls that run steps, as ``rewriting._run`` runs them."""
         last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
         items: list[Item] = []
+
+        def behind(values: Sequence[int]) -> Item:
+            barrier = self.functions.helper(support.behind_barrier)
+            return Item(function=barrier, reads=tuple(values), writes=tuple(values), unpack=False)
+
         for number, step in enumerate(steps):
+            if number and (values := in_order(self.rewriting, steps[number - 1], step)):
+                items.append(behind(values))
             own = f"{label}{number + 1}." if _is_apart(steps, step) else label
             items += self._step(step, (*around, number), own)
-
-            def behind(values: Sequence[int]) -> Item:
-                barrier = self.functions.helper(support.behind_barrier)
-                return Item(
-                    function=barrier, reads=tuple(values), writes=tuple(values), unpack=False
-                )
-
             if self.rewriting.ways.stored and step.checkpointed:
                 items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
             groups = renewed(self.rewriting, step, number, last_reader)

@@ -22,6 +22,11 @@ def residual_mlp(layers, x):
     return jnp.mean(x**2)
 
 
+def towers(both, inputs):
+    """The second one starts anew, from arguments."""
+    return sum(map(residual_mlp, both, inputs))
+
+
 class Block(nn.Module):
     channels: int
 
@@ -92,6 +97,14 @@ NETWORKS = {
         ),
         False,
     ),
+    "towers": (
+        towers,
+        (
+            [[{"up": array(64, 256), "bias": array(256), "down": array(256, 64)}] * 3] * 2,
+            [array(512, 64)] * 2,
+        ),
+        False,
+    ),
     "convolutional": (convolutional, (_variables(), array(16, 64, 64, 3)), True),
     "transformer": (
         transformer,
@@ -130,7 +143,7 @@ DEVICES = {
     "h200": [pytest.mark.slow, pytest.mark.cuda, needs_cuda_plugin],
 }
 #: Networks of a device that the everyday tests look at.
-EVERYDAY = [("cpu", "recurrent"), ("v5e", "convolutional")]
+EVERYDAY = [("cpu", "recurrent"), ("v5e", "convolutional"), ("h200", "towers")]
 
 
 def marks(device, budget):
