@@ -18,8 +18,9 @@ the product reads, is under one more checkpoint.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler, Rules
@@ -83,10 +84,12 @@ def twice(program: Program, rules: Rules, *, in_loop: bool = False) -> dict[int,
     primitives, maker = dear(rules.platform), program.makers()
     if not any(one.operation.primitive in primitives for one in program.equations):
         return {}
-    readers: dict[int, set[int]] = {value: {-1} for value in program.output_values}
+    readers: dict[int, set[int]] = defaultdict(set)
+    for value in program.output_values:
+        readers[value].add(-1)
     for index, equation in enumerate(program.equations):
         for value in equation.value_inputs:
-            readers.setdefault(value, set()).add(index)
+            readers[value].add(index)
     found = {}
     for equation in program.equations:
         if equation.operation.primitive != "dot_general":
@@ -94,12 +97,10 @@ def twice(program: Program, rules: Rules, *, in_loop: bool = False) -> dict[int,
         for value in equation.value_inputs:
             while value in maker and program.equations[maker[value]].operation.primitive in ALIASES:
                 (value,) = program.equations[maker[value]].value_inputs
-            group = _elementwise(program, maker, value)
-            made = {one for index in group for one in program.equations[index].outputs} - {value}
+            group = _elementwise(program, maker, readers, value)
             if (
                 any(program.equations[i].operation.primitive in primitives for i in group)
                 and len(program.equations[group[-1]].outputs) == 1
-                and all(readers.get(one, set()) <= set(group) for one in made)
                 and not (in_loop and _begins_at_argument(program, group))
             ):
                 found[group[-1]] = group
@@ -114,16 +115,21 @@ def _begins_at_argument(program: Program, group: Sequence[int]) -> bool:
     return any(program.types[one].bytes >= size for one in read.intersection(program.arguments))
 
 
-def _elementwise(program: Program, maker: Mapping[int, int], value: int) -> tuple[int, ...]:
-    """The elementwise equations that make a value; none if it is made of anything else.
+def _elementwise(
+    program: Program, maker: Mapping[int, int], readers: Mapping[int, Set[int]], value: int
+) -> tuple[int, ...]:
+    """The elementwise equations that make a value, if nothing else reads what they make on the way.
 
-    They begin at arguments and at results of products and reductions.
+    They begin at arguments and at results of products and reductions. None if the value is made of
+    anything else.
     """
     group: set[int] = set()
-    pending = [value]
+    last = maker.get(value, -1)
+    # From the last equation back: whatever reads an equation comes before it.
+    pending = [-last] if last >= 0 else []
     while pending:
-        index = maker.get(pending.pop())
-        if index is None or index in group:
+        index = -heapq.heappop(pending)
+        if index in group:
             continue
         equation = program.equations[index]
         fusion = costs.cost(equation.operation).fusion
@@ -133,8 +139,12 @@ def _elementwise(program: Program, maker: Mapping[int, int], value: int) -> tupl
             return ()
         if equation.effects or equation.operation.primitive.startswith("random_"):
             return ()
+        if index != last and any(not readers[one] <= group for one in equation.outputs):
+            return ()
         group.add(index)
-        pending += equation.value_inputs
+        for one in equation.value_inputs:
+            if one in maker:
+                heapq.heappush(pending, -maker[one])
     return tuple(sorted(group))
 
 
@@ -192,7 +202,6 @@ def effects(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) ->
       vertex_of: for each array, its vertex.
     """
     groups, starts = {}, {}
-    in_loop = twice(flow.program, compiler.rules, in_loop=True).keys()
     in_loop_too = set()
     for last, group in twice(flow.program, compiler.rules).items():
         (value,) = flow.program.equations[last].outputs
@@ -212,7 +221,7 @@ def effects(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) ->
                 if flow.source[one] in vertex_of
             }
             starts[vertex] = tuple(sorted(read.difference(on_the_way)))
-            if last in in_loop:
+            if not _begins_at_argument(flow.program, group):
                 in_loop_too.add(vertex)
     if groups:
         yield Twice(groups=groups, starts=starts, in_loop_too=frozenset(in_loop_too))
