@@ -45,9 +45,11 @@ def _complaint(
     name = function.__name__
     own = inspect.signature(function)
     options = [one.name for one in own.parameters.values() if one.kind is one.KEYWORD_ONLY]
-    if not _takes_any(own):
-        unknown = [one for one in kwargs if one not in own.parameters]
-        return f"{name} has no option {_advice(unknown[0], options)}" if unknown else ""
+    unknown = [one for one in kwargs if not takes(own, one)]
+    if unknown:
+        return f"{name} has no option {_advice(unknown[0], options)}"
+    if "kwargs" not in own.parameters:
+        return ""
     try:
         given = own.bind(*args, **kwargs).arguments
     except TypeError:
@@ -60,8 +62,8 @@ def _complaint(
         taken = inspect.signature(fn)
     except (TypeError, ValueError):
         return ""
-    unknown = [one for one in its_kwargs if one not in taken.parameters]
-    if unknown and not _takes_any(taken):
+    unknown = [one for one in its_kwargs if not takes(taken, one)]
+    if unknown:
         return f"{called!r} has no argument and {name} no option {_advice(unknown[0], options)}"
     try:
         taken.bind(*its_args, **its_kwargs)
@@ -74,9 +76,10 @@ def _complaint(
     return ""
 
 
-def _takes_any(signature: inspect.Signature) -> bool:
-    """Whether a function takes keyword arguments of any name."""
-    return any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+def takes(signature: inspect.Signature, name: str) -> bool:
+    """Whether a function has a parameter of this name, or takes keyword arguments of any name."""
+    parameters = signature.parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _advice(name: str, options: list[str]) -> str:

@@ -139,12 +139,7 @@ def numbers(given: int | Sequence[int] | None, option: str) -> tuple[int, ...]:
     Raises:
       RematError: it is something else.
     """
-    found = _several(given, int)
-    if found is None:
-        raise RematError(
-            f"{option}={given!r}: give the number of a positional argument, or a tuple of them."
-        )
-    return found
+    return _several(given, int, option, "the number of a positional argument")
 
 
 def names(given: str | Sequence[str] | None, option: str) -> tuple[str, ...]:
@@ -153,18 +148,22 @@ def names(given: str | Sequence[str] | None, option: str) -> tuple[str, ...]:
     Raises:
       RematError: it is something else.
     """
-    found = _several(given, str)
-    if found is None:
-        raise RematError(f"{option}={given!r}: give the name of an argument, or a tuple of them.")
-    return found
+    return _several(given, str, option, "the name of an argument")
 
 
-def _several(given: _T | Sequence[_T] | None, kind: type[_T]) -> tuple[_T, ...] | None:
-    """One or several of a kind, as a tuple; None if it is neither."""
-    if given is None or isinstance(given, kind):
-        return () if given is None else (given,)
-    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
-    return found if found is not None and all(isinstance(one, kind) for one in found) else None
+def _several(
+    given: _T | Sequence[_T] | None, kind: type[_T], option: str, what: str
+) -> tuple[_T, ...]:
+    """One or several of a kind, as a tuple; ``what`` says in words what one is."""
+    if given is None:
+        return ()
+    if isinstance(given, kind):
+        return (given,)
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        found = tuple(given)
+        if all(isinstance(one, kind) for one in found):
+            return found
+    raise RematError(f"{option}={given!r}: give {what}, or a tuple of them.")
 
 
 def signature_of(

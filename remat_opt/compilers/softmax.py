@@ -74,7 +74,7 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     narrow = rules.has("scores_widened")
     if not (narrow or rules.has("softmax")):
         return
-    maker, readers = program.makers(), _readers(program)
+    maker, readers = program.makers(), program.readers()
     for equation, maxima in _exponentials(program, maker):
         (exponentials,) = equation.outputs
         if narrow and not _is_widened(program, exponentials, maker):
@@ -92,7 +92,7 @@ def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
     """What each ``log_softmax`` exponentiates, if it is stored, and the logits as they came."""
     if not rules.has("logits_shifted"):
         return
-    maker, readers = program.makers(), _readers(program)
+    maker, readers = program.makers(), program.readers()
     for equation, _ in _exponentials(program, maker):
         (value,) = equation.value_inputs
         if program.types[value].shape[-1] <= _LONGEST_ROW and _is_picked_from(
@@ -117,15 +117,6 @@ def _is_picked_from(program: Program, value: int, readers: Mapping[int, Sequence
             if equation.operation.primitive in {"reshape", "sub"}:
                 pending += [one for one in equation.outputs if program.types[one].size == size]
     return False
-
-
-def _readers(program: Program) -> dict[int, list[int]]:
-    """For each value, the equations that read it."""
-    found: dict[int, list[int]] = {}
-    for index, equation in enumerate(program.equations):
-        for value in equation.value_inputs:
-            found.setdefault(value, []).append(index)
-    return found
 
 
 def _exponentials(program: Program, maker: Mapping[int, int]) -> Iterator[tuple[Equation, int]]:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler, Rules
@@ -84,12 +84,10 @@ def twice(program: Program, rules: Rules, *, in_loop: bool = False) -> dict[int,
     primitives, maker = dear(rules.platform), program.makers()
     if not any(one.operation.primitive in primitives for one in program.equations):
         return {}
-    readers: dict[int, set[int]] = defaultdict(set)
+    readers = program.readers()
     for value in program.output_values:
-        readers[value].add(-1)
-    for index, equation in enumerate(program.equations):
-        for value in equation.value_inputs:
-            readers[value].add(index)
+        # No equation: none of those that make something on the way.
+        readers.setdefault(value, []).append(-1)
     found = {}
     for equation in program.equations:
         if equation.operation.primitive != "dot_general":
@@ -116,7 +114,7 @@ def _begins_at_argument(program: Program, group: Sequence[int]) -> bool:
 
 
 def _elementwise(
-    program: Program, maker: Mapping[int, int], readers: Mapping[int, Set[int]], value: int
+    program: Program, maker: Mapping[int, int], readers: Mapping[int, Sequence[int]], value: int
 ) -> tuple[int, ...]:
     """The elementwise equations that make a value, if nothing else reads what they make on the way.
 
@@ -139,7 +137,9 @@ def _elementwise(
             return ()
         if equation.effects or equation.operation.primitive.startswith("random_"):
             return ()
-        if index != last and any(not readers[one] <= group for one in equation.outputs):
+        if index != last and not all(
+            group.issuperset(readers.get(one, ())) for one in equation.outputs
+        ):
             return ()
         group.add(index)
         for one in equation.value_inputs:

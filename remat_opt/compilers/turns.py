@@ -77,11 +77,11 @@ def starts(program: Program) -> frozenset[int]:
     led: set[int] = set()
     found: list[int] = []
     for index, equation in enumerate(program.equations):
-        heavy = equation.operation.primitive in PRODUCTS | {"gather"}
-        if not led.isdisjoint(equation.value_inputs):
-            led.update(equation.outputs)
-        elif heavy:
+        is_led = not led.isdisjoint(equation.value_inputs)
+        if not is_led and equation.operation.primitive in PRODUCTS | {"gather"}:
             found.append(index)
+            is_led = True
+        if is_led:
             led.update(equation.outputs)
     return frozenset(found[1:])
 

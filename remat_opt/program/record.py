@@ -211,6 +211,14 @@ class Program:
             for value in equation.outputs
         }
 
+    def readers(self) -> dict[int, list[int]]:
+        """For each value that equations read, the numbers of these equations, ascending."""
+        found: dict[int, list[int]] = {}
+        for number, equation in enumerate(self.equations):
+            for value in equation.value_inputs:
+                found.setdefault(value, []).append(number)
+        return found
+
     def fingerprint(self) -> str:
         """A hash of what the program computes and of what is differentiated.
 

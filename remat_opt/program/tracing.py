@@ -23,6 +23,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import RematError, TraceError
+from remat_opt.misuse import takes
 from remat_opt.operation import GUESSED_TURNS, PRODUCTS, ArrayType, Body, Operation
 from remat_opt.program.placement import placement_of
 from remat_opt.program.record import Atom, Constant, Equation, Program
@@ -134,7 +135,7 @@ def bind_static(
             static.add(name)
         elif name in parameters:
             static.add(parameters.index(name))
-        elif parameters and not _takes(fn, name):
+        elif parameters and not takes(inspect.signature(fn), name):
             raise TraceError(
                 f"static_argnames names {name!r}, but the function's arguments are "
                 f"{', '.join(parameters)}. Correct the name, or take it out."
@@ -205,12 +206,6 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
         return []
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [parameter.name for parameter in parameters if parameter.kind in by_position]
-
-
-def _takes(fn: Callable[..., Any], name: str) -> bool:
-    """Whether a function has, or may have, a parameter of this name."""
-    parameters = inspect.signature(fn).parameters
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def trace(
