@@ -134,10 +134,7 @@ def run(log: Log, loss: Callable[..., Any]) -> Any:
     [
         ("ordered debug callback", False),
         ("callback with its own derivative", False),
-        *(
-            pytest.param(name, True, marks=[pytest.mark.slow, pytest.mark.versions])
-            for name in steps(Log())
-        ),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in steps(Log())),
     ],
 )
 def test_once_and_in_order(name: str, thorough: bool) -> None:

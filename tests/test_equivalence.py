@@ -54,9 +54,9 @@ CORE = {
 }
 
 
-def examples(names: Iterable[str], *, fast: Set[str]) -> list[Any]:
-    """Names to go through, most of them marked slow."""
-    slow = [pytest.mark.slow, pytest.mark.versions]
+def examples(names: Iterable[str], *, fast: Set[str], versions: bool = False) -> list[Any]:
+    """Names to go through, most of them marked slow; if asked, each JAX takes all of them."""
+    slow = [pytest.mark.slow, *[pytest.mark.versions] * versions]
     return [name if name in fast else pytest.param(name, marks=slow) for name in names]
 
 
@@ -192,7 +192,7 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("name", examples(EXAMPLES, fast=EXAMPLES.keys() - DEAR))
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=EXAMPLES.keys() - DEAR, versions=True))
 def test_value_and_gradient_for_every_objective(name: str) -> None:
     example, expected = made(name), plain(name)
     stages_seen = set()
@@ -219,7 +219,7 @@ def test_all_transformations(name: str) -> None:
 
 # If nothing is jitted, every operation is compiled by itself.
 @pytest.mark.parametrize(
-    "name", examples(EXAMPLES, fast=CORE - {"branches", "custom_jvp", "mlp", "recurrent_scan"})
+    "name", examples(sorted(CORE), fast=CORE - {"branches", "custom_jvp", "mlp", "recurrent_scan"})
 )
 def test_without_jit(name: str) -> None:
     example = made(name)
@@ -368,6 +368,7 @@ def test_random_regions(name: str, data: st.DataObject) -> None:
     examples(
         [*SMALL, "cnn_batch_norm", "attention", "scanned_layers"],
         fast={"custom_vjp", "inner_checkpoint", "mlp"},
+        versions=True,
     ),
 )
 def test_with_and_without_the_coming_remat(name: str, value: bool) -> None:

@@ -75,13 +75,11 @@ def first_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 def test_first_steps_run_without_an_error(first_steps):
     check_ran(first_steps)
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 def test_shows_the_plan_as_a_page(first_steps):
     page = shown(cell_with(first_steps, "plan = remat_opt.make_plan"))["text/html"]
     assert "<table" in page
@@ -92,13 +90,11 @@ def test_shows_the_plan_as_a_page(first_steps):
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 def test_the_step_trains_as_it_did(first_steps):
     assert printed(cell_with(first_steps, "planned = train")).startswith("after 20 steps: loss ")
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 @pytest.mark.parametrize("source", ["plan.plot_memory", "found.plot(ax=axes)"])
 def test_draws(first_steps, source):
     figure = shown(cell_with(first_steps, source))["image/png"]
@@ -106,7 +102,6 @@ def test_draws(first_steps, source):
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 def test_plans_for_a_tpu_or_says_why_not(first_steps):
     cell = cell_with(first_steps, 'device="v5e"')
     if importlib.util.find_spec("libtpu") is None:

@@ -26,10 +26,10 @@ from tests.random_programs import (
     no_tangent,
 )
 
-COUNT = 130
+COUNT = 60
 #: The default run takes some of these that compile fast, and each JAX some.
 FAST = range(10, 18)
-VERSIONS = range(40)
+VERSIONS = range(20)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The idioms are sound programs: a finite loss, and a gradient for every parameter."""
+"""The idioms are sound programs: a scalar loss, on which every parameter bears."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import networks
-from benchmarks.networks import idioms
 
 #: Batches small enough to run.
 SMALL = {"routed_by_gathers": 64, "segment_messages": 32}
@@ -32,18 +31,6 @@ def test_loss_is_a_float32_scalar_that_every_parameter_bears_on(name: str) -> No
     assert shapes[0] == shapes[1]
     # Large enough that activations matter.
     assert sum(math.prod(one.shape) for one in jax.tree.leaves(network.arguments[0])) < 20_000_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", networks.IDIOMS)
-def test_gradients_are_finite_and_not_all_zero(name: str) -> None:
-    network = idioms.network(name, SMALL.get(name, 2))
-    arguments = jax.jit(network.make_arguments, static_argnums=0)(0)
-    loss, gradient = jax.jit(jax.value_and_grad(network.loss_fn))(*arguments)
-    assert bool(jnp.isfinite(loss))
-    for leaf in jax.tree.leaves(gradient):
-        assert bool(jnp.isfinite(leaf).all())
-    assert any(bool(jnp.any(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
 def test_they_have_no_blocks() -> None:

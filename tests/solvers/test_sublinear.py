@@ -351,7 +351,7 @@ def test_logarithmic_memory_at_n_log_n_cost():
     "count",
     [
         *(1, 2, 3, 10, 64, 65, 81, 100),
-        *(pytest.param(count, marks=pytest.mark.slow) for count in (243, 257)),
+        pytest.param(243, marks=pytest.mark.slow),
     ],
 )
 def test_recursion_stores_no_more_than_the_formula(count, kept):
