@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.rewrites import Place, rewrites
+from remat_opt.compilers.rewrites import Place
 from remat_opt.device import Platform
 from remat_opt.export import support
 from remat_opt.export.calls import Call
@@ -32,8 +32,8 @@ from remat_opt.export.sequence import Item, lines_of
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.schedule import Choice, Loop, Part, Stage
-from remat_opt.transform.steps import Rewriting, Step, steps_of
-from remat_opt.transform.turns import in_order, renewed
+from remat_opt.transform.steps import Step, prepared
+from remat_opt.transform.turns import in_turn
 from remat_opt.units import format_bytes
 
 
@@ -202,18 +202,8 @@ class _Chain:
         self.program = program
         self.loops = {loop.root: loop for loop in loops}
         rules = Rules(platform=printer.platform)
-        recomputes = any(stage.checkpointed for stage in stages)
-        self.rewriting = Rewriting(
-            program=program,
-            summed=bodies.summed(program),
-            ways=rewrites(program, rules, recomputes=recomputes, place=place),
-        )
-        self.steps = steps_of(
-            program,
-            stages,
-            frozenset(named),
-            twice=self.rewriting.ways.twice,
-            again=place is Place.ITERATION,
+        self.rewriting, self.steps = prepared(
+            program, stages, rules, named=frozenset(named), place=place
         )
         self.makers = program.makers()
         self.arguments: Mapping[int, str | Path] = {}
@@ -475,22 +465,17 @@ class _Chain:
 
     def _calls(self, steps: Sequence[Step], around: tuple[int, ...], label: str) -> list[Item]:
         """The calls that run steps, as ``rewriting._run`` runs them."""
-        last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
         items: list[Item] = []
 
         def behind(values: Sequence[int]) -> Item:
             barrier = self.functions.helper(support.behind_barrier)
             return Item(function=barrier, reads=tuple(values), writes=tuple(values), unpack=False)
 
-        for number, step in enumerate(steps):
-            if number and (values := in_order(self.rewriting, steps[number - 1], step)):
-                items.append(behind(values))
+        for number, (step, before, after) in enumerate(in_turn(self.rewriting, steps)):
             own = f"{label}{number + 1}." if _is_apart(steps, step) else label
+            items += map(behind, before)
             items += self._step(step, (*around, number), own)
-            if self.rewriting.ways.stored and step.checkpointed:
-                items += [behind([v]) for v in step.outputs if last_reader.get(v, 0) > number]
-            groups = renewed(self.rewriting, step, number, last_reader)
-            items += [behind(values) for values in groups]
+            items += map(behind, after)
         return items
 
     def _step(self, step: Step, place: tuple[int, ...], label: str) -> list[Item]:

@@ -8,12 +8,13 @@ region reads the named value. A region with regions inside is a checkpoint aroun
 that are fused into several vertices are emitted again in each region that needs them.
 
 Cotangents of a value with many readers are summed as they arrive: barriers keep XLA from leaving
-that to the end, see ``_run`` and ``turns``. ``compilers.rewrites`` says what else must be written
+that to the end, see ``turns``. ``compilers.rewrites`` says what else must be written
 differently so that a compiler does as planned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -23,7 +24,7 @@ import jax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.rewrites import Place, rewrites
+from remat_opt.compilers.rewrites import Place
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, RewriteError
 from remat_opt.program import bodies
@@ -35,8 +36,8 @@ from remat_opt.transform.barriers import behind_barrier, cotangents_together, st
 from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
-from remat_opt.transform.steps import Rewriting, Step, inputs_of, steps_of
-from remat_opt.transform.turns import in_order, renewed, ties, with_partner
+from remat_opt.transform.steps import Rewriting, Step, inputs_of, prepared
+from remat_opt.transform.turns import in_turn, ties, with_partner
 
 
 def rewrite(
@@ -72,20 +73,13 @@ def rewrite(
     """
     _check_stages(program, stages)
     _check_loops(program, loops, named)
-    ways = rewrites(
-        program,
-        Rules(platform=platform, off=frozenset(off)),
-        recomputes=any(stage.checkpointed for stage in stages),
-        place=place,
-    )
-    again = place is Place.ITERATION
-    steps = steps_of(program, stages, frozenset(named), twice=ways.twice, again=again)
-    summed = bodies.summed(program)
+    rules = Rules(platform=platform, off=frozenset(off))
+    rewriting, steps = prepared(program, stages, rules, named=frozenset(named), place=place)
 
     def running(loop: Loop | Choice) -> Callable[[Sequence[Any]], list[Any]]:
         given = (
             program.equations[loop.root],
-            summed,
+            rewriting.summed,
             functools.partial(rewrite, platform=platform, off=off),
             f"{within}{loop.root}_in_",
         )
@@ -94,12 +88,12 @@ def rewrite(
         return functools.partial(_run_loop, loop, *given)
 
     opened = {loop.root: running(loop) for loop in loops}
-    rewriting = Rewriting(program=program, summed=summed, ways=ways, loops=opened, within=within)
+    whole = dataclasses.replace(rewriting, loops=opened, within=within)
 
     def run(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         environment: dict[int, Any] = dict(zip(program.constants, constants, strict=True))
         environment.update(zip(program.arguments, arguments, strict=True))
-        _run(rewriting, steps, environment)
+        _run(whole, steps, environment)
         return [
             environment[atom] if isinstance(atom, int) else atom.value for atom in program.outputs
         ]
@@ -202,39 +196,27 @@ def _run(
 ) -> None:
     """Runs steps one after the other and adds their outputs to the environment.
 
-    What both a step and later ones read passes a barrier before the later ones, if it has a
-    cotangent (``summed``). So the cotangent is summed step by step. XLA would hold every reader's
-    contribution, or whatever it is a slice of, until the last has arrived, and then add them all at
-    once. Arguments pass the barrier together with what the step passes on: their contributions,
-    which nothing else waits for, are added before the step's own turn comes.
-
     Args:
       rewriting: what holds for all steps.
       steps: in an order of execution.
       environment: the values known before.
       around: the number of the region that contains the steps.
     """
-    program = rewriting.program
-    last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
 
     def pass_barrier(values: Sequence[int]) -> None:
         behind = behind_barrier(*(environment[value] for value in values))
         environment.update(zip(values, behind, strict=True))
 
-    for number, step in enumerate(steps):
-        if number and (values := in_order(rewriting, steps[number - 1], step)):
+    for number, (step, before, after) in enumerate(in_turn(rewriting, steps)):
+        for values in before:
             pass_barrier(values)
         given = [environment[value] for value in step.inputs]
         # A sum where regions meet has only the region's name.
         with jax.named_scope(region_scope((*around, number))):
             results = _runner(rewriting, step, (*around, number))(*given)
-        _check_types(program, step, results)
+        _check_types(rewriting.program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
-        if rewriting.ways.stored and step.checkpointed:
-            for value in step.outputs:
-                if last_reader.get(value, 0) > number:
-                    pass_barrier([value])
-        for values in renewed(rewriting, step, number, last_reader):
+        for values in after:
             pass_barrier(values)
 
 

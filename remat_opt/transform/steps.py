@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
-from remat_opt.compilers.rewrites import Rewrites
+from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.rewrites import Place, Rewrites, rewrites
+from remat_opt.program import bodies
 from remat_opt.program.record import Program
 from remat_opt.schedule import Stage
 
@@ -69,6 +71,30 @@ class Rewriting:
     ways: Rewrites
     loops: Mapping[int, Opened] = dataclasses.field(default_factory=dict)
     within: str = ""
+
+
+def prepared(
+    program: Program,
+    stages: Sequence[Stage],
+    rules: Rules,
+    *,
+    named: frozenset[int] = frozenset(),
+    place: Place = Place.TOP,
+) -> tuple[Rewriting, list[Step]]:
+    """What a program's stages become for a compiler: what to write differently, and the steps.
+
+    Args:
+      program: a traced function.
+      stages: its stages.
+      rules: those of the compiler.
+      named: equations whose outputs carry a name for a policy around all of them.
+      place: where the program runs.
+    """
+    recomputes = any(stage.checkpointed for stage in stages)
+    ways = rewrites(program, rules, recomputes=recomputes, place=place)
+    again = place is Place.ITERATION
+    steps = steps_of(program, stages, named, twice=ways.twice, again=again)
+    return Rewriting(program=program, summed=bodies.summed(program), ways=ways), steps
 
 
 def steps_of(

@@ -91,7 +91,27 @@ def _with_followers(
     return found
 
 
-def renewed(
+def in_turn(
+    rewriting: Rewriting, steps: Sequence[Step]
+) -> Iterator[tuple[Step, list[list[int]], list[list[int]]]]:
+    """Steps in order, each with the groups of values that pass a barrier before and after it.
+
+    What both a step and later ones read passes a barrier before the later ones, if it has a
+    cotangent (``summed``). So the cotangent is summed step by step. XLA would hold every reader's
+    contribution, or whatever it is a slice of, until the last has arrived, and then add them all at
+    once. Arguments pass the barrier together with what the step passes on: their contributions,
+    which nothing else waits for, are added before the step's own turn comes.
+    """
+    last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
+    for number, step in enumerate(steps):
+        before = _in_order(rewriting, steps[number - 1], step) if number else []
+        after = _renewed(rewriting, step, number, last_reader)
+        if rewriting.ways.stored and step.checkpointed:
+            after[:0] = [[v] for v in step.outputs if last_reader.get(v, 0) > number]
+        yield step, [before] if before else [], after
+
+
+def _renewed(
     rewriting: Rewriting, step: Step, number: int, last_reader: Mapping[int, int]
 ) -> list[list[int]]:
     """What passes a barrier after a step, group by group, before later steps read it.
@@ -119,7 +139,7 @@ def renewed(
     return groups
 
 
-def in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
+def _in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
     """What passes a barrier between two steps, so that what starts in the second waits.
 
     It is what the second step's starts (``Rewrites.starts``) read, together with something that the

@@ -10,15 +10,15 @@ import pytest
 
 from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.rewrites import Place, rewrites
+from remat_opt.compilers.rewrites import Place
 from remat_opt.compilers.turns import starts, weight_places
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
 from remat_opt.plan import Objective
-from remat_opt.program import bodies, tracing
+from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.transform import turns
-from remat_opt.transform.steps import Rewriting, steps_of
+from remat_opt.transform.steps import prepared
 from tests.compiler_graphs import W, X, graph_of, names
 from tests.devices import needs_cuda_plugin
 
@@ -86,11 +86,10 @@ def test_a_second_tower_waits_for_the_first() -> None:
             Region(vertices=tuple(range(len(middle), len(graph)))),
         )
     )
-    ways = rewrites(program, NVIDIA, recomputes=True)
-    rewriting_ = Rewriting(program=program, summed=bodies.varying(program), ways=ways)
-    first, second = steps_of(program, found.stages(halves))[:2]
+    rewriting_, steps = prepared(program, found.stages(halves), NVIDIA)
+    (first, before_first, _), (_, (tied,), _) = list(turns.in_turn(rewriting_, steps))[:2]
+    assert not before_first
     # Its weight and its input pass a barrier with the first tower's result.
-    tied = turns.in_order(rewriting_, first, second)
     assert {program.arguments.index(v) for v in tied if v in program.arguments} == {2, 5}
     assert len(tied) == 3
     assert tied[-1] in first.outputs
@@ -103,11 +102,9 @@ def test_in_an_iteration_gradients_come_in_turn_though_no_stage_is_checkpointed(
     program, found, graph = graph_of(block, WIDE, X)
     stages = found.stages(plain(graph))
     for place in Place:
-        ways = rewrites(program, NVIDIA, recomputes=False, place=place)
-        assert ways.ordered is (place is Place.ITERATION)
-        rewriting_ = Rewriting(program=program, summed=bodies.varying(program), ways=ways)
-        (step,) = steps_of(program, stages)
-        assert bool(turns.ties(rewriting_, step).inputs) is ways.ordered
+        rewriting_, (step,) = prepared(program, stages, NVIDIA, place=place)
+        assert rewriting_.ways.ordered is (place is Place.ITERATION)
+        assert bool(turns.ties(rewriting_, step).inputs) is rewriting_.ways.ordered
 
 
 @pytest.mark.slow
