@@ -41,7 +41,8 @@ class ParameterGradient:
     Attributes:
       first: the first vertex that reads the parameter: its backward step completes the gradient.
       last: the last vertex that does: its backward step begins it. Where it begins as the array of
-        another's cotangent, the last in whose step it has its own, if any.
+        another's cotangent, the last in whose step it has its own, if any. Where it begins as
+        zeros that exist before, the last of all.
       bytes: its size.
     """
 

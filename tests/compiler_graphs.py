@@ -13,6 +13,7 @@ from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.model import Model, model
 from remat_opt.compilers.storage import Storage
 from remat_opt.device import get_device
+from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import tracing
 from remat_opt.program.dataflow import Dataflow
@@ -31,9 +32,14 @@ def compiler_of(device: str, off: Collection[str] = ()) -> Compiler:
     return Compiler(device=get_device(device), off=frozenset(off))
 
 
-def model_of(program: Program, device: str = "h200", off: Collection[str] = ()) -> Model:
+def model_of(
+    program: Program,
+    device: str = "h200",
+    off: Collection[str] = (),
+    gradients: Gradients = Gradients.RESULTS,
+) -> Model:
     """What is expected of a program."""
-    return model(program, linearize(program), compiler_of(device, off))
+    return model(program, linearize(program), compiler_of(device, off), gradients=gradients)
 
 
 def storage_of(program: Program, device: str = "h200") -> Storage:

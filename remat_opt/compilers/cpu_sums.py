@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import jax
+
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name, under_checkpoints
@@ -20,6 +22,9 @@ from remat_opt.operation import PRODUCTS, ArrayType
 from remat_opt.program.dataflow import Dataflow
 from remat_opt.program.record import Atom, Program
 from remat_opt.schedule import Schedule
+
+#: Whether the zeros that bfloat16 rows are added to are float32.
+_ZEROS_WIDENED = jax.__version_info__ < (0, 11)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +87,8 @@ def held(
     """What a compiler holds for bfloat16 weights.
 
     A product's weight is widened once, and read in this form in the forward and the backward pass;
-    under a checkpoint it is widened again in each. The gradient of looking up rows adds to an array
-    of zeros, which depends on nothing and is made at the start.
+    under a checkpoint it is widened again in each. With JAX 0.10, the zeros that the gradients of
+    rows are added to (``from_zeros``) are wider than the gradient, and not yet its array.
 
     Args:
       program: a traced function.
@@ -102,7 +107,7 @@ def held(
                 continue
             if equation.operation.primitive in PRODUCTS:
                 products.setdefault(value, []).extend(equation.outputs)
-            elif equation.operation.primitive == "gather":
+            elif equation.operation.primitive == "gather" and _ZEROS_WIDENED:
                 looked_up.add(value)
     for value, results in (*((one, []) for one in sorted(looked_up)), *sorted(products.items())):
         size = compiler.buffer_bytes(widened(program.types[value]))
@@ -112,6 +117,35 @@ def held(
             checkpointed_bytes=0,
             unchanged_bytes=size,
         )
+
+
+def from_zeros(flow: Dataflow, compiler: Compiler) -> frozenset[int]:
+    """The parameters whose gradients begin as zeros at the start of the program.
+
+    The gradients of looked-up rows are added to an array of zeros as large as the parameter, in
+    place. It depends on nothing, so XLA for CPU makes it at the start. If a product reads the
+    parameter too, the rows are added to its gradient, unless that must be rounded first.
+
+    Args:
+      flow: a traced function's values.
+      compiler: the compiler.
+    """
+    if not compiler.has("zeros_first"):
+        return frozenset()
+    program = flow.program
+    readers: dict[int, set[str]] = {value: set() for value in program.differentiated}
+    for index in flow.linearization.derivatives:
+        equation = program.equations[index]
+        for value in readers.keys() & {flow.source[one] for one in equation.value_inputs}:
+            if not flow.is_alias(index):
+                readers[value].add(equation.operation.primitive)
+
+    def begins_with_zeros(value: int) -> bool:
+        if widened(program.types[value]) != program.types[value]:
+            return "gather" in readers[value] and not _ZEROS_WIDENED
+        return readers[value] == {"gather"}
+
+    return frozenset(filter(begins_with_zeros, readers))
 
 
 def widened(kind: ArrayType) -> ArrayType:

@@ -199,6 +199,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "transposed_cotangents": _rule(
             _CPU, "beside", "cpu_sums", "A weight's gradient transposes the cotangent."
         ),
+        "zeros_first": _rule(
+            _CPU, "beside", "cpu_sums", "Zeros that looked-up rows' gradients are added to."
+        ),
         "entries_rounded": _rule(
             _TPU,
             "beside",

@@ -366,11 +366,14 @@ def _parameter_gradients(
     for vertex, draft in enumerate(drafts):
         for value in draft.parameters:
             readers.setdefault(value, []).append(vertex)
+    program, compiler = storage.flow.program, storage.compiler
+    zeros = cpu_sums.from_zeros(storage.flow, compiler)
     for value, found in sorted(readers.items()):
-        kind = storage.flow.program.types[value]
-        size, last = storage.compiler.buffer_bytes(kind), max(found)
+        size, last = compiler.buffer_bytes(program.types[value]), max(found)
         reader, shared = of_cotangents.arguments.get(value, (-1, 0))
-        if reader == last:
+        if value in zeros:
+            last = len(drafts) - 1
+        elif reader == last:
             last = shared - 1
         yield ParameterGradient(first=min(found), last=last, bytes=size)
 

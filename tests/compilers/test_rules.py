@@ -19,6 +19,7 @@ from remat_opt.compilers.compiler import Compiler, Rules
 from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
 from remat_opt.errors import RematError
+from remat_opt.gradients import Gradients
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from remat_opt.program.linearization import linearize
@@ -314,6 +315,11 @@ def narrow_and_wide(weights, x):
     return jnp.sum(x)
 
 
+def looked_up(weights, tokens):
+    table, product = weights
+    return jnp.sum(jnp.sin(jnp.sin(table[tokens] @ product) @ product))
+
+
 overlapping = functools.partial(pooling, strides=(1, 1, 1, 1))
 apart = functools.partial(pooling, strides=(1, 2, 2, 1))
 narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
@@ -354,6 +360,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "algorithms": ("h200", by_algorithm, (W, X)),
     "logits_shifted": ("h200", log_softmax_loss, (W, X)),
     "cotangents_pass": ("h200", gated, (W, X)),
+    "zeros_first": ("cpu", looked_up, ((ROWS, SQUARE), jnp.arange(16))),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
     "squares": ("h200", similar, (W, X)),
@@ -409,10 +416,12 @@ def halves(count: int) -> Schedule:
 def figures(program: Program, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
     """What a program is expected to take on a device."""
     found = model_of(program, device, off)
+    in_step = model_of(program, device, off, Gradients.CONSUMED)
     schedules = plain(found.graph), halves(len(found.graph))
     ways = loops.ways(program, linearize(program), found, Overhead.SECONDS)
     inside = [(way.stacked_bytes, way.workspace_bytes) for of_loop in ways for way in of_loop]
-    return found.graph, inside, *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
+    peaks = *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
+    return found.graph, inside, in_step.gradient_bytes, *peaks
 
 
 def gradient(program: Program, device: str, off: Collection[str] = ()) -> str:
