@@ -9,9 +9,10 @@ from importlib.metadata import version
 # Before anything imports jax: a test must not use an accelerator it happens to find.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the time to compile for CPU is LLVM's work on kernels. Unoptimised they run slower, but
-# XLA's own passes, and so memory and FLOPs, are those that users get. With JAX 0.10, the way to
-# generate kernels that was the newer one then takes half of the rest. Settings that already exist
-# come later and win. Eight devices, for meshes; what is not sharded runs on the first.
+# XLA's own passes, and so memory and FLOPs, are those that users get. With JAX 0.10, its older way
+# to generate kernels takes half of the rest; it counts scatters otherwise (see costs/conftest.py).
+# Settings that already exist come later and win. Eight devices, for meshes; what is not sharded
+# runs on the first.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",

@@ -323,8 +323,9 @@ SMALL: dict[str, Training] = {
 
 def same_losses(train: Callable[[Decorate], list[float]]) -> list[float]:
     expected, found = train(undecorated), train(ours)
-    # Late losses are small, and rounding errors have grown by then.
-    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
+    # Rounding errors grow. A gradient that is wrong shows at once.
+    for steps, tolerance in ((slice(50), 2e-3), (slice(50, None), 2e-2)):
+        np.testing.assert_allclose(found[steps], expected[steps], rtol=tolerance, atol=1e-3)
     assert expected[-1] < expected[0]
     return expected
 
