@@ -235,7 +235,6 @@ def test_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.versions
 def test_every_layer_of_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
     """Also those whose input nothing waits for: XLA held 19 parts, and took 1.58 times as much."""
     net = networks.build("lstm", networks.default_batch("lstm"))

@@ -26,10 +26,10 @@ from tests.random_programs import (
     no_tangent,
 )
 
-COUNT = 60
+COUNT = 40
 #: The default run takes some of these that compile fast, and each JAX some.
 FAST = (10, 12, 13, 15, 16)
-VERSIONS = range(20)
+VERSIONS = range(10)
 
 
 @pytest.fixture(autouse=True)
