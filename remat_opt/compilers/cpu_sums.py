@@ -10,7 +10,7 @@ and for a weight's gradient the cotangent is transposed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -20,7 +20,7 @@ from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name, und
 from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS, ArrayType
 from remat_opt.program.dataflow import Dataflow
-from remat_opt.program.record import Atom, Program
+from remat_opt.program.record import Atom
 from remat_opt.schedule import Schedule
 
 #: Whether the zeros that bfloat16 rows are added to are float32.
@@ -78,12 +78,7 @@ class Transposed(Effect):
         return sum(graph.bytes[one] for one in twice)
 
 
-def held(
-    program: Program,
-    differentiated: Iterable[int],
-    compiler: Compiler,
-    vertex_of: Mapping[int, int],
-) -> Iterator[Held]:
+def held(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) -> Iterator[Held]:
     """What a compiler holds for bfloat16 weights.
 
     A product's weight is widened once, and read in this form in the forward and the backward pass;
@@ -91,18 +86,19 @@ def held(
     rows are added to (``from_zeros``) are wider than the gradient, and not yet its array.
 
     Args:
-      program: a traced function.
-      differentiated: numbers of the equations that have a backward step.
+      flow: a traced function's values.
       compiler: the compiler.
       vertex_of: for each stored value, the vertex that holds it.
     """
     if not compiler.has("widened"):
         return
+    program = flow.program
     products: dict[int, list[int]] = {}
     looked_up: set[int] = set()
-    for index in sorted(differentiated):
+    for index in sorted(flow.linearization.derivatives):
         equation = program.equations[index]
-        for value in set(program.differentiated).intersection(equation.value_inputs):
+        read = {flow.source[value] for value in equation.value_inputs}
+        for value in read.intersection(program.differentiated):
             if program.types[value].dtype != "bfloat16":
                 continue
             if equation.operation.primitive in PRODUCTS:
@@ -153,7 +149,7 @@ def widened(kind: ArrayType) -> ArrayType:
     return dataclasses.replace(kind, dtype="float32") if kind.dtype == "bfloat16" else kind
 
 
-def gradient_bytes(program: Program, index: int, compiler: Compiler) -> int:
+def gradient_bytes(flow: Dataflow, index: int, compiler: Compiler) -> int:
     """What the gradient of a product's weight takes, only in the product's backward step.
 
     If it sums over several dimensions, such as examples and tokens, XLA merges them, which
@@ -161,16 +157,19 @@ def gradient_bytes(program: Program, index: int, compiler: Compiler) -> int:
     attention, transpose smaller operands.
 
     Args:
-      program: a traced function.
+      flow: a traced function's values.
       index: the equation's number.
       compiler: the compiler.
     """
-    equation = program.equations[index]
+    equation = flow.program.equations[index]
     operation = equation.operation
     if operation.primitive != "dot_general":
         return 0
     (contracted, _), (batch, _) = operation.params["dimension_numbers"]
-    is_weight = [value in program.differentiated for value in equation.inputs]
+    parameters = flow.program.differentiated
+    is_weight = [
+        isinstance(atom, int) and flow.source[atom] in parameters for atom in equation.inputs
+    ]
     if batch or sum(is_weight) != 1:
         return 0
     place = is_weight.index(True)

@@ -287,7 +287,7 @@ def _workspaces(
         own[vertex] += of_cotangents.sizes[operand]
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
-            own[vertex] += cpu_sums.gradient_bytes(program, root, compiler)
+            own[vertex] += cpu_sums.gradient_bytes(storage.flow, root, compiler)
     return list(map(sum, zip(found, own, _copied_so_far(storage), strict=True)))
 
 
@@ -341,7 +341,7 @@ def _effects(
     derivatives = storage.flow.linearization.derivatives
     yield from pooling.effects(program, derivatives, compiler)
     yield from transcendental.effects(storage.flow, compiler, storage.vertex_of)
-    yield from cpu_sums.held(program, derivatives, compiler, storage.vertex_of)
+    yield from cpu_sums.held(storage.flow, compiler, storage.vertex_of)
     if weights.weights:
         yield weights
     named = {n: d.named_bytes for n, d in enumerate(drafts) if d.named_bytes != d.bytes}
