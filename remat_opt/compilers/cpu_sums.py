@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-
-import jax
+from importlib.metadata import version
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
@@ -24,7 +23,7 @@ from remat_opt.program.record import Atom
 from remat_opt.schedule import Schedule
 
 #: Whether the zeros that bfloat16 rows are added to are float32.
-_ZEROS_WIDENED = jax.__version_info__ < (0, 11)
+_ZEROS_WIDENED = version("jaxlib").startswith("0.10.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
