@@ -10,7 +10,7 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the time to compile for CPU is LLVM's work on kernels. Unoptimised they run slower, but
 # XLA's own passes, and so memory and FLOPs, are those that users get. With JAX 0.10, its older way
-# to generate kernels takes half of the rest; it counts scatters otherwise (see costs/conftest.py).
+# to generate kernels takes half of the rest; it rounds and counts otherwise (see kernels.py).
 # Settings that already exist come later and win. Eight devices, for meshes; what is not sharded
 # runs on the first.
 os.environ["XLA_FLAGS"] = " ".join(

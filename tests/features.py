@@ -25,15 +25,16 @@ from jax.experimental import checkify, io_callback, pallas
 
 import remat_opt
 from remat_opt.errors import RematError
+from tests.kernels import USERS_KERNELS
 
 #: Takes a loss, and returns the function whose results are compared.
 How = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 #: JAX 0.10 undoes rematerialisation on CPU, unless told not to.
-_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.__version__ < "0.11" else None
+_OPTIONS = USERS_KERNELS | (
+    {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.__version__ < "0.11" else {}
+)
 
-#: How large a number that should be zero may be, as a share of the largest.
-_ROUNDING = 1e-6
 #: Less than this share of the temporaries of the undecorated program is a gain.
 _GAINED = 0.95
 
@@ -154,30 +155,18 @@ def _first_sentence(error: Exception) -> str:
 
 
 def assert_equal(expected: Any, found: Any, tolerance: float) -> None:
-    """Same tree, types and, to rounding, numbers.
-
-    A gradient that is zero but for rounding, as that of a bias before a normalisation, is compared
-    by the largest number of all.
-    """
+    """Same tree, types and, to rounding, numbers."""
     leaves, tree = jax.tree.flatten(expected)
     others, other_tree = jax.tree.flatten(found)
     assert other_tree == tree
-    largest = max((_largest(one) for one in leaves), default=0.0)
     for one, other in zip(leaves, others, strict=True):
         assert (other.shape, other.dtype) == (one.shape, one.dtype)
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         if one.dtype == jax.dtypes.float0:
             continue
-        limit = max(tolerance * _largest(one), _ROUNDING * largest)
+        limit = tolerance * float(np.abs(np.asarray(one)).max(initial=0.0))
         np.testing.assert_allclose(other, one, rtol=tolerance, atol=limit)
-
-
-def _largest(leaf: Any) -> float:
-    """The largest absolute value; 0 if these are no real or complex numbers."""
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return 0.0
-    return float(np.abs(np.asarray(leaf)).max(initial=0.0))
 
 
 # --- What rows are made of ----------------------------------------------------------------

@@ -25,6 +25,7 @@ import pytest
 from flax import nnx
 
 import remat_opt
+from tests.kernels import USERS_KERNELS
 
 #: Decorates a loss, or returns it unchanged.
 Decorate = Callable[..., Callable[..., Any]]
@@ -98,7 +99,7 @@ def linen(
         )
         return cross_entropy(logits, y), changed["batch_stats"]
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=USERS_KERNELS)
     def step(state: Any, number: Any, x: jax.Array, y: jax.Array) -> Any:
         params, stats, opt_state = state
         key = jax.random.fold_in(jax.random.key(1), number)
@@ -323,9 +324,8 @@ SMALL: dict[str, Training] = {
 
 def same_losses(train: Callable[[Decorate], list[float]]) -> list[float]:
     expected, found = train(undecorated), train(ours)
-    # Rounding errors grow. A gradient that is wrong shows at once.
-    for steps, tolerance in ((slice(50), 2e-3), (slice(50, None), 2e-2)):
-        np.testing.assert_allclose(found[steps], expected[steps], rtol=tolerance, atol=1e-3)
+    # Late losses are small, and rounding errors have grown by then.
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
     assert expected[-1] < expected[0]
     return expected
 

@@ -19,7 +19,7 @@ from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name, und
 from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS, ArrayType
 from remat_opt.program.dataflow import Dataflow
-from remat_opt.program.record import Atom
+from remat_opt.program.record import Atom, Equation
 from remat_opt.schedule import Schedule
 
 #: Whether the zeros that bfloat16 rows are added to are float32.
@@ -94,16 +94,13 @@ def held(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) -> It
     program = flow.program
     products: dict[int, list[int]] = {}
     looked_up: set[int] = set()
-    for index in sorted(flow.linearization.derivatives):
-        equation = program.equations[index]
-        read = {flow.source[value] for value in equation.value_inputs}
-        for value in read.intersection(program.differentiated):
-            if program.types[value].dtype != "bfloat16":
-                continue
-            if equation.operation.primitive in PRODUCTS:
-                products.setdefault(value, []).extend(equation.outputs)
-            elif equation.operation.primitive == "gather" and _ZEROS_WIDENED:
-                looked_up.add(value)
+    for value, equation in _readings(flow):
+        if program.types[value].dtype != "bfloat16":
+            continue
+        if equation.operation.primitive in PRODUCTS:
+            products.setdefault(value, []).extend(equation.outputs)
+        elif equation.operation.primitive == "gather" and _ZEROS_WIDENED:
+            looked_up.add(value)
     for value, results in (*((one, []) for one in sorted(looked_up)), *sorted(products.items())):
         size = compiler.buffer_bytes(widened(program.types[value]))
         yield Held(
@@ -127,20 +124,27 @@ def from_zeros(flow: Dataflow, compiler: Compiler) -> frozenset[int]:
     """
     if not compiler.has("zeros_first"):
         return frozenset()
-    program = flow.program
-    readers: dict[int, set[str]] = {value: set() for value in program.differentiated}
-    for index in flow.linearization.derivatives:
-        equation = program.equations[index]
-        for value in readers.keys() & {flow.source[one] for one in equation.value_inputs}:
-            if not flow.is_alias(index):
-                readers[value].add(equation.operation.primitive)
+    kinds = flow.program.types
+    readers: dict[int, set[str]] = {}
+    for value, equation in _readings(flow):
+        readers.setdefault(value, set()).add(equation.operation.primitive)
 
     def begins_with_zeros(value: int) -> bool:
-        if widened(program.types[value]) != program.types[value]:
+        if widened(kinds[value]) != kinds[value]:
             return "gather" in readers[value] and not _ZEROS_WIDENED
         return readers[value] == {"gather"}
 
     return frozenset(filter(begins_with_zeros, readers))
+
+
+def _readings(flow: Dataflow) -> Iterator[tuple[int, Equation]]:
+    """Parameters, each with every differentiated equation that reads it, aliases resolved."""
+    parameters = set(flow.program.differentiated)
+    for index in sorted(flow.linearization.derivatives):
+        if not flow.is_alias(index):
+            equation = flow.program.equations[index]
+            for value in parameters.intersection(flow.source[v] for v in equation.value_inputs):
+                yield value, equation
 
 
 def widened(kind: ArrayType) -> ArrayType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from types import MappingProxyType
 from typing import Any
 
 from remat_opt.compilers.compiler import Rules
@@ -93,17 +92,17 @@ def prepared(
     recomputes = any(stage.checkpointed for stage in stages)
     ways = rewrites(program, rules, recomputes=recomputes, place=place)
     again = place is Place.ITERATION
-    steps = steps_of(program, stages, named, twice=ways.twice, again=again)
+    steps = _steps(program, stages, named, twice=ways.twice, again=again)
     return Rewriting(program=program, summed=bodies.summed(program), ways=ways), steps
 
 
-def steps_of(
+def _steps(
     program: Program,
     stages: Sequence[Stage],
-    named: frozenset[int] = frozenset(),
+    named: frozenset[int],
     *,
-    twice: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
-    again: bool = False,
+    twice: Mapping[int, tuple[int, ...]],
+    again: bool,
 ) -> list[Step]:
     """The stages in order, and one more for what the result needs and none of them has.
 

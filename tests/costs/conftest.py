@@ -12,9 +12,7 @@ import pytest
 from remat_opt.costs import cost
 from remat_opt.operation import Operation
 from remat_opt.program.tracing import operation
-
-#: The kernels that users get: with those of the other tests, JAX 0.10 counts scatters otherwise.
-_OPTIONS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
+from tests.kernels import USERS_KERNELS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,8 @@ def _ours(fn: Callable[..., Any], *args: Any) -> Counts:
 
 
 def _compiled(fn: Callable[..., Any], *args: Any) -> Counts:
-    return _counts(jax.jit(fn, compiler_options=_OPTIONS).lower(*args).compile().cost_analysis())
+    compiled = jax.jit(fn, compiler_options=USERS_KERNELS).lower(*args).compile()
+    return _counts(compiled.cost_analysis())
 
 
 def _unexpanded(fn: Callable[..., Any], *args: Any) -> Counts:
