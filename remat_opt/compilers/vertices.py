@@ -22,6 +22,7 @@ from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, han
 from remat_opt.compilers.effects import Effect
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
+from remat_opt.compilers.traffic import Traffic
 from remat_opt.gradients import ParameterGradient
 from remat_opt.graph import Graph
 from remat_opt.naming import short_type
@@ -184,6 +185,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
     program, derivatives = flow.program, flow.linearization.derivatives
     differentiated = frozenset(program.differentiated)
     read = {v for index in range(len(program.equations)) for v in flow.reads(index)}
+    traffic = Traffic(storage)
     for vertex, root in enumerate(storage.roots):
         equation = program.equations[root]
         predecessors: set[int] = set()
@@ -233,7 +235,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             needs.update(predecessors)
         held = [value for value in equation.outputs if value in read or value in storage.outputs]
         kept = [value for value in held if value not in storage.outputs]
-        moved_bytes = sum(storage.bytes_of(value) for value in {*held, *read_values})
+        moved_bytes = traffic.moved_bytes(held, read_values)
         dtype = _rate_dtype(equation.operation)
         if flow.opaque(root):
             seconds = costs.seconds(flow.costs[root], compiler.device, dtype)

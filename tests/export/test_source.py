@@ -103,7 +103,7 @@ def layers(count, width):
 
 
 CASES = {
-    "mlp": (mlp, ([array(32, 32)] * 8, array(128, 32)), {"budget": 0.4}),
+    "mlp": (mlp, ([array(32, 32)] * 8, array(128, 32)), {"budget": 0.6}),
     "convolutional": (
         convolutional,
         (ConvolutionalNet().init(jax.random.key(0), np.ones((1, 8, 8, 4))), array(8, 8, 8, 4)),
@@ -429,7 +429,7 @@ def test_names_what_it_cannot_write(name):
 def test_a_plan_from_elsewhere_is_written_for_its_own_program_alone():
     fn, args, _ = CASES["mlp"]
     plan = remat_opt.make_plan(fn, *args, budget=0.4, device="cpu")
-    assert remat_opt.to_source(plan, fn, *args).text.count("jax.checkpoint,") > 1
+    assert remat_opt.to_source(plan, fn, *args).text.count("jax.checkpoint") > 1
     with pytest.raises(PlanFileError, match="made for another program"):
         remat_opt.to_source(plan, fn, [args[0][0]] * 2, args[1])
 
