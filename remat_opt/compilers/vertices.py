@@ -353,7 +353,7 @@ def _effects(
     if transposed:
         yield cpu_sums.Transposed(pairs=transposed)
     if padded := convolutions.padded(program, derivatives, compiler, storage.vertex_of):
-        yield convolutions.Padded(copies=padded)
+        yield convolutions.Padded(copies=padded, alone=convolutions.alone(padded, graph.needs))
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
     copied = tuple(draft.copied_products for draft in drafts)
