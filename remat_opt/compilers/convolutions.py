@@ -8,8 +8,8 @@ recomputed.
 The library pads both sides of a dimension alike. If the padding differs, as with "SAME" and a
 stride of two, and in every causal convolution, the operand is copied with its padding: once for all
 convolutions that pad it in the same way. Outside checkpoints the copy waits for the gradient of the
-weight: in place of the operand, or beside it if another backward step reads that. Under a checkpoint
-it is made again.
+weight: in place of the operand, or beside it if another backward step reads that too. Under a
+checkpoint it is made again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Copy:
 class Padded(Effect):
     """Operands copied with their padding.
 
-    Causal convolutions on h200, plain functions: without ``alone`` 23 to 37 % too large, with it 8 to
+    Causal convolutions on h200 as they are: without ``alone`` 23 to 37 % too large, with it 8 to
     14.
 
     Attributes:
@@ -59,7 +59,7 @@ class Padded(Effect):
     alone: frozenset[int]
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
-        """Writes copies that wait beside their operand, and those that are made again."""
+        """Writes copies that wait, and those that are made again."""
         again = self.copies.keys() & under_checkpoints(schedule)
         for vertex in again:
             figures.workspace_bytes[vertex] += self.copies[vertex].bytes
