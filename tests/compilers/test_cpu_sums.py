@@ -7,7 +7,9 @@ from jax import lax
 
 from remat_opt.compilers.cpu_sums import Transposed
 from remat_opt.compilers.effects import Held
+from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
+from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import simulate
 from tests.compiler_graphs import (
@@ -15,6 +17,7 @@ from tests.compiler_graphs import (
     X,
     graph_of,
     held_bytes,
+    model_of,
     names,
     whole,
     wide_zeros,
@@ -154,6 +157,18 @@ def test_a_cpu_widens_a_weight_once_for_all_that_read_it() -> None:
     _, found, graph = graph_of(loss, weights, jnp.arange(16)[None], device="cpu")
     assert held_bytes(found, plain(graph), Held) == 4 * 8 * 8
     assert held_bytes(found, whole(graph), Held) == 0
+
+
+def test_the_wide_gradient_of_a_rounded_weight_is_that_of_the_weight() -> None:
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w.astype(jnp.bfloat16))).astype(jnp.float32)
+
+    program = tracing.trace(loss, W, X.astype(jnp.bfloat16))
+    for device, separate in (("cpu", 0), ("h200", W.nbytes)):
+        found = model_of(program, device, gradients=Gradients.CONSUMED)
+        rounded = names(found.graph).index("convert_element_type")
+        assert found.gradient_bytes[rounded] == separate
+        assert (found.graph.cotangent_bytes[rounded] == W.nbytes) is (device == "cpu")
 
 
 def test_a_cpu_transposes_what_convolutions_read() -> None:
