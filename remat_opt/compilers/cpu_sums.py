@@ -110,7 +110,7 @@ def widened(kind: ArrayType) -> ArrayType:
 
 
 def rounds(flow: Dataflow, index: int, compiler: Compiler) -> bool:
-    """Whether an equation only rounds a value, whose gradient is the wide one of the result.
+    """Whether an equation only rounds a value, whose gradient is then the wide one of the result.
 
     Args:
       flow: a traced function's values.
