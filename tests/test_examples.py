@@ -42,7 +42,9 @@ def check_screen(name, printed):
     lines = printed.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
-    assert re.search(r"^Kept: +\S+ \S+ in \d+ values, mostly [a-z ]+$", printed, re.MULTILINE)
+    assert re.search(
+        r"^Kept: +\S+ \S+ in \d+ values, mostly [a-z ]+$", printed, re.MULTILINE
+    )
     assert all(line == line.rstrip() for line in lines)
     assert re.search(r"^Recomputed: +\d+ values", printed, re.MULTILINE)
     labels = (
