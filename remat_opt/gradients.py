@@ -44,11 +44,14 @@ class ParameterGradient:
         another's cotangent, the last in whose step it has its own, if any. Where it begins as
         zeros that exist before, the last of all.
       bytes: its size.
+      converted: whether what consumes it computes it from a narrower array, so that it is itself an
+        array only if it waits.
     """
 
     first: int
     last: int
     bytes: int
+    converted: bool = False
 
 
 def workspace_bytes(
@@ -62,8 +65,8 @@ def workspace_bytes(
       count: number of vertices.
     """
     change = np.zeros(count + 1, dtype=np.int64)
-    if fate is not Gradients.RESULTS:
-        for one in gradients:
+    for one in gradients:
+        if fate is Gradients.TOGETHER or (fate is Gradients.CONSUMED and not one.converted):
             start = 0 if fate is Gradients.TOGETHER else one.first
             if start <= one.last:
                 change[start] += one.bytes

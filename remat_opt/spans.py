@@ -62,6 +62,18 @@ class Spans:
         waits = (self.first < self.backward) & (self.last >= self.backward)
         return dataclasses.replace(self, last=np.where(waits, self.last.max(initial=0), self.last))
 
+    def with_forward(self, sizes: Sequence[int]) -> Spans:
+        """The lives, with arrays of some sizes that are there in the forward pass."""
+        if not sizes:
+            return self
+        none = np.zeros(len(sizes), dtype=np.int64)
+        return dataclasses.replace(
+            self,
+            first=np.concatenate([self.first, none]),
+            last=np.concatenate([self.last, none + self.backward - 1]),
+            bytes=np.concatenate([self.bytes, np.array(sizes, dtype=np.int64)]),
+        )
+
     def live_bytes(self, steps: int) -> np.ndarray:
         """The bytes alive at each of so many steps, no fewer than there are."""
         # As floating-point numbers: sums of whole ones below 2**53 are exact.

@@ -73,6 +73,11 @@ def held_bytes(found: Model, schedule: Schedule | None, kind: type[Effect] = Eff
     )
 
 
+def wide_zeros(size: int) -> int:
+    """What float32 zeros for bfloat16 rows take, where there are any."""
+    return size if jax.__version_info__ < (0, 11) else 0
+
+
 def whole(graph: Graph) -> Schedule:
     """Everything under one checkpoint that keeps nothing."""
     return Schedule(regions=(Region(vertices=tuple(range(len(graph)))),))

@@ -80,6 +80,15 @@ def test_a_workspace_is_there_for_one_step() -> None:
         assert ("workspace", vertex, 100) in [(a.role, a.vertex, a.bytes) for a in found.alive]
 
 
+def test_arrays_that_are_there_in_the_forward_pass() -> None:
+    graph = Graph.from_edges([3, 3, 3], chain_edges(3))
+    found = spans(graph, plain(graph))
+    steps = int(found.last.max()) + 1
+    more = found.with_forward([100, 20]).live_bytes(steps) - found.live_bytes(steps)
+    assert more.tolist() == [120] * 3 + [0] * (steps - 3)
+    assert found.with_forward([]) is found
+
+
 def test_a_forward_workspace_is_there_while_its_vertex_runs() -> None:
     graph = Graph.from_edges([3, 3, 3], chain_edges(3))
     without = simulate(graph, plain(graph))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
@@ -19,11 +18,8 @@ from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name, und
 from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS, ArrayType
 from remat_opt.program.dataflow import Dataflow
-from remat_opt.program.record import Atom, Equation
+from remat_opt.program.record import Atom
 from remat_opt.schedule import Schedule
-
-#: Whether the zeros that bfloat16 rows are added to are float32.
-_ZEROS_WIDENED = version("jaxlib").startswith("0.10.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +77,7 @@ def held(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) -> It
     """What a compiler holds for bfloat16 weights.
 
     A product's weight is widened once, and read in this form in the forward and the backward pass;
-    under a checkpoint it is widened again in each. With JAX 0.10, the zeros that the gradients of
-    rows are added to (``from_zeros``) are wider than the gradient, and not yet its array.
+    under a checkpoint it is widened again in each.
 
     Args:
       flow: a traced function's values.
@@ -92,16 +87,14 @@ def held(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) -> It
     if not compiler.has("widened"):
         return
     program = flow.program
+    parameters = {v for v in program.differentiated if program.types[v].dtype == "bfloat16"}
     products: dict[int, list[int]] = {}
-    looked_up: set[int] = set()
-    for value, equation in _readings(flow):
-        if program.types[value].dtype != "bfloat16":
-            continue
+    for index in sorted(flow.linearization.derivatives):
+        equation = program.equations[index]
         if equation.operation.primitive in PRODUCTS:
-            products.setdefault(value, []).extend(equation.outputs)
-        elif equation.operation.primitive == "gather" and _ZEROS_WIDENED:
-            looked_up.add(value)
-    for value, results in (*((one, []) for one in sorted(looked_up)), *sorted(products.items())):
+            for value in parameters.intersection(flow.source[v] for v in equation.value_inputs):
+                products.setdefault(value, []).extend(equation.outputs)
+    for value, results in sorted(products.items()):
         size = compiler.buffer_bytes(widened(program.types[value]))
         yield Held(
             vertices=tuple(vertex_of[result] for result in results),
@@ -111,45 +104,23 @@ def held(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) -> It
         )
 
 
-def from_zeros(flow: Dataflow, compiler: Compiler) -> frozenset[int]:
-    """The parameters whose gradients begin as zeros at the start of the program.
-
-    The gradients of looked-up rows are added to an array of zeros as large as the parameter, in
-    place. It depends on nothing, so XLA for CPU makes it at the start. If a product reads the
-    parameter too, the rows are added to its gradient, unless that must be rounded first.
-
-    Args:
-      flow: a traced function's values.
-      compiler: the compiler.
-    """
-    if not compiler.has("zeros_first"):
-        return frozenset()
-    kinds = flow.program.types
-    readers: dict[int, set[str]] = {}
-    for value, equation in _readings(flow):
-        readers.setdefault(value, set()).add(equation.operation.primitive)
-
-    def begins_with_zeros(value: int) -> bool:
-        if widened(kinds[value]) != kinds[value]:
-            return "gather" in readers[value] and not _ZEROS_WIDENED
-        return readers[value] == {"gather"}
-
-    return frozenset(filter(begins_with_zeros, readers))
-
-
-def _readings(flow: Dataflow) -> Iterator[tuple[int, Equation]]:
-    """Parameters, each with every differentiated equation that reads it, aliases resolved."""
-    parameters = set(flow.program.differentiated)
-    for index in sorted(flow.linearization.derivatives):
-        if not flow.is_alias(index):
-            equation = flow.program.equations[index]
-            for value in parameters.intersection(flow.source[v] for v in equation.value_inputs):
-                yield value, equation
-
-
 def widened(kind: ArrayType) -> ArrayType:
     """The type in which an array of some type is stored if products read it."""
     return dataclasses.replace(kind, dtype="float32") if kind.dtype == "bfloat16" else kind
+
+
+def rounds(flow: Dataflow, index: int, compiler: Compiler) -> bool:
+    """Whether an equation only rounds a value, whose gradient is then the wide one of the result.
+
+    Args:
+      flow: a traced function's values.
+      index: the equation's number.
+      compiler: the compiler.
+    """
+    operation = flow.program.equations[index].operation
+    if operation.primitive != "convert_element_type" or not compiler.has("widened"):
+        return False
+    return operation.inputs[0] == widened(operation.outputs[0]) != operation.outputs[0]
 
 
 def gradient_bytes(flow: Dataflow, index: int, compiler: Compiler) -> int:

@@ -42,6 +42,7 @@ class Model:
       never_named: the vertices that no checkpoint should keep (``softmax``).
       as_it_is: the same for the unchanged function, if rewriting changes what is stored.
       results: the gradients whose result buffers hold arrays until they are written.
+      early: the bytes of arrays that gradients begin as, and that are there in the forward pass.
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
       is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
@@ -57,6 +58,7 @@ class Model:
     never_named: frozenset[int]
     as_it_is: Model | None
     results: tuple[ParameterGradient, ...] = ()
+    early: tuple[int, ...] = ()
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     is_iteration: bool = False
 
@@ -79,8 +81,12 @@ class Model:
     def peak_bytes(self, schedule: Schedule | None) -> int:
         """The temporaries expected to be needed: the heap, and what is held besides."""
         lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
-        written = [(int(lives.turn[one.last]), one.bytes) for one in self.results]
-        return self.laid_out_bytes(outside_results(lives, written), schedule)
+        written = [(int(lives.turn[max(0, one.last)]), one.bytes) for one in self.results]
+        found = self.laid_out_bytes(outside_results(lives, written), schedule)
+        if not self.early:
+            return found
+        alive = outside_results(lives.with_forward(self.early), written)
+        return max(found, alive.peak_bytes + self.held_bytes(schedule))
 
     def branch_peak_bytes(self, schedule: Schedule) -> int:
         """Those of the program as a branch: its inputs stay until it ends."""
@@ -162,6 +168,11 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         if derivative.assumed
     }
     of_parameters = workspace_bytes(found.parameter_gradients, gradients, len(found.graph))
+    early = [size for size, _ in found.zeros.beside]
+    if gradients is not Gradients.RESULTS:
+        early += [
+            storage.compiler.buffer_bytes(program.types[one]) for one in sorted(found.zeros.begun)
+        ]
     stored = storage.softmaxes if storage.stores_maxima else ()
     row_statistics = (value for one in stored for value in (one.maxima, one.sums))
     return Model(
@@ -175,9 +186,10 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         effects=found.effects,
         never_named=frozenset(storage.vertices_of(row_statistics)),
         as_it_is=as_it_is,
-        results=found.parameter_gradients
+        results=tuple(one for one in found.parameter_gradients if not one.converted)
         if gradients is Gradients.RESULTS and storage.compiler.has("results_lend")
         else (),
+        early=tuple(early),
     )
 
 

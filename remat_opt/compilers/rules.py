@@ -100,6 +100,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "words_stored": _rule(
             _CPU, "stored", "draws", "Random number generators store two words a number."
         ),
+        "rows_computed": _rule(
+            _CPU, "stored", "storage", "Looked-up rows are computed as they are read."
+        ),
         "slices_read_parts": _rule(
             _NVIDIA | _TPU, "stored", "storage", "Recomputing a slice reads only a part."
         ),
@@ -200,7 +203,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _CPU, "beside", "cpu_sums", "A weight's gradient transposes the cotangent."
         ),
         "zeros_first": _rule(
-            _CPU, "beside", "cpu_sums", "Zeros that looked-up rows' gradients are added to."
+            _CPU, "beside", "lookups", "Zeros that looked-up rows' gradients are added to."
         ),
         "entries_rounded": _rule(
             _TPU,

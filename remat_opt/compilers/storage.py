@@ -18,6 +18,7 @@ that read them: the transform emits them again where needed.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
@@ -211,11 +212,12 @@ class Storage:
     def _forced(self) -> set[int]:
         """Values that are stored whatever the fan-out."""
         forced: set[int] = set()
+        computed = self._computed_rows()
         for index, equation in enumerate(self.flow.program.equations):
             if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
             if self.flow.opaque(index) and not self.is_fusing_product(index):
-                forced.update(self.flow.reads(index))
+                forced.update(value for value in self.flow.reads(index) if value not in computed)
         if self.compiler.has("stored_for_sums"):
             forced |= cpu_sums.read_by_sums(self.flow)
         forced |= transcendental.stored(self.flow, self.compiler)
@@ -231,6 +233,20 @@ class Storage:
             if self.flow.source[value] in self.flow.maker
         )
         return forced
+
+    def _computed_rows(self) -> set[int]:
+        """What only a lookup reads, if that computes it for the rows that it takes."""
+        if not self.compiler.has("rows_computed"):
+            return set()
+        flow, equations = self.flow, self.flow.program.equations
+        readers = Counter(itertools.chain.from_iterable(map(flow.reads, range(len(equations)))))
+        dear = transcendental.dear(self.compiler.device.platform)
+        looked_up_in = (one.inputs[0] for one in equations if one.operation.primitive == "gather")
+        return {
+            value
+            for value in (flow.source[atom] for atom in looked_up_in if isinstance(atom, int))
+            if readers[value] == 1 and equations[flow.maker[value]].operation.primitive not in dear
+        }
 
     def _find(self) -> tuple[set[int], dict[int, frozenset[int]]]:
         """The stored values, and for each fused one, what it is computed from.

@@ -11,6 +11,7 @@ from remat_opt.compilers import (
     convolutions,
     copies,
     cpu_sums,
+    lookups,
     overwriting,
     pooling,
     shared_weights,
@@ -20,6 +21,7 @@ from remat_opt.compilers import (
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
 from remat_opt.compilers.effects import Effect
+from remat_opt.compilers.lookups import Zeros
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.traffic import Traffic
@@ -72,6 +74,7 @@ class Vertices:
       labels: for each vertex, a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       parameter_gradients: those of each parameter.
+      zeros: arrays of zeros that gradients begin as.
       effects: what depends on the schedule.
     """
 
@@ -79,6 +82,7 @@ class Vertices:
     labels: tuple[str, ...]
     estimated_flops_share: float
     parameter_gradients: tuple[ParameterGradient, ...]
+    zeros: Zeros
     effects: tuple[Effect, ...]
 
 
@@ -124,7 +128,8 @@ def vertices(storage: Storage) -> Vertices:
         | {made: storage.vertex_of[last] for made, last in storage.completed.items()},
     )
     sizes = of_cotangents.bytes
-    workspaces = _workspaces(storage, drafts, needs, of_cotangents, transposed, weights)
+    zeros = lookups.zeros(storage)
+    workspaces = _workspaces(storage, drafts, needs, of_cotangents, transposed, weights, zeros)
     apart = turns.apart(storage, [draft.bytes for draft in drafts], sizes, predecessors, needs)
     for vertex, size in apart.items():
         workspaces[vertex] -= size
@@ -162,7 +167,8 @@ def vertices(storage: Storage) -> Vertices:
         estimated_flops_share=sum(draft.estimated_flops for draft in drafts) / flops
         if flops
         else 0.0,
-        parameter_gradients=tuple(_parameter_gradients(storage, drafts, of_cotangents)),
+        parameter_gradients=tuple(_parameter_gradients(storage, drafts, of_cotangents, zeros)),
+        zeros=zeros,
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
     )
 
@@ -267,6 +273,7 @@ def _workspaces(
     of_cotangents: Cotangents,
     transposed: Sequence[tuple[int, int]],
     weights: SharedWeights,
+    zeros: Zeros,
 ) -> list[int]:
     """What is held beside each vertex's backward step, in any schedule."""
     program, compiler = storage.flow.program, storage.compiler
@@ -285,6 +292,9 @@ def _workspaces(
     for vertex, (size, step) in of_cotangents.later.items():
         for one in range(vertex, step + 1):
             own[one] += size
+    for size, until in zeros.beside:
+        for vertex in range(until, len(own)):
+            own[vertex] += size
     for vertex, operand in sums.squares(storage.flow, storage.vertex_of, compiler):
         own[vertex] += of_cotangents.sizes[operand]
     for vertex, root in enumerate(storage.roots):
@@ -362,22 +372,25 @@ def _effects(
 
 
 def _parameter_gradients(
-    storage: Storage, drafts: Sequence[_Draft], of_cotangents: Cotangents
+    storage: Storage, drafts: Sequence[_Draft], of_cotangents: Cotangents, zeros: Zeros
 ) -> Iterator[ParameterGradient]:
     readers: dict[int, list[int]] = {}
     for vertex, draft in enumerate(drafts):
         for value in draft.parameters:
             readers.setdefault(value, []).append(vertex)
     program, compiler = storage.flow.program, storage.compiler
-    zeros = cpu_sums.from_zeros(storage.flow, compiler)
     for value, found in sorted(readers.items()):
         size, last = compiler.buffer_bytes(program.types[value]), max(found)
         reader, shared = of_cotangents.arguments.get(value, (-1, 0))
-        if value in zeros:
+        if value in zeros.begun:
             last = len(drafts) - 1
         elif reader == last:
             last = shared - 1
-        yield ParameterGradient(first=min(found), last=last, bytes=size)
+        elif cpu_sums.rounds(storage.flow, storage.roots[last], compiler):
+            last -= 1
+        yield ParameterGradient(
+            first=min(found), last=last, bytes=size, converted=value in zeros.converted
+        )
 
 
 def _rate_dtype(operation: Operation) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,6 +20,7 @@ from tests.compiler_graphs import (
     model_of,
     names,
     whole,
+    wide_zeros,
 )
 
 
@@ -125,31 +125,6 @@ def test_a_cpu_widens_what_a_checkpoint_keeps_when_its_turn_comes() -> None:
         assert found.held_bytes(Schedule(regions=tuple(two))) - none == 2 * more
 
 
-def wide_zeros(size: int) -> int:
-    """What float32 zeros for bfloat16 rows take, where there are any."""
-    return size if jax.__version_info__ < (0, 11) else 0
-
-
-def test_gradients_of_rows_begin_as_zeros_on_a_cpu() -> None:
-    def rows(table, tokens, weight):
-        return jnp.sum(jnp.sin(jnp.sin(table[tokens]) @ weight))
-
-    def tied(table, tokens, weight):
-        return rows(table, tokens, weight) + jnp.sum(jnp.sin(weight @ table.T))
-
-    table, tokens, weight = jnp.ones((64, 8)), jnp.arange(16), jnp.ones((8, 8))
-    for loss, device, from_the_start in (
-        (rows, "cpu", True),
-        (rows, "h200", False),
-        # Rows are added to the gradient that the product writes.
-        (tied, "cpu", False),
-    ):
-        program = tracing.trace(loss, table, tokens, weight)
-        found = model_of(program, device, gradients=Gradients.CONSUMED)
-        assert (found.gradient_bytes[-1] == table.nbytes) is from_the_start
-        assert found.gradient_bytes[names(found.graph).index("gather")] == table.nbytes
-
-
 def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
     def loss(weights, tokens):
         rows = weights["rows"][tokens]
@@ -161,13 +136,14 @@ def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
     ):
         weights = {"rows": jnp.ones((32, 8), dtype), "product": jnp.ones((8, 4), dtype)}
         _, found, graph = graph_of(loss, weights, jnp.arange(16), device=device)
-        rows, product = wide_zeros(widened * 32 * 8), widened * 8 * 4
+        product = widened * 8 * 4
         for schedule in (None, plain(graph)):
-            assert held_bytes(found, schedule, Held) == rows + product
-        # A checkpoint widens its inputs again; the zeros to which rows are added exist.
-        assert held_bytes(found, whole(graph), Held) == rows
+            assert held_bytes(found, schedule, Held) == product
+        # A checkpoint widens its inputs again.
+        assert held_bytes(found, whole(graph), Held) == 0
         # Its gradient is float32 while the product's step runs.
-        assert graph.workspace_bytes[names(graph).index("dot_general")] == product
+        rows = wide_zeros(widened * 32 * 8)
+        assert graph.workspace_bytes[names(graph).index("dot_general")] == rows + product
 
 
 def test_a_cpu_widens_a_weight_once_for_all_that_read_it() -> None:
@@ -179,8 +155,20 @@ def test_a_cpu_widens_a_weight_once_for_all_that_read_it() -> None:
 
     weights = {"rows": jnp.ones((32, 8), jnp.bfloat16), "product": jnp.ones((8, 8), jnp.bfloat16)}
     _, found, graph = graph_of(loss, weights, jnp.arange(16)[None], device="cpu")
-    assert held_bytes(found, plain(graph), Held) == wide_zeros(4 * 32 * 8) + 4 * 8 * 8
-    assert held_bytes(found, whole(graph), Held) == wide_zeros(4 * 32 * 8)
+    assert held_bytes(found, plain(graph), Held) == 4 * 8 * 8
+    assert held_bytes(found, whole(graph), Held) == 0
+
+
+def test_the_wide_gradient_of_a_rounded_weight_is_that_of_the_weight() -> None:
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w.astype(jnp.bfloat16))).astype(jnp.float32)
+
+    program = tracing.trace(loss, W, X.astype(jnp.bfloat16))
+    for device, separate in (("cpu", 0), ("h200", W.nbytes)):
+        found = model_of(program, device, gradients=Gradients.CONSUMED)
+        rounded = names(found.graph).index("convert_element_type")
+        assert found.gradient_bytes[rounded] == separate
+        assert (found.graph.cotangent_bytes[rounded] == W.nbytes) is (device == "cpu")
 
 
 def test_a_cpu_transposes_what_convolutions_read() -> None:

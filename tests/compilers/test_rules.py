@@ -320,6 +320,10 @@ def looked_up(weights, tokens):
     return jnp.sum(jnp.sin(jnp.sin(table[tokens] @ product) @ product))
 
 
+def converted_table(table, tokens):
+    return jnp.sum(jnp.sin(jnp.sin(table.astype(jnp.bfloat16)[tokens]) @ SQUARE))
+
+
 overlapping = functools.partial(pooling, strides=(1, 1, 1, 1))
 apart = functools.partial(pooling, strides=(1, 2, 2, 1))
 narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
@@ -345,6 +349,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "transcendental": ("h200 cpu", gated, (W, X)),
     "draws_stored": ("h200", dropout, (W, X)),
     "words_stored": ("cpu", dropout, (W, X)),
+    "rows_computed": ("cpu", converted_table, (ROWS, jnp.arange(16))),
     "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
