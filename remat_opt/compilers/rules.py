@@ -96,6 +96,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "transcendental",
             "Expensive functions are not computed twice.",
         ),
+        "sums_split": _rule(
+            _NVIDIA, "stored", "sums", "What long sums and something else read is stored."
+        ),
         "draws_stored": _rule(_NVIDIA, "stored", "draws", "What is drawn is drawn once."),
         "words_stored": _rule(
             _CPU, "stored", "draws", "Random number generators store two words a number."

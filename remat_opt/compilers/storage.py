@@ -29,6 +29,7 @@ from remat_opt.compilers import (
     operands,
     product_sums,
     softmax,
+    sums,
     transcendental,
 )
 from remat_opt.compilers.compiler import Compiler
@@ -221,6 +222,7 @@ class Storage:
         if self.compiler.has("stored_for_sums"):
             forced |= cpu_sums.read_by_sums(self.flow)
         forced |= transcendental.stored(self.flow, self.compiler)
+        forced |= sums.stored(self.flow, self.compiler)
         forced |= draws.stored(self.flow, self.compiler)
         for index in self.product_sums:
             forced.update(self.flow.program.equations[index].outputs)

@@ -335,6 +335,12 @@ many_rows = jax.ShapeDtypeStruct((2**15, 256), "float32")
 widths = [64, 96, 64, 640, 32, 256, 640]
 changing = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
 
+
+def gated_by_means(w: jax.Array, x: jax.Array) -> jax.Array:
+    h = jax.nn.relu(x @ w).reshape(2, -1, w.shape[1])
+    return jnp.sum((h * jax.nn.sigmoid(h.mean(1, keepdims=True))) @ w)
+
+
 #: For each rule, devices and a program with arguments.
 PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
@@ -347,6 +353,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "scores_widened": ("h200", widened_attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "transcendental": ("h200 cpu", gated, (W, X)),
+    "sums_split": ("h200", gated_by_means, (W, jnp.ones((4096, 8)))),
     "draws_stored": ("h200", dropout, (W, X)),
     "words_stored": ("cpu", dropout, (W, X)),
     "rows_computed": ("cpu", converted_table, (ROWS, jnp.arange(16))),

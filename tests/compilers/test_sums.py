@@ -137,3 +137,35 @@ def test_what_is_multiplied_with_itself_has_two_cotangents() -> None:
         without = model_of(program, "h200", ["squares"]).graph
         product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
         assert graph.workspace_bytes[product] - without.workspace_bytes[product] == expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "side", "written"),
+    [
+        ((1, 2), 33, True),
+        ((1, 2), 32, False),
+        # All but the last axis, or the last one alone.
+        ((0, 1, 2), 33, False),
+        ((3,), 33, False),
+    ],
+)
+def test_what_a_long_sum_between_two_axes_reads_is_written(
+    axes: tuple[int, ...], side: int, written: bool
+) -> None:
+    def gated(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = jnp.abs(x @ w)
+        return jnp.sum((h * jnp.sin(h.mean(axes, keepdims=True))) @ w)
+
+    x = jax.ShapeDtypeStruct((2, side, side, 64), "float32")
+    _, _, graph = graph_of(gated, W, x)
+    assert ("abs" in names(graph)) is written
+    _, _, other = graph_of(gated, W, x, device="v5e")
+    assert "abs" not in names(other)
+
+
+def test_what_only_a_long_sum_reads_is_not() -> None:
+    def pooled(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jnp.abs(x @ w).mean((1, 2)) @ w))
+
+    _, _, graph = graph_of(pooled, W, jax.ShapeDtypeStruct((2, 33, 33, 64), "float32"))
+    assert "abs" not in names(graph)
