@@ -8,10 +8,11 @@ readers gets a separate array once their contributions are added.
 A product of an array with itself, as of features with one another, makes that array's cotangent a
 sum of two products. Both are written before they are added.
 
-XLA for NVIDIA takes a sum in two steps if more than 1,024 entries lie between two other axes, as over
-the pixels of each image and channel: a mean that gates an activation, or instance normalisation. What
-is summed is written then, if anything else reads it. (Seen with 33 x 33 pixels and not with 32 x 32;
-nor with sums over the first or the last axes. Squeeze-and-excite was predicted 11 to 28 % too small.)
+XLA for NVIDIA takes a sum in two steps if more than 1,024 entries lie between two other axes, as
+over the pixels of each image and channel: a mean that gates an activation, or instance
+normalisation. What is summed is written then, if anything else reads it. (Seen with 33 x 33 pixels
+and not with 32 x 32; nor with sums over the first or the last axes. Squeeze-and-excite was
+predicted 11 to 28 % too small.)
 """
 
 from __future__ import annotations
