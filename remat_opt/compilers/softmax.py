@@ -22,6 +22,14 @@ pass, and take twice the bytes of the scores. Scores that a product writes in fl
 themselves. (Three layers of 8 heads and 1,024 tokens on h200: 712 and 792 MiB; with a softmax in
 bfloat16 517.)
 
+Where exponentials are cheaper to compute again than to read, it keeps the narrow scores instead.
+Its estimate compares memory traffic with the work of a block of threads, which takes a power of
+two of a row's elements, so it depends on the device. Seen with causal attention, by bytes of
+bandwidth for each core and cycle (A100 13, H100 13, H200 18, B200 28): never stored for A100,
+always for B200, and for H200 if there are fewer than 512 rows for each core or rows are no power
+of two long. (h200, two layers: 65 x 1,024 rows of 1,024 take 1,000 MiB, 66 x 1,024 take 752.) For
+H100 a few rows that are no power of two long are stored, which is not modelled.
+
 Likewise it stores what a ``log_softmax`` exponentiates, the logits minus the maximum of their row,
 if labels' elements are gathered from the result and a row fits into one block of threads. (4,096
 rows of 8,192 bfloat16 logits and their loss: 204 MiB, 140 if the loss is a ``logsumexp`` minus
@@ -35,6 +43,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.row_gathers import is_row_gather
+from remat_opt.device import Device, GpuTarget
+from remat_opt.operation import ArrayType
 from remat_opt.program.record import Equation, Program
 
 #: Operations after which a value is still the weights: exponentials divided, masked, rounded.
@@ -47,6 +57,11 @@ _MAXIMUM = frozenset(
 )
 #: The longest rows that a block of threads normalises at once.
 _LONGEST_ROW = 16384
+#: From so many rows for each core on, cores are never idle.
+_ROWS_OF_CORE = 512
+#: Bytes of memory traffic for each core and cycle from which on exponentials are stored, with fewer
+#: rows than that and with as many.
+_FAST_MEMORY, _FASTER_MEMORY = 18.0, 21.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +101,23 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
                 yield Softmax(
                     maxima=maxima, sums=sums[0], exponentials=exponentials, weights=weights
                 )
+
+
+def is_computed_again(kind: ArrayType, device: Device) -> bool:
+    """Whether exponentials are computed again for the backward pass, from narrower scores.
+
+    Args:
+      kind: of the exponentials; the last axis is summed.
+      device: what is compiled for.
+    """
+    target = device.target
+    if not isinstance(target, GpuTarget):
+        return False
+    length = kind.shape[-1]
+    block = 1 << (length - 1).bit_length()
+    traffic = device.memory_bandwidth / (target.core_count * target.clock_hertz) * block / length
+    few = kind.size // length < _ROWS_OF_CORE * target.core_count
+    return traffic < (_FAST_MEMORY if few else _FASTER_MEMORY)
 
 
 def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:

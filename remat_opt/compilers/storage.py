@@ -80,7 +80,11 @@ class Storage:
         program = flow.program
         self.flow, self.compiler = flow, compiler
         self.outputs = {flow.source[value] for value in program.output_values}
-        self.softmaxes = tuple(softmax.rounded(program, compiler.rules))
+        self.softmaxes = tuple(
+            one
+            for one in softmax.rounded(program, compiler.rules)
+            if not softmax.is_computed_again(program.types[one.exponentials], compiler.device)
+        )
         self.weights_of: dict[int, int] = {}
         self.stores_maxima = bool(self.softmaxes) and compiler.has("maxima_stored")
         if unchanged or not self.stores_maxima:

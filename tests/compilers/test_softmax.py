@@ -15,6 +15,7 @@ from remat_opt import planning
 from remat_opt.compilers import softmax
 from remat_opt.compilers.compiler import Rules
 from remat_opt.device import get_device
+from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule, Stage, plain
@@ -234,3 +235,24 @@ def test_storing_the_maxima_changes_no_gradient() -> None:
     found = np.asarray(jax.grad(rewritten(loss, "tpu", w, x))(w, x), "float32")
     # A CPU rounds to bfloat16 where it fuses, and fuses differently under a checkpoint.
     np.testing.assert_allclose(found, expected, atol=0.01 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "length", "again"),
+    [
+        # Seen: the fewest rows of 1,024 that an H200 computes again are 66 x 1,024.
+        ("h200", 65 * 1024, 1024, False),
+        ("h200", 66 * 1024, 1024, True),
+        ("h200", 1 << 18, 1536, False),
+        ("a100", 1 << 10, 768, True),
+        ("h100", 1 << 10, 1024, True),
+        ("b200", 1 << 18, 1024, False),
+        ("v5e", 1 << 18, 1024, False),
+        ("cpu", 1 << 18, 1024, False),
+    ],
+)
+def test_exponentials_are_computed_again_where_memory_is_slow(
+    device: str, rows: int, length: int, again: bool
+) -> None:
+    kind = ArrayType(shape=(rows, length), dtype="float32")
+    assert softmax.is_computed_again(kind, get_device(device)) is again
