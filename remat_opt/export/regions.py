@@ -244,8 +244,12 @@ class _Chain:
             self.same.as_region[key] += 1
             if seen and _is_apart(steps, step):
                 self.same.told.add(key)
+            told = step.checkpointed or bool(step.named)
             if not seen:
-                self._count(region.whole, told=step.checkpointed or bool(step.named))
+                self._count(region.whole, told=told)
+            elif told:
+                # Names may not have mattered where its pieces were counted.
+                self.same.told.update(self._keys[part] for part in region.whole.pieces())
 
     def _note_names(self, region: Region, piece: Piece) -> None:
         key = self._keys[piece] = self._key(region, piece)
