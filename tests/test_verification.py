@@ -72,16 +72,12 @@ def half(problem: planning.Problem) -> int:
     return problem.unchanged.peak_bytes // 2
 
 
-def test_a_true_prediction_is_compiled_beside_the_nearest_policy(
-    problem: planning.Problem,
-) -> None:
+def test_a_true_prediction_is_compiled_once(problem: planning.Problem) -> None:
     compiler = Compiler(lambda predicted: predicted)
-    objective = Objective(budget_bytes=half(problem))
+    # So much that no policy of jax.checkpoint recomputes less.
+    objective = Objective(budget_bytes=round(0.7 * problem.unchanged.peak_bytes))
     plan = verification.choose(problem, objective, compiler)
-    chosen, *policies = compiler.given
-    assert chosen <= half(problem)
-    assert len(policies) == 1
-    assert policies[0] > half(problem)
+    assert len(compiler.given) == 1
     unverified = planning.describe(
         problem, problem.program, planning.solve(problem, objective), objective
     )

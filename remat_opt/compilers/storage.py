@@ -18,7 +18,6 @@ that read them: the transform emits them again where needed.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
@@ -245,7 +244,7 @@ class Storage:
         if not self.compiler.has("rows_computed"):
             return set()
         flow, equations = self.flow, self.flow.program.equations
-        readers = Counter(itertools.chain.from_iterable(map(flow.reads, range(len(equations)))))
+        readers = flow.reader_counts()
         dear = transcendental.dear(self.compiler.device.platform)
         looked_up_in = (one.inputs[0] for one in equations if one.operation.primitive == "gather")
         return {

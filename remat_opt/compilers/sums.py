@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt.compilers.compiler import Compiler
@@ -128,16 +127,15 @@ def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
     """
     if not compiler.has("sums_split"):
         return set()
-    equations = flow.program.equations
     summed = {
         value
-        for index, equation in enumerate(equations)
+        for index, equation in enumerate(flow.program.equations)
         if _is_split(equation.operation)
         for value in flow.reads(index)
     }
     if not summed:
         return set()
-    readers = Counter(value for index in range(len(equations)) for value in flow.reads(index))
+    readers = flow.reader_counts()
     return {value for value in summed if readers[value] > 1}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from remat_opt import costs
 from remat_opt.program.record import Equation, Linearization, Program
 
@@ -49,6 +51,10 @@ class Dataflow:
     def reads(self, index: int) -> tuple[int, ...]:
         """The distinct computed values an equation reads, aliases resolved."""
         return self._reads[index]
+
+    def reader_counts(self) -> Counter[int]:
+        """How many equations read each computed value, aliases resolved."""
+        return Counter(value for read in self._reads for value in read)
 
     def derivative_reads(self, index: int) -> set[int]:
         """The values that an equation's backward step reads, aliases resolved."""
