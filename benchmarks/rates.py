@@ -3,8 +3,9 @@
     python -m benchmarks.rates --device h200 --rows benchmarks/results/rates_nvidia_h200.jsonl
 
 runs operations that a training step is made of, each alone and compiled, on arrays large enough
-that memory is not a cache: products at two precisions, elementwise functions, softmax, layer
-normalization, dropout, random bits, sums, transposes and gathers. Beside each stands what the
+that memory is not a cache: products at two precisions, convolutions of several kinds, elementwise
+functions, softmax, layer normalization, dropout, random bits, sums, transposes and gathers. Beside
+each stands what the
 roofline says (``remat_opt.costs``) for ``--device``, so that a rate in ``remat_opt.device`` that
 the device does not reach shows. The calls of an operation follow each other without waiting, and
 the time is that of the median group of calls.
@@ -90,6 +91,75 @@ def operations(elements: int) -> Mapping[str, tuple[Callable[..., Any], tuple[An
         "product, float32": (jnp.matmul, square("float32")),
         "product, bfloat16": (jnp.matmul, square("bfloat16")),
         "scores of heads, float32": (lambda q, k: jnp.einsum("hid,hjd->hij", q, k), (heads, heads)),
+        **_convolutions(elements // 4),
+    }
+
+
+def _convolutions(
+    elements: int,
+) -> Mapping[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]]:
+    """Convolutions by name, channels last; ``elements`` are those of an operand, roughly."""
+
+    def made(
+        side: int,
+        channels: int,
+        made_channels: int,
+        taps: int,
+        *,
+        axes: int = 2,
+        dtype: str = "float32",
+        groups: int = 1,
+        padding: Any = "SAME",
+        **given: Any,
+    ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+        spatial = "HW"[-axes:]
+        numbers = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+        batch = max(1, elements // (side**axes * channels))
+        options = {"window_strides": (1,) * axes, "feature_group_count": groups, **given}
+
+        def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return jax.lax.conv_general_dilated(
+                x, kernel, padding=padding, dimension_numbers=numbers, **options
+            )
+
+        x = jax.ShapeDtypeStruct((batch, *(side,) * axes, channels), dtype)
+        kernel = jax.ShapeDtypeStruct((*(taps,) * axes, channels // groups, made_channels), dtype)
+        return convolve, (x, kernel)
+
+    causal = [(8 * 2, 0)]
+    return {
+        "convolution 3 x 3, 64 channels": made(56, 64, 64, 3),
+        "convolution 3 x 3, 64 channels, bfloat16": made(56, 64, 64, 3, dtype="bfloat16"),
+        "convolution 3 x 3, 256 channels": made(28, 256, 256, 3),
+        "convolution 3 x 3, 256 channels, bfloat16": made(28, 256, 256, 3, dtype="bfloat16"),
+        "convolution 3 x 3, 512 channels": made(16, 512, 512, 3),
+        "convolution 1 x 1, 64 to 256 channels": made(56, 64, 256, 1),
+        "convolution 1 x 1, 64 to 256 channels, bfloat16": made(56, 64, 256, 1, dtype="bfloat16"),
+        "convolution 3 x 3, strided": made(56, 128, 128, 3, window_strides=(2, 2)),
+        "convolution 7 x 7, strided, 3 channels": made(224, 3, 64, 7, window_strides=(2, 2)),
+        "convolution 3 x 3, dilated": made(64, 256, 256, 3, rhs_dilation=(4, 4)),
+        "convolution 3 x 3, 32 groups": made(28, 256, 256, 3, groups=32),
+        "convolution 3 x 3, depthwise": made(56, 192, 192, 3, groups=192),
+        "convolution 5 x 5, depthwise": made(28, 256, 256, 5, groups=256),
+        "convolution 3 x 3, depthwise, bfloat16": made(
+            56, 192, 192, 3, groups=192, dtype="bfloat16"
+        ),
+        "transposed convolution 2 x 2": made(
+            64, 128, 64, 2, padding=[(1, 1)] * 2, lhs_dilation=(2, 2)
+        ),
+        "convolution along one axis, 3 taps": made(4096, 64, 64, 3, axes=1),
+        "convolution along one axis, 3 taps, 256 channels": made(4096, 256, 256, 3, axes=1),
+        "convolution along one axis, 3 taps, bfloat16": made(
+            4096, 64, 64, 3, axes=1, dtype="bfloat16"
+        ),
+        "convolution along one axis, 1 tap": made(4096, 64, 64, 1, axes=1),
+        "convolution along one axis, dilated": made(4096, 64, 64, 3, axes=1, rhs_dilation=(8,)),
+        "convolution along one axis, dilated, causal": made(
+            4096, 64, 64, 3, axes=1, rhs_dilation=(8,), padding=causal
+        ),
+        "convolution along one axis, dilated, causal, 256 channels": made(
+            4096, 256, 256, 3, axes=1, rhs_dilation=(8,), padding=causal
+        ),
     }
 
 

@@ -31,8 +31,8 @@ class Rule:
       platforms: the platforms whose compilers do it.
       kind: ``stored`` (which values are arrays, and how large), ``cotangents`` (which of them are
         arrays), ``beside`` (what a step holds in addition to the graph), ``heap`` (what laying out
-        arrays adds) or ``rewrite`` (what ``transform`` writes so that the compiler follows the
-        plan).
+        arrays adds), ``time`` (what it takes to compute again) or ``rewrite`` (what ``transform``
+        writes so that the compiler follows the plan).
       file: where its code is, in this folder.
       says: what they do, or are made to do.
     """
@@ -241,6 +241,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "heap",
             "heap",
             "Arrays lie in result buffers until results are written.",
+        ),
+        # ---------------------------------------------------------------------------- time
+        "convolution_time": _rule(
+            _NVIDIA,
+            "time",
+            "convolutions",
+            "Convolutions take twice their roofline's time, and more for holes filled with zeros.",
         ),
         # ------------------------------------------------------------------------ rewrites
         "zeros_apart": _rule(

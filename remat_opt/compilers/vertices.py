@@ -244,7 +244,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
         moved_bytes = traffic.moved_bytes(held, read_values)
         dtype = _rate_dtype(equation.operation)
         if flow.opaque(root):
-            seconds = costs.seconds(flow.costs[root], compiler.device, dtype)
+            seconds = convolutions.seconds(equation.operation, flow.costs[root], compiler, dtype)
         else:
             seconds = max(
                 flops / compiler.device.flops_rate(dtype),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from remat_opt.compilers.convolutions import Padded
@@ -111,3 +112,45 @@ def test_convolutions_that_pad_alike_have_one_copy_in_place_of_their_operand() -
 def test_even_padding_needs_no_copy() -> None:
     _, found, _ = graph_of(layers, [KERNEL] * 2, IMAGES)
     assert not [one for one in found.effects if isinstance(one, Padded)]
+
+
+def seconds_of_taps(padding, dilation=4, device="h200", taps=2):
+    """What a convolution along one axis takes, as a share of one with a single tap."""
+    x = jax.ShapeDtypeStruct((8, 4096, 512), "float32")
+
+    def of(taps, padding):
+        def loss(kernel, x):
+            dimensions = "NWC", "WIO", "NWC"
+            found = lax.conv_general_dilated(
+                x, kernel, (1,), padding, rhs_dilation=(dilation,), dimension_numbers=dimensions
+            )
+            return jnp.sum(jnp.sin(found))
+
+        kernel = jax.ShapeDtypeStruct((taps, 512, 512), "float32")
+        _, _, graph = graph_of(loss, kernel, x, device=device)
+        return graph.seconds[names(graph).index("conv_general_dilated")]
+
+    return of(taps, padding) / of(1, "VALID")
+
+
+def test_holes_of_a_kernel_take_time_if_the_operand_is_padded_unevenly() -> None:
+    # Five taps, three of them zeros; rows that only see padding are not counted.
+    assert seconds_of_taps([(4, 0)]) == pytest.approx(5, rel=0.01)
+    assert seconds_of_taps([(2, 2)]) == pytest.approx(2, rel=0.01)
+    assert seconds_of_taps([(4, 0)], device="cpu") == pytest.approx(2, rel=0.01)
+
+
+def test_convolutions_are_slower_than_products_of_the_same_size() -> None:
+    x = jax.ShapeDtypeStruct((2, 64, 64, 256), "float32")
+
+    def as_product(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    def as_convolution(w, x):
+        return jnp.sum(jnp.sin(convolution(w[None, None], x)))
+
+    weight = jax.ShapeDtypeStruct((256, 256), "float32")
+    _, _, product = graph_of(as_product, weight, x)
+    _, _, convolved = graph_of(as_convolution, weight, x)
+    seconds = convolved.seconds[names(convolved).index("conv_general_dilated")]
+    assert seconds == pytest.approx(2 * product.seconds[names(product).index("dot_general")])

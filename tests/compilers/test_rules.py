@@ -30,7 +30,7 @@ from remat_opt.transform import rewriting
 from tests.compiler_graphs import compiler_of, cross_entropy, model_of, two_layers
 
 ROOM = Path(compilers.__file__).parent
-KINDS = {"stored", "cotangents", "beside", "heap", "rewrite"}
+KINDS = {"stored", "cotangents", "beside", "heap", "time", "rewrite"}
 DEVICES = {"h200": "cuda", "v5e": "tpu", "cpu": "cpu"}
 
 
@@ -393,6 +393,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "vector_memory": ("v5e", recurrent, (wide, wide)),
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
     "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
+    "convolution_time": ("h200", convolutions, (KERNEL, IMAGES)),
     "zeros_apart": ("h200", overlapping, (KERNEL, IMAGES)),
     "searches_wait": ("h200", apart, (KERNEL, IMAGES)),
     "rows_picked": ("h200", cross_entropy, (W, X)),
