@@ -4,8 +4,8 @@
 and some compilers use these for temporaries until the gradients are written
 (``compilers.heap.outside_results``). In a training step with donated state there are no such
 buffers. Each gradient is a temporary, from the backward step that writes it to the update that
-consumes it. If they are clipped by their global norm, or otherwise used together, all of them wait
-for the last.
+consumes it, which some compilers put off (``compilers.updates``). If they are clipped by their
+global norm, or otherwise used together, all of them wait for the last.
 
 Backward steps run in the order of the vertices, last first, whatever is recomputed. So what the
 gradients take during a vertex's backward step is the same in every schedule, and counts as
@@ -35,6 +35,19 @@ class Gradients(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """How long a gradient that is complete waits for its update.
+
+    Attributes:
+      until: the vertex after whose backward step the update runs.
+      bytes: size of the array that waits: the one that the update reads.
+    """
+
+    until: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGradient:
     """The gradient of one parameter.
 
@@ -46,12 +59,14 @@ class ParameterGradient:
       bytes: its size.
       converted: whether what consumes it computes it from a narrower array, so that it is itself an
         array only if it waits.
+      wait: how long it waits for the update that consumes it; None if that comes at once.
     """
 
     first: int
     last: int
     bytes: int
     converted: bool = False
+    wait: Wait | None = None
 
 
 def workspace_bytes(
@@ -65,10 +80,18 @@ def workspace_bytes(
       count: number of vertices.
     """
     change = np.zeros(count + 1, dtype=np.int64)
+
+    def hold(first: int, last: int, size: int) -> None:
+        if first <= last:
+            change[first] += size
+            change[last + 1] -= size
+
     for one in gradients:
-        if fate is Gradients.TOGETHER or (fate is Gradients.CONSUMED and not one.converted):
-            start = 0 if fate is Gradients.TOGETHER else one.first
-            if start <= one.last:
-                change[start] += one.bytes
-                change[one.last + 1] -= one.bytes
+        if fate is Gradients.TOGETHER:
+            hold(0, one.last, one.bytes)
+        elif fate is Gradients.CONSUMED:
+            if not one.converted:
+                hold(one.first, one.last, one.bytes)
+            if one.wait is not None:
+                hold(one.wait.until, one.first - 1, one.wait.bytes)
     return np.cumsum(change[:-1])

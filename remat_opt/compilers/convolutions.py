@@ -123,11 +123,12 @@ def _filling(convolution: Operation) -> float:
     """How much larger a kernel becomes if its holes are filled."""
     shape = convolution.inputs[1].shape
     _, _, *spatial = convolution.params["dimension_numbers"].rhs_spec
-    return math.prod(
+    factors = (
         (1 + (shape[axis] - 1) * dilation) / shape[axis]
         for axis, dilation in zip(spatial, convolution.params["rhs_dilation"], strict=True)
         if shape[axis]
     )
+    return math.prod(factors, start=1.0)
 
 
 def padded(

@@ -226,6 +226,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),
+        "updates_wait": _rule(
+            _NVIDIA, "beside", "updates", "Updates wait while activations allocate less than they."
+        ),
         # ---------------------------------------------------------------------------- heap
         "heap_in_order": _rule(
             _TPU, "heap", "heap", "Arrays are placed in the order in which they are made."

@@ -25,6 +25,7 @@ from remat_opt.compilers.lookups import Zeros
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.traffic import Traffic
+from remat_opt.compilers.updates import Updates
 from remat_opt.gradients import ParameterGradient
 from remat_opt.graph import Graph
 from remat_opt.naming import short_type
@@ -379,6 +380,7 @@ def _parameter_gradients(
         for value in draft.parameters:
             readers.setdefault(value, []).append(vertex)
     program, compiler = storage.flow.program, storage.compiler
+    updates = Updates(storage, [draft.bytes for draft in drafts])
     for value, found in sorted(readers.items()):
         size, last = compiler.buffer_bytes(program.types[value]), max(found)
         reader, shared = of_cotangents.arguments.get(value, (-1, 0))
@@ -389,7 +391,11 @@ def _parameter_gradients(
         elif cpu_sums.rounds(storage.flow, storage.roots[last], compiler):
             last -= 1
         yield ParameterGradient(
-            first=min(found), last=last, bytes=size, converted=value in zeros.converted
+            first=min(found),
+            last=last,
+            bytes=size,
+            converted=value in zeros.converted,
+            wait=updates.wait(value, min(found)),
         )
 
 

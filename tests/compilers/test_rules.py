@@ -392,6 +392,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
+    "updates_wait": ("h200", two_layers, ([SQUARE] * 4, ROWS[:8])),
     "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
     "convolution_time": ("h200", convolutions, (KERNEL, IMAGES)),
     "zeros_apart": ("h200", overlapping, (KERNEL, IMAGES)),

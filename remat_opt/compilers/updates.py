@@ -1,0 +1,62 @@
+"""How long XLA for NVIDIA holds gradients until the updates that consume them.
+
+Of everything that can run, its scheduler runs what frees most memory, less what it allocates. To
+the scheduler an update allocates the parameter and both of Adam's moments anew: it does not know
+that they take the place of donated ones. So an update runs only when everything else would allocate
+even more. Where no activation is as large as that, all gradients wait for the end of the program,
+as with few rows and large weights, or in a mixture of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat_opt.compilers.storage import Storage
+from remat_opt.gradients import Wait
+
+#: What an update writes, in sizes of the parameter: the parameter, and Adam's two moments.
+_WRITTEN = 3
+
+
+class Updates:
+    """When updates run.
+
+    Args:
+      storage: what is stored.
+      allocated: for each vertex, the bytes that computing it, or its cotangent, allocates.
+    """
+
+    def __init__(self, storage: Storage, allocated: Sequence[int]) -> None:
+        self._storage = storage
+        self._allocated = allocated
+        self._read_as = _read_as(storage)
+
+    def wait(self, parameter: int, first: int) -> Wait | None:
+        """How long the gradient of a parameter waits; None if not at all.
+
+        Args:
+          parameter: a differentiated argument.
+          first: the vertex whose backward step completes its gradient.
+        """
+        if not self._storage.compiler.has("updates_wait"):
+            return None
+        size = self._storage.bytes_of(parameter)
+        narrow = min(self._read_as.get(parameter, size), size)
+        more, until = _WRITTEN * size - narrow, first
+        while until and self._allocated[until - 1] <= more:
+            until -= 1
+        return Wait(until=until, bytes=narrow) if until < first else None
+
+
+def _read_as(storage: Storage) -> dict[int, int]:
+    """Arguments that are converted before anything else reads them: the bytes of what is read."""
+    found: dict[int, int] = {}
+    others: set[int] = set()
+    program = storage.flow.program
+    for equation in program.equations:
+        if equation.operation.primitive != "convert_element_type":
+            others.update(equation.value_inputs)
+            continue
+        for value in equation.value_inputs:
+            found[value] = storage.bytes_of(equation.outputs[0])
+    return {value: size for value, size in found.items() if value not in others}

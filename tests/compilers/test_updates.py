@@ -1,0 +1,58 @@
+"""How long gradients wait for the updates that consume them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.gradients import Gradients
+from remat_opt.program import tracing
+from tests.compiler_graphs import model_of
+
+SIDE, LAYERS = 256, 6
+SIZE = 4 * SIDE * SIDE
+
+
+def losses(narrow: bool = False):
+    """Layers with skips; in bfloat16 with float32 weights if ``narrow``."""
+
+    def loss(weights, x):
+        for w in weights:
+            w = w.astype(x.dtype)
+            x = x + jnp.tanh(x @ w)
+        return jnp.sum(x.astype("float32"))
+
+    return loss, "bfloat16" if narrow else "float32"
+
+
+def gradient_bytes(rows: int, *, narrow: bool = False, device: str = "h200") -> int:
+    """What gradients take at the end of the backward pass."""
+    loss, dtype = losses(narrow)
+    weights = [jax.ShapeDtypeStruct((SIDE, SIDE), "float32")] * LAYERS
+    program = tracing.trace(loss, weights, jax.ShapeDtypeStruct((rows, SIDE), dtype))
+    return model_of(program, device, gradients=Gradients.CONSUMED).gradient_bytes[0]
+
+
+def test_updates_wait_where_they_write_more_than_activations_take() -> None:
+    """An update writes three arrays and frees the gradient."""
+    assert gradient_bytes(2 * SIDE) == LAYERS * SIZE
+    assert gradient_bytes(2 * SIDE + 8) == SIZE
+
+
+def test_narrow_gradients_wait_narrow() -> None:
+    """They free half as much, and activations are half as large."""
+    assert gradient_bytes(5 * SIDE, narrow=True) == SIZE + (LAYERS - 1) * SIZE // 2
+    assert gradient_bytes(5 * SIDE + 8, narrow=True) == SIZE
+
+
+@pytest.mark.parametrize("device", ["cpu", "v5e"])
+def test_elsewhere_they_come_at_once(device: str) -> None:
+    assert gradient_bytes(SIDE, device=device) <= SIZE
+
+
+def test_results_do_not_wait() -> None:
+    loss, _ = losses()
+    weights = [jax.ShapeDtypeStruct((SIDE, SIDE), "float32")] * LAYERS
+    program = tracing.trace(loss, weights, jax.ShapeDtypeStruct((8, SIDE), "float32"))
+    assert not any(model_of(program, gradients=Gradients.RESULTS).gradient_bytes)
