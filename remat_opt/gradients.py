@@ -4,7 +4,7 @@
 and some compilers use these for temporaries until the gradients are written
 (``compilers.heap.outside_results``). In a training step with donated state there are no such
 buffers. Each gradient is a temporary, from the backward step that writes it to the update that
-consumes it, which some compilers put off (``compilers.updates``). If they are clipped by their
+consumes it, which some compilers put off (``compilers.scheduling``). If they are clipped by their
 global norm, or otherwise used together, all of them wait for the last.
 
 Backward steps run in the order of the vertices, last first, whatever is recomputed. So what the

@@ -62,16 +62,25 @@ class Spans:
         waits = (self.first < self.backward) & (self.last >= self.backward)
         return dataclasses.replace(self, last=np.where(waits, self.last.max(initial=0), self.last))
 
-    def with_forward(self, sizes: Sequence[int]) -> Spans:
-        """The lives, with arrays of some sizes that are there in the forward pass."""
-        if not sizes:
+    def with_forward(
+        self, sizes: Sequence[int], early: Sequence[tuple[int, int, int]] = ()
+    ) -> Spans:
+        """The lives, with more arrays in the forward pass.
+
+        Args:
+          sizes: bytes of those that are there all the time.
+          early: of others the first and the last vertex in whose forward steps they are there, and
+            their bytes.
+        """
+        more = [*((0, self.backward - 1, size) for size in sizes), *early]
+        if not more:
             return self
-        none = np.zeros(len(sizes), dtype=np.int64)
+        first, last, size = np.array(more, dtype=np.int64).T
         return dataclasses.replace(
             self,
-            first=np.concatenate([self.first, none]),
-            last=np.concatenate([self.last, none + self.backward - 1]),
-            bytes=np.concatenate([self.bytes, np.array(sizes, dtype=np.int64)]),
+            first=np.concatenate([self.first, first]),
+            last=np.concatenate([self.last, last]),
+            bytes=np.concatenate([self.bytes, size]),
         )
 
     def live_bytes(self, steps: int) -> np.ndarray:

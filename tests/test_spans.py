@@ -86,6 +86,8 @@ def test_arrays_that_are_there_in_the_forward_pass() -> None:
     steps = int(found.last.max()) + 1
     more = found.with_forward([100, 20]).live_bytes(steps) - found.live_bytes(steps)
     assert more.tolist() == [120] * 3 + [0] * (steps - 3)
+    early = found.with_forward([20], [(0, 1, 100), (1, 1, 7)]).live_bytes(steps)
+    assert (early - found.live_bytes(steps)).tolist() == [120, 127, 20] + [0] * (steps - 3)
     assert found.with_forward([]) is found
 
 

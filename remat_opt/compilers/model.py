@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
+from remat_opt.compilers import scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results
@@ -43,6 +44,7 @@ class Model:
       as_it_is: the same for the unchanged function, if rewriting changes what is stored.
       results: the gradients whose result buffers hold arrays until they are written.
       early: the bytes of arrays that gradients begin as, and that are there in the forward pass.
+      converted: weights that are converted before their turn (``scheduling.early``).
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
       is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
@@ -59,6 +61,7 @@ class Model:
     as_it_is: Model | None
     results: tuple[ParameterGradient, ...] = ()
     early: tuple[int, ...] = ()
+    converted: tuple[tuple[int, int, int], ...] = ()
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     is_iteration: bool = False
 
@@ -83,9 +86,9 @@ class Model:
         lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
         written = [(int(lives.turn[max(0, one.last)]), one.bytes) for one in self.results]
         found = self.laid_out_bytes(outside_results(lives, written), schedule)
-        if not self.early:
+        if not (self.early or self.converted):
             return found
-        alive = outside_results(lives.with_forward(self.early), written)
+        alive = outside_results(lives.with_forward(self.early, self.converted), written)
         return max(found, alive.peak_bytes + self.held_bytes(schedule))
 
     def branch_peak_bytes(self, schedule: Schedule) -> int:
@@ -190,6 +193,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         if gradients is Gradients.RESULTS and storage.compiler.has("results_lend")
         else (),
         early=tuple(early),
+        converted=tuple(scheduling.early(storage, found.graph.bytes)),
     )
 
 

@@ -226,8 +226,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),
+        "conversions_first": _rule(
+            _NVIDIA, "beside", "scheduling", "Weights are converted before what is larger runs."
+        ),
         "updates_wait": _rule(
-            _NVIDIA, "beside", "updates", "Updates wait while activations allocate less than they."
+            _NVIDIA,
+            "beside",
+            "scheduling",
+            "Updates wait while activations take less than they.",
         ),
         # ---------------------------------------------------------------------------- heap
         "heap_in_order": _rule(

@@ -22,10 +22,10 @@ from remat_opt.compilers import (
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
 from remat_opt.compilers.effects import Effect
 from remat_opt.compilers.lookups import Zeros
+from remat_opt.compilers.scheduling import Updates
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.traffic import Traffic
-from remat_opt.compilers.updates import Updates
 from remat_opt.gradients import ParameterGradient
 from remat_opt.graph import Graph
 from remat_opt.naming import short_type

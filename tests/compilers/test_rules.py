@@ -330,6 +330,7 @@ narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
 wide = jax.ShapeDtypeStruct((2048, 2048), "float32")
 rows = jax.ShapeDtypeStruct((512, 64), "float32")
 huge = jax.ShapeDtypeStruct((8192, 8192), "float32")
+huge_rows = jnp.ones((2**12, 128))
 stack = jax.ShapeDtypeStruct((6, 256, 256), "float32")
 many_rows = jax.ShapeDtypeStruct((2**15, 256), "float32")
 widths = [64, 96, 64, 640, 32, 256, 640]
@@ -339,6 +340,14 @@ changing = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwi
 def gated_by_means(w: jax.Array, x: jax.Array) -> jax.Array:
     h = jax.nn.relu(x @ w).reshape(2, -1, w.shape[1])
     return jnp.sum((h * jax.nn.sigmoid(h.mean(1, keepdims=True))) @ w)
+
+
+def summed_up_first(weights, x):
+    """Many rows, and large weights for what they are summed up to."""
+    x = jnp.tanh(x @ weights[0].astype(x.dtype)).sum(0, keepdims=True)
+    for w in weights[1:]:
+        x = jnp.tanh(x @ w.astype(x.dtype))
+    return jnp.sum(x.astype("float32"))
 
 
 #: For each rule, devices and a program with arguments.
@@ -392,6 +401,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
+    "conversions_first": ("h200", summed_up_first, ([SQUARE] * 4, narrow(huge_rows))),
     "updates_wait": ("h200", two_layers, ([SQUARE] * 4, ROWS[:8])),
     "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
     "convolution_time": ("h200", convolutions, (KERNEL, IMAGES)),

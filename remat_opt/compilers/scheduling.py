@@ -1,15 +1,18 @@
-"""How long XLA for NVIDIA holds gradients until the updates that consume them.
+"""What XLA for NVIDIA runs earlier or later than the program has it, and holds meanwhile.
 
-Of everything that can run, its scheduler runs what frees most memory, less what it allocates. To
-the scheduler an update allocates the parameter and both of Adam's moments anew: it does not know
-that they take the place of donated ones. So an update runs only when everything else would allocate
-even more. Where no activation is as large as that, all gradients wait for the end of the program,
-as with few rows and large weights, or in a mixture of experts.
+Of everything that can run, its scheduler runs what frees most memory, less what it allocates.
+
+*   To the scheduler, an update allocates the parameter and both of Adam's moments anew: it does not
+    know that they take the place of donated ones. So an update runs only when everything else would
+    allocate even more. Where no activation is as large as that, all gradients wait for the end of
+    the program, as with few rows and large weights, or in a mixture of experts.
+*   The conversion of a weight can run from the start. So it runs before the first operation that
+    allocates more than it, and with it those of all later layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from remat_opt.compilers.storage import Storage
 from remat_opt.gradients import Wait
@@ -46,6 +49,31 @@ class Updates:
         while until and self._allocated[until - 1] <= more:
             until -= 1
         return Wait(until=until, bytes=narrow) if until < first else None
+
+
+def early(storage: Storage, allocated: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Converted arguments that are there before their turn.
+
+    Args:
+      storage: what is stored.
+      allocated: see ``Updates``.
+
+    Yields:
+      For each the first and the last vertex in whose forward steps it is there, and its bytes.
+    """
+    program = storage.flow.program
+    arguments = set(program.arguments)
+    for vertex, root in enumerate(storage.roots):
+        equation = program.equations[root]
+        if (
+            equation.operation.primitive == "convert_element_type"
+            and arguments.issuperset(equation.value_inputs)
+            and storage.compiler.has("conversions_first")
+        ):
+            for before in range(vertex):
+                if allocated[before] > allocated[vertex]:
+                    yield before, vertex - 1, allocated[vertex]
+                    break
 
 
 def _read_as(storage: Storage) -> dict[int, int]:

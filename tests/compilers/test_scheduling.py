@@ -1,4 +1,4 @@
-"""How long gradients wait for the updates that consume them."""
+"""What waits for its turn on NVIDIA, and what does not."""
 
 from __future__ import annotations
 
@@ -56,3 +56,33 @@ def test_results_do_not_wait() -> None:
     weights = [jax.ShapeDtypeStruct((SIDE, SIDE), "float32")] * LAYERS
     program = tracing.trace(loss, weights, jax.ShapeDtypeStruct((8, SIDE), "float32"))
     assert not any(model_of(program, gradients=Gradients.RESULTS).gradient_bytes)
+
+
+def converted(rows: int, *, device: str = "h200", narrow: bool = True):
+    """Where converted weights are there before their turn, and their bytes."""
+    loss, dtype = losses(narrow)
+    weights = [jax.ShapeDtypeStruct((SIDE, SIDE), "float32")] * LAYERS
+    program = tracing.trace(loss, weights, jax.ShapeDtypeStruct((rows, SIDE), dtype))
+    found = model_of(program, device)
+    turns = [v for v, label in enumerate(found.labels) if label.startswith("convert_element")]
+    return found.converted, turns[: len(weights)]
+
+
+def test_weights_are_converted_before_what_is_larger_than_they() -> None:
+    found, turns = converted(SIDE + 8)
+    # The first one's own turn comes before anything large.
+    first = turns[0] + 1
+    assert found == tuple((first, turn - 1, SIZE // 2) for turn in turns[1:])
+
+
+def test_weights_are_converted_in_turn_where_nothing_is_larger() -> None:
+    assert converted(SIDE)[0] == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "v5e"])
+def test_elsewhere_weights_are_converted_in_turn(device: str) -> None:
+    assert converted(SIDE + 8, device=device)[0] == ()
+
+
+def test_where_nothing_is_converted_nothing_is_early() -> None:
+    assert converted(SIDE + 8, narrow=False)[0] == ()
