@@ -330,7 +330,6 @@ narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
 wide = jax.ShapeDtypeStruct((2048, 2048), "float32")
 rows = jax.ShapeDtypeStruct((512, 64), "float32")
 huge = jax.ShapeDtypeStruct((8192, 8192), "float32")
-huge_rows = jnp.ones((2**12, 128))
 stack = jax.ShapeDtypeStruct((6, 256, 256), "float32")
 many_rows = jax.ShapeDtypeStruct((2**15, 256), "float32")
 widths = [64, 96, 64, 640, 32, 256, 640]
@@ -342,10 +341,10 @@ def gated_by_means(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum((h * jax.nn.sigmoid(h.mean(1, keepdims=True))) @ w)
 
 
-def summed_up_first(weights, x):
-    """Many rows, and large weights for what they are summed up to."""
-    x = jnp.tanh(x @ weights[0].astype(x.dtype)).sum(0, keepdims=True)
-    for w in weights[1:]:
+def similarities_first(weights, x):
+    """A large product that nothing is differentiated through, and weights for what comes after."""
+    x = (x @ x.T).sum(0, keepdims=True)[:, : x.shape[1]]
+    for w in weights:
         x = jnp.tanh(x @ w.astype(x.dtype))
     return jnp.sum(x.astype("float32"))
 
@@ -401,7 +400,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
-    "conversions_first": ("h200", summed_up_first, ([SQUARE] * 4, narrow(huge_rows))),
+    "conversions_first": ("h200", similarities_first, ([SQUARE] * 4, narrow(ROWS))),
     "updates_wait": ("h200", two_layers, ([SQUARE] * 4, ROWS[:8])),
     "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
     "convolution_time": ("h200", convolutions, (KERNEL, IMAGES)),
