@@ -82,12 +82,13 @@ class Storage:
         self.softmaxes = tuple(
             one
             for one in softmax.rounded(program, compiler.rules)
-            if not softmax.is_computed_again(program.types[one.exponentials], compiler.device)
+            if one.waiting != one.exponentials
+            or not softmax.is_computed_again(program.types[one.exponentials], compiler.device)
         )
         self.weights_of: dict[int, int] = {}
         self.stores_maxima = bool(self.softmaxes) and compiler.has("maxima_stored")
         if unchanged or not self.stores_maxima:
-            self.weights_of = {one.exponentials: one.weights for one in self.softmaxes}
+            self.weights_of = {one.waiting: one.weights for one in self.softmaxes}
         self.weights_of |= softmax.shifted(program, compiler.rules)
         found = product_sums.stored_sums(program, compiler.rules)
         self.product_sums = {} if unchanged else dict(found)
