@@ -111,6 +111,12 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
                 )
 
 
+def exponentials(program: Program) -> Iterator[int]:
+    """Those of each softmax."""
+    for equation, _ in _exponentials(program, program.makers()):
+        yield equation.outputs[0]
+
+
 def is_computed_again(kind: ArrayType, device: Device) -> bool:
     """Whether exponentials are computed again for the backward pass, from narrower scores.
 
