@@ -109,13 +109,17 @@ def reads(
             )
             one_kernel = below is not None and not is_stored and together
             tiled = kind.shape[order[-1]] >= _TILED
+            # Without sums in between, rows and columns stay what they are in the scores.
+            as_scores = order in (
+                _long(kind, batch) + free + _long(kind, summed),
+                _long(kind, (*batch, *summed)) + free,
+            )
             again = (
                 (place == 1) != _is_swapped(flow, equation, 1 - place)
-                and not one_kernel
+                and not (one_kernel or (below is None and as_scores))
                 and (tiled or kind.bytes < _WORD * kind.size)
             )
             copied = program.types[below] if below is not None and not is_stored else kind
-            merged = _long(kind, batch) + free
             yield Read(
                 product=index,
                 operand=flow.source[value],
@@ -123,9 +127,7 @@ def reads(
                 waiting=below if below in stored else scores,
                 again=again,
                 workspace_bytes=(kind if together else copied).bytes if again else 0,
-                comes_last=again
-                and is_stored
-                and order in (merged + _long(kind, summed), _long(kind, (*batch, *summed)) + free),
+                comes_last=again and is_stored and as_scores,
                 copies_late=one_kernel or (again and not is_stored and tiled),
             )
 
@@ -135,13 +137,16 @@ def _long(kind: ArrayType, axes: Iterable[int]) -> list[int]:
     return [axis for axis in axes if kind.shape[axis] > 1]
 
 
-def copies_cotangent(flow: Dataflow, operand: int, compiler: Compiler) -> bool:
-    """Whether an operand's cotangent is copied to the order of what the operand is computed from.
+def rows_lie_apart(flow: Dataflow, operand: int, compiler: Compiler, batch_axes: int = 1) -> bool:
+    """Whether weights that a batched product reads are made of scores whose rows lie apart.
+
+    Their cotangent is then copied to the order of the scores.
 
     Args:
       flow: of the program.
       operand: the weights of a softmax.
       compiler: the compiler.
+      batch_axes: the fewest batch axes that the product has.
     """
     program = flow.program
     for equation in program.equations if compiler.has("operands_again") else ():
@@ -150,9 +155,9 @@ def copies_cotangent(flow: Dataflow, operand: int, compiler: Compiler) -> bool:
         place = equation.inputs.index(operand)
         contracted, batched = equation.operation.params["dimension_numbers"]
         kind, _, lies = program.types[operand], *_lies(flow, operand)
-        order = _long(kind, lies)
-        free = set(order).difference(contracted[place], batched[place])
-        if len(free) > 1 and batched[place] and order[-1] in free:
+        order, batch = _long(kind, lies), _long(kind, batched[place])
+        free = set(order).difference(contracted[place], batch)
+        if len(free) > 1 and len(batch) >= batch_axes and order[-1] in free:
             return True
     return False
 

@@ -90,6 +90,11 @@ class Storage:
         self.stores_maxima = bool(self.softmaxes) and compiler.has("maxima_stored")
         if unchanged or not self.stores_maxima:
             self.weights_of = {one.waiting: one.weights for one in self.softmaxes}
+            self.weights_of |= {
+                one.exponentials: one.weights
+                for one in self.softmaxes
+                if batched_products.rows_lie_apart(flow, one.weights, compiler, batch_axes=2)
+            }
         self.weights_of |= softmax.shifted(program, compiler.rules)
         self.batched_reads = tuple(
             batched_products.reads(
@@ -160,7 +165,7 @@ class Storage:
         flow = self.flow
         kind = flow.program.types[value]
         weights = self.weights_of.get(value, value)
-        if not batched_products.copies_cotangent(flow, weights, self.compiler):
+        if not batched_products.rows_lie_apart(flow, weights, self.compiler):
             kind = flow.program.types[weights]
         if value not in flow.maker:
             return kind

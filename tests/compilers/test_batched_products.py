@@ -101,7 +101,8 @@ def widened(scores: jax.Array) -> jax.Array:
         # One kernel computes rows that lie together; not if it has to leave exponentials.
         ("bgqhk", jax.nn.softmax, False),
         ("bgqhk", widened, True),
-        ("bgqhk", jnp.square, True),
+        ("bgqhk", jnp.square, False),
+        ("bghqk", jnp.square, True),
         ("bghqk", jax.nn.softmax, True),
         ("bghqk", widened, True),
     ],
@@ -117,7 +118,7 @@ def test_weights_that_are_read_in_two_orders_are_no_arrays(
     # Two bytes for each, or as wide as what is copied to another order.
     assert read.workspace_bytes == (SCORES // 2 if again else 0)
     assert read.comes_last is (form == "bgqhk" and soften is widened)
-    assert read.copies_late is (form == "bgqhk" and soften is not widened)
+    assert read.copies_late is (form == "bgqhk" and soften is jax.nn.softmax)
 
 
 def test_a_cotangent_is_copied_to_the_order_of_exponentials_in_their_type() -> None:
