@@ -13,7 +13,7 @@ from remat_opt.compilers.storage import Storage
 from remat_opt.measurement import compilation
 from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule
-from tests.compiler_graphs import changed, graph_of, names, storage_of
+from tests.compiler_graphs import changed, graph_of, model_of, names, storage_of
 from tests.devices import needs_cuda_plugin
 
 BATCH, TOKENS, GROUPS, HEADS, DEPTH = 2, 16, 3, 4, 8
@@ -148,15 +148,40 @@ def attention(form: str, queries: jax.Array, keys: jax.Array, values: jax.Array)
     if form == "library":
         flat = queries.reshape(batch, tokens, groups * heads, depth)
         return jax.nn.dot_product_attention(flat, keys, values, is_causal=True)
-    scores = jnp.einsum("bqghd,bkgd->bgqhk", queries, keys).astype(jnp.float32)
-    weights = jax.nn.softmax(scores / depth**0.5).astype(queries.dtype)
-    return jnp.einsum("bgqhk,bkgd->bqghd", weights, values)
+    order = "bghqk" if form.startswith("apart") else "bgqhk"
+    scores = jnp.einsum(f"bqghd,bkgd->{order}", queries, keys) / depth**0.5
+    if not form.endswith("narrow"):
+        scores = scores.astype(jnp.float32)
+    if form.endswith("capped"):
+        scores = 50 * jnp.tanh(scores / 50)
+    weights = jax.nn.softmax(scores).astype(queries.dtype)
+    return jnp.einsum(f"{order},bkgd->bqghd", weights, values)
 
 
 @pytest.mark.cuda
 @needs_cuda_plugin
-@pytest.mark.parametrize("form", ["library", "products"])
+@pytest.mark.parametrize("form", ["library", "products", "apart", "apart, narrow"])
 def test_a_plan_of_grouped_attention_takes_what_it_says(form: str) -> None:
+    loss, *args = grouped_layers(form, 3)
+    plan = remat_opt.make_plan(loss, *args, device="h200", gradients="results")
+    found = compilation.measure(
+        jax.value_and_grad(remat_opt.apply_plan(plan, loss)), *args, device="h200"
+    )
+    assert plan.predicted.temporary_bytes == pytest.approx(found.temporary_bytes, rel=0.06)
+
+
+@pytest.mark.cuda
+@needs_cuda_plugin
+@pytest.mark.parametrize("form", ["products, narrow", "products, capped", "apart, narrow"])
+def test_grouped_attention_as_it_is_takes_what_is_expected(form: str) -> None:
+    loss, *args = grouped_layers(form, 2)
+    expected = model_of(tracing.trace(loss, *args)).unchanged_peak_bytes()
+    found = compilation.measure(jax.value_and_grad(loss), *args, device="h200")
+    assert expected == pytest.approx(found.temporary_bytes, rel=0.06)
+
+
+def grouped_layers(form: str, layers: int) -> tuple[Any, ...]:
+    """Layers of grouped attention as a loss, and its arguments."""
     batch, tokens, groups, heads, depth = 2, 1024, 4, 2, 64
     width = groups * heads * depth
 
@@ -175,9 +200,4 @@ def test_a_plan_of_grouped_attention_takes_what_it_says(form: str) -> None:
 
     few = width // heads
     layer = array(width, width), array(width, few), array(width, few), array(width, width)
-    args = [layer] * 3, array(batch, tokens, width)
-    plan = remat_opt.make_plan(loss, *args, device="h200", gradients="results")
-    found = compilation.measure(
-        jax.value_and_grad(remat_opt.apply_plan(plan, loss)), *args, device="h200"
-    )
-    assert plan.predicted.temporary_bytes == pytest.approx(found.temporary_bytes, rel=0.06)
+    return loss, [layer] * layers, array(batch, tokens, width)
