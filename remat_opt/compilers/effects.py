@@ -8,7 +8,7 @@ the unchanged function, where nothing is rewritten, the schedule is None.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,28 @@ class Held(Effect):
         if under_checkpoints(schedule).isdisjoint(self.vertices):
             return self.bytes
         return self.checkpointed_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideCheckpoints(Effect):
+    """What is held more, or less, in the backward steps of vertices under no checkpoint.
+
+    Attributes:
+      workspace_bytes: by vertex.
+    """
+
+    workspace_bytes: Mapping[int, int]
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Adds it."""
+        under = under_checkpoints(schedule)
+        for vertex, size in self.workspace_bytes.items():
+            if vertex not in under:
+                figures.workspace_bytes[vertex] += size
+
+    def in_loop(self) -> Effect:
+        """Nothing: an iteration runs again as if it were under one."""
+        return Effect()
 
 
 def under_checkpoints(schedule: Schedule | None) -> set[int]:

@@ -90,6 +90,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "softmax",
             "Labels are gathered from logits that are stored minus their row's maximum.",
         ),
+        "operands_again": _rule(
+            _NVIDIA,
+            "stored",
+            "batched_products",
+            "Batched products compute elementwise operands in each order that they read.",
+        ),
         "transcendental": _rule(
             _NVIDIA | _CPU,
             "stored",

@@ -39,10 +39,11 @@ labels' logits, as in optax.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.row_gathers import is_row_gather
+from remat_opt.compilers.transcendental import dear
 from remat_opt.device import Device, GpuTarget
 from remat_opt.operation import ArrayType
 from remat_opt.program.record import Equation, Program
@@ -72,12 +73,15 @@ class Softmax:
       maxima: the largest score of each row.
       sums: of each row's exponentials.
       exponentials: the value that is summed and divided.
+      waiting: what is stored for the backward pass: the exponentials, or the result of an expensive
+        function that they are computed from.
       weights: what becomes of it, which the product reads.
     """
 
     maxima: int
     sums: int
     exponentials: int
+    waiting: int
     weights: int
 
 
@@ -90,17 +94,27 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     if not (narrow or rules.has("softmax")):
         return
     maker, readers = program.makers(), program.readers()
+    arrays = {"dot_general", *(dear(rules.platform) if rules.has("transcendental") else ())}
     for equation, maxima in _exponentials(program, maker):
         (exponentials,) = equation.outputs
-        if narrow and not _is_widened(program, exponentials, maker):
+        waiting = _waiting(program, exponentials, maker, arrays) if narrow else exponentials
+        if waiting is None:
             continue
-        reading = (program.equations[index] for index in readers.get(exponentials, ()))
-        sums = [one.outputs[0] for one in reading if one.operation.primitive == "reduce_sum"]
-        if sums:
+        if sums := list(_sums(program, exponentials, readers)):
             for weights in _narrower(program, exponentials, readers):
                 yield Softmax(
-                    maxima=maxima, sums=sums[0], exponentials=exponentials, weights=weights
+                    maxima=maxima,
+                    sums=sums[0],
+                    exponentials=exponentials,
+                    waiting=waiting,
+                    weights=weights,
                 )
+
+
+def exponentials(program: Program) -> Iterator[int]:
+    """Those of each softmax."""
+    for equation, _ in _exponentials(program, program.makers()):
+        yield equation.outputs[0]
 
 
 def is_computed_again(kind: ArrayType, device: Device) -> bool:
@@ -176,25 +190,88 @@ def _maxima(program: Program, equation: Equation, maker: Mapping[int, int]) -> i
             continue
         found = program.equations[maker[value]]
         if found.operation.primitive == "reduce_max":
-            return found.outputs[0] if found.inputs[0] == scores else None
+            (reduced,) = found.value_inputs
+            if _unmasked(program, reduced, maker) == _unmasked(program, scores, maker):
+                return found.outputs[0]
+            return None
         if found.operation.primitive in _MAXIMUM:
             pending += found.value_inputs
     return None
 
 
-def _is_widened(program: Program, value: int, maker: Mapping[int, int]) -> bool:
-    """Whether a value is computed elementwise from what a product writes in a narrower type."""
+def _unmasked(program: Program, value: int, maker: Mapping[int, int]) -> int:
+    """What a value is where no mask replaces it by a constant."""
+    while value in maker and program.equations[maker[value]].operation.primitive == "select_n":
+        chosen = [
+            one
+            for one in program.equations[maker[value]].inputs[1:]
+            if isinstance(one, int) and not _is_constant(program, one, maker)
+        ]
+        if len(chosen) != 1:
+            break
+        (value,) = chosen
+    return value
+
+
+def _is_constant(program: Program, value: int, maker: Mapping[int, int]) -> bool:
+    """Whether a value is one number everywhere."""
+    if value not in maker:
+        return False
+    equation = program.equations[maker[value]]
+    return equation.operation.primitive == "broadcast_in_dim" and not any(
+        program.types[one].size > 1 for one in equation.value_inputs
+    )
+
+
+def _sums(
+    program: Program, exponentials: int, readers: Mapping[int, Sequence[int]]
+) -> Iterator[int]:
+    """The sums of some exponentials, perhaps of those that a mask leaves."""
+    for index in readers.get(exponentials, ()):
+        equation = program.equations[index]
+        if equation.operation.primitive == "reduce_sum":
+            yield equation.outputs[0]
+        elif equation.operation.primitive == "select_n":
+            for one in readers.get(equation.outputs[0], ()):
+                if program.equations[one].operation.primitive == "reduce_sum":
+                    yield program.equations[one].outputs[0]
+
+
+def _waiting(
+    program: Program, exponentials: int, maker: Mapping[int, int], arrays: Collection[str]
+) -> int | None:
+    """What is stored of a softmax on a GPU, if not just what a product writes.
+
+    Args:
+      program: a traced function.
+      exponentials: those of the softmax.
+      maker: what makes each value.
+      arrays: the operations whose results are arrays.
+    """
+    origin = _origin(program, exponentials, maker, arrays)
+    if origin is None:
+        return None
+    if program.types[origin].bytes < program.types[exponentials].bytes:
+        return exponentials
+    is_product = program.equations[maker[origin]].operation.primitive == "dot_general"
+    return None if is_product else origin
+
+
+def _origin(
+    program: Program, value: int, maker: Mapping[int, int], arrays: Collection[str]
+) -> int | None:
+    """The array that a value is computed from, element by element."""
     full = program.types[value]
     pending, seen = [value], {value}
     while pending:
         equation = program.equations[maker[pending.pop()]]
-        if equation.operation.primitive == "dot_general":
-            return program.types[equation.outputs[0]].bytes < full.bytes
+        if equation.operation.primitive in arrays:
+            return equation.outputs[0]
         for one in equation.value_inputs:
             if one in maker and one not in seen and program.types[one].size == full.size:
                 seen.add(one)
                 pending.append(one)
-    return False
+    return None
 
 
 def _narrower(

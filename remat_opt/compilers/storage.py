@@ -61,6 +61,7 @@ class Storage:
       weights_of: the same or, in unchanged functions, for exponentials; and for stored logits minus
         their maximum the logits as they came.
       completed: for what a product writes, the form stored in its place.
+      batched_reads: how batched products read elementwise operands.
       product_sums: the sums of two products that are stored, with the products.
       stored: the values that are arrays.
       leaves: for each fused value, the arrays and arguments it is computed from.
@@ -82,13 +83,24 @@ class Storage:
         self.softmaxes = tuple(
             one
             for one in softmax.rounded(program, compiler.rules)
-            if not softmax.is_computed_again(program.types[one.exponentials], compiler.device)
+            if one.waiting != one.exponentials
+            or not softmax.is_computed_again(program.types[one.exponentials], compiler.device)
         )
         self.weights_of: dict[int, int] = {}
         self.stores_maxima = bool(self.softmaxes) and compiler.has("maxima_stored")
         if unchanged or not self.stores_maxima:
-            self.weights_of = {one.exponentials: one.weights for one in self.softmaxes}
+            self.weights_of = {one.waiting: one.weights for one in self.softmaxes}
+            self.weights_of |= {
+                one.exponentials: one.weights
+                for one in self.softmaxes
+                if batched_products.rows_lie_apart(flow, one.weights, compiler, batch_axes=2)
+            }
         self.weights_of |= softmax.shifted(program, compiler.rules)
+        self.batched_reads = tuple(
+            batched_products.reads(
+                flow, compiler, set(softmax.exponentials(program)), self.weights_of
+            )
+        )
         found = product_sums.stored_sums(program, compiler.rules)
         self.product_sums = {} if unchanged else dict(found)
         self._rounded: dict[int, int] = {}
@@ -151,7 +163,10 @@ class Storage:
 
     def _cotangent_type(self, value: int) -> ArrayType:
         flow = self.flow
-        kind = flow.program.types[self.weights_of.get(value, value)]
+        kind = flow.program.types[value]
+        weights = self.weights_of.get(value, value)
+        if not batched_products.rows_lie_apart(flow, weights, self.compiler):
+            kind = flow.program.types[weights]
         if value not in flow.maker:
             return kind
         maker = flow.program.equations[flow.maker[value]].operation
@@ -185,6 +200,14 @@ class Storage:
         made = self.flow.program.equations[root].outputs
         return next((self._product_of[value] for value in made if value in self._product_of), root)
 
+    def result(self, index: int) -> int:
+        """What an equation makes, or the first of its results."""
+        return self.flow.program.equations[index].outputs[0]
+
+    def is_read_as_written(self, value: int) -> bool:
+        """Whether products read the cotangent of what a product writes in that value's type."""
+        return self._cotangent_type(value) == self.flow.program.types[value]
+
     def holders(self, value: int) -> Sequence[int]:
         """The vertices to hold in order to have a value."""
         value = self.flow.source[value]
@@ -217,11 +240,16 @@ class Storage:
         """Values that are stored whatever the fan-out."""
         forced: set[int] = set()
         computed = self._computed_rows()
+        again = {(one.product, one.operand) for one in self.batched_reads if one.again}
         for index, equation in enumerate(self.flow.program.equations):
             if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
             if self.flow.opaque(index) and not self.is_fusing_product(index):
-                forced.update(value for value in self.flow.reads(index) if value not in computed)
+                forced.update(
+                    value
+                    for value in self.flow.reads(index)
+                    if value not in computed and (index, value) not in again
+                )
         if self.compiler.has("stored_for_sums"):
             forced |= cpu_sums.read_by_sums(self.flow)
         forced |= transcendental.stored(self.flow, self.compiler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
@@ -20,7 +21,7 @@ from remat_opt.compilers import (
     turns,
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
-from remat_opt.compilers.effects import Effect
+from remat_opt.compilers.effects import Effect, OutsideCheckpoints
 from remat_opt.compilers.lookups import Zeros
 from remat_opt.compilers.scheduling import Updates
 from remat_opt.compilers.shared_weights import SharedWeights
@@ -293,6 +294,8 @@ def _workspaces(
     for vertex, (size, step) in of_cotangents.later.items():
         for one in range(vertex, step + 1):
             own[one] += size
+    for read in storage.batched_reads:
+        own[storage.vertex_of[storage.result(read.product)]] += read.workspace_bytes
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):
             own[vertex] += size
@@ -365,11 +368,27 @@ def _effects(
         yield cpu_sums.Transposed(pairs=transposed)
     if padded := convolutions.padded(program, derivatives, compiler, storage.vertex_of):
         yield convolutions.Padded(copies=padded, alone=convolutions.alone(padded, graph.needs))
+    if outside := _outside_checkpoints(storage, of_cotangents):
+        yield OutsideCheckpoints(workspace_bytes=outside)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
     copied = tuple(draft.copied_products for draft in drafts)
     if compiler.has("copies") and any(copied):
         yield copies.Copies(products=copied)
+
+
+def _outside_checkpoints(storage: Storage, of_cotangents: Cotangents) -> dict[int, int]:
+    """What batched products hold more, or less, in the backward steps of vertices under none."""
+    found: Counter[int] = Counter()
+    for one in storage.batched_reads:
+        if one.comes_last and one.waiting is not None:
+            found[storage.vertex_of[one.waiting]] += one.workspace_bytes
+        if one.copies_late and one.scores is not None:
+            vertex = storage.vertex_of[one.scores]
+            size, step = of_cotangents.later.get(vertex, (0, vertex))
+            if size and storage.is_read_as_written(one.scores):
+                found.subtract(dict.fromkeys(range(vertex + 1, step + 1), size))
+    return dict(found)
 
 
 def _parameter_gradients(

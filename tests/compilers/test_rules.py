@@ -171,6 +171,13 @@ def grouped(w, x):
     return jnp.sum(jnp.sin(scores))
 
 
+def grouped_weights(w, x):
+    queries = (x @ w).reshape(2, 64, 2, 2, 32)
+    scores = jnp.einsum("bqghd,bkgd->bghqk", queries, queries[:, :, :, 0])
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.sum(jnp.sin(jnp.einsum("bghqk,bkgd->bqghd", weights, queries[:, :, :, 1])))
+
+
 def by_algorithm(w, x):
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
     return jnp.sum(jnp.sin(jnp.dot(x, w, precision=precision)))
@@ -360,6 +367,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "lanes": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
     "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "scores_widened": ("h200", widened_attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
+    "operands_again": ("h200", grouped_weights, narrow((SQUARE, jnp.ones((2, 64, 128))))),
     "transcendental": ("h200 cpu", gated, (W, X)),
     "sums_split": ("h200", gated_by_means, (W, jnp.ones((4096, 8)))),
     "draws_stored": ("h200", dropout, (W, X)),

@@ -77,6 +77,53 @@ def test_the_exponentials_and_what_the_product_reads_are_found(mask: bool) -> No
     assert not list(softmax.rounded(program, Rules(platform="cuda")))
 
 
+def widened_loss(w, x, *, way):
+    query, key, value = jnp.split((x @ w).reshape(BATCH, TOKENS, HEADS, 3 * DEPTH), 3, axis=-1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    mask = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+    if way == "capped narrow":
+        scores = 50 * jnp.tanh(scores / 50)
+    scores = scores.astype(jnp.float32)
+    if way == "capped":
+        scores = jnp.where(mask, 50 * jnp.tanh(scores / 50), -1e9)
+    weights = jax.nn.softmax(scores, where=mask if way == "masked" else None)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(jnp.bfloat16), value)
+    return jnp.sum(mixed.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("way", "waits"),
+    [("plain", "exp"), ("masked", "exp"), ("capped", "tanh"), ("capped narrow", "exp")],
+)
+def test_a_gpu_stores_exponentials_or_the_function_that_caps_scores(way: str, waits: str) -> None:
+    program = traced(widened_loss, W, X, way=way)
+    (found,) = softmax.rounded(program, NVIDIA)
+    maker = program.makers()
+    for value, primitive in (
+        (found.exponentials, "exp"),
+        (found.waiting, waits),
+        (found.maxima, "reduce_max"),
+        (found.sums, "reduce_sum"),
+    ):
+        assert program.equations[maker[value]].operation.primitive == primitive
+    of = model_of(program, "h200").graph
+    (vertex,) = (v for v, name in enumerate(of.names) if name.endswith(waits) and of.bytes[v] > 999)
+    # The cotangent is as narrow as the weights.
+    assert of.cotangent_bytes[vertex] * 2 == of.bytes[vertex] == 4 * np.prod(SQUARE)
+    assert sum(size == of.bytes[vertex] for size in of.bytes) == 1
+
+
+def test_what_becomes_of_other_scores_than_the_maxima_are_of_is_not_found() -> None:
+    def fn(w, x):
+        scores = (x @ w).astype(jnp.float32)
+        maxima = jnp.max(jnp.where(scores > 0, jnp.sin(scores), scores), -1, keepdims=True)
+        weights = jnp.exp(scores - maxima)
+        weights = (weights / jnp.sum(weights, -1, keepdims=True)).astype(jnp.bfloat16)
+        return jnp.sum((weights @ w.T).astype(jnp.float32))
+
+    assert not list(softmax.rounded(traced(fn, W, X), NVIDIA))
+
+
 @pytest.mark.parametrize("options", [{"dtype": jnp.float32}, {"shifted": False}])
 def test_weights_as_wide_as_the_exponentials_and_other_sums_are_not(options: Any) -> None:
     assert not list(softmax.rounded(traced(loss, W, X, **options), Rules(platform="tpu")))
