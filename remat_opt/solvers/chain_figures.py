@@ -44,7 +44,7 @@ LEVELS = 2
 #: The strain is the norm of two to this power.
 _SQUARINGS = 4
 #: Chains are replayed in batches whose steps make up this many entries.
-_BLOCK_ENTRIES = 2**17
+_BLOCK_ENTRIES = 2**16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -504,14 +504,17 @@ class _Alive:
           size: [vertex] its bytes.
           there: [vertex, chain] whether there is such an array; all if None.
         """
-        taken = np.broadcast_to(size[:, None] != 0, first.shape)
-        if there is not None:
-            taken = taken & there
-        vertex, chain = np.nonzero(taken)
-        sizes = size[vertex]
+        rows = np.flatnonzero(size)
+        first, last, sizes = first[rows], last[rows] + 1, size[rows]
+        if there is None:
+            chain = np.arange(self._many)
+            sizes = np.repeat(sizes, self._many)
+        else:
+            row, chain = np.nonzero(there[rows])
+            first, last, sizes = first[row, chain], last[row, chain], sizes[row]
         self._places += [
-            first[vertex, chain] * self._many + chain,
-            (last[vertex, chain] + 1) * self._many + chain,
+            (first * self._many + chain).ravel(),
+            (last * self._many + chain).ravel(),
         ]
         self._changes += [sizes, -sizes]
 
