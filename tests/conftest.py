@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
         "--xla_force_host_platform_device_count=8",
         *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
         os.environ.get("XLA_FLAGS", ""),
