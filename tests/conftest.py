@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
         "--xla_force_host_platform_device_count=8",
         *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
         os.environ.get("XLA_FLAGS", ""),
@@ -26,6 +27,12 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["COLUMNS"] = "120"
 
 import hypothesis
+
+from remat_opt import planning
+from remat_opt.recent import Recent
+
+#: How many programs stay planned; a user's process keeps fewer.
+_SWEEPS = 200
 
 # Derandomised, so that a run is decided by the code alone. To hunt for new examples:
 # HYPOTHESIS_PROFILE=hunt pytest tests/solvers
@@ -43,7 +50,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules stay: they need not be searched for garbage again and again."""
+    """What several tests plan is planned once.
+
+    Imported modules stay: they need not be searched for garbage again and again.
+    """
+    planning._sweeps = Recent(_SWEEPS)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 
+import jax
 import pytest
+
+
+@contextlib.contextmanager
+def quick_compiles() -> Iterator[None]:
+    """Here and in new processes, XLA for TPU takes a fraction of the time.
+
+    It then leaves vector memory alone: only for tests that look at no temporaries on a TPU.
+    """
+    name, value = "jax_optimization_level", "O1"
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name.upper(), value)
+            yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _installed(*names: str) -> bool:

@@ -49,13 +49,13 @@ def convolutional_net(params: Any, image: jax.Array) -> jax.Array:
     return jnp.sum(jnp.mean(x, (1, 2)) ** 2)
 
 
-def convolutional_net_arguments(batch: int, side: int, channels: int) -> Any:
+def convolutional_net_arguments(batch: int, side: int, channels: int, layers: int = 8) -> Any:
     layer = (
         Array((3, 3, channels, channels), "float32"),
         Array((channels,), "float32"),
         Array((channels,), "float32"),
     )
-    return [layer] * 8, Array((batch, side, side, channels), "float32")
+    return [layer] * layers, Array((batch, side, side, channels), "float32")
 
 
 #: What was compiled for one test is reused by the others.
@@ -121,14 +121,14 @@ def test_nested_regions_take_what_is_predicted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "batch", "side", "channels", "budget", "least_share", "lower", "upper"),
+    ("device", "batch", "side", "channels", "layers", "budget", "least_share", "lower", "upper"),
     [
         # XLA's convolutions for CPU take extra workspace, which no graph shows: the less a plan
         # takes, the larger its share.
-        ("cpu", 8, 32, 16, 0.6, 0.27, 1.05, 1.35),
+        ("cpu", 8, 32, 16, 8, 0.6, 0.27, 1.05, 1.35),
         # The compiler packs loosely if the program fits the device many times over: 1.00 and 1.25
         # times what is predicted with JAX 0.10, 1.20 and 1.50 times with JAX 0.12.
-        pytest.param("v5e", 64, 64, 128, 0.75, 0.7, 0.95, 1.55, marks=TPU),
+        pytest.param("v5e", 64, 64, 128, 4, 0.85, 0.81, 0.95, 1.4, marks=TPU),
     ],
 )
 def test_convolutional_net(
@@ -136,12 +136,13 @@ def test_convolutional_net(
     batch: int,
     side: int,
     channels: int,
+    layers: int,
     budget: float,
     least_share: float,
     lower: float,
     upper: float,
 ) -> None:
-    args = convolutional_net_arguments(batch, side, channels)
+    args = convolutional_net_arguments(batch, side, channels, layers)
     unchanged = plain_bytes(convolutional_net, args, device)
     least = planned(convolutional_net, args, device)
     assert least.measured.temporary_bytes <= least_share * unchanged

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import remat_opt
 from remat_opt import BudgetError, PlanningWarning, optimal_remat
 from remat_opt.device import get_device
-from tests.devices import needs_libtpu
+from tests.devices import needs_libtpu, quick_compiles
 
 P = PartitionSpec
 
@@ -307,8 +307,9 @@ def test_the_code_in_the_docs_runs() -> None:
 @needs_libtpu
 def test_the_code_in_the_docs_about_pods_runs() -> None:
     names: dict[str, Any] = {}
-    for block in code_in_docs():
-        exec(block, names)
+    with quick_compiles():
+        for block in code_in_docs():
+            exec(block, names)
     assert names["plan"].measured.argument_bytes == pytest.approx(
         4 * (3 * 8 * 2048**2 + 65536 * 2048) / 16, rel=0.01
     )

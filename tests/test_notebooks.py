@@ -8,10 +8,17 @@ import nbformat
 import pytest
 
 from notebooks import run
+from tests.devices import quick_compiles
 
 NOTEBOOKS = sorted(run.FOLDER.glob("*.ipynb"))
 PNG_START = b"\x89PNG\r\n\x1a\n"
 MOST_STORED_BYTES = 200_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quick_compiles():
+        yield
 
 
 def code_cells(notebook):

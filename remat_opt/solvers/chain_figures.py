@@ -28,7 +28,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,7 +44,7 @@ LEVELS = 2
 #: The strain is the norm of two to this power.
 _SQUARINGS = 4
 #: Chains are replayed in batches whose steps make up this many entries.
-_BLOCK_ENTRIES = 2**17
+_BLOCK_ENTRIES = 2**16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,9 @@ class Chains:
 
     def keys(self) -> list[bytes]:
         """What distinguishes the chains."""
-        flags = np.concatenate([*self.starts, *self.drops])
-        return [row.tobytes() for row in np.packbits(flags, axis=0).T]
+        packed = np.packbits(np.concatenate([*self.starts, *self.drops]), axis=0)
+        keys: list[bytes] = np.ascontiguousarray(packed.T).view(f"V{len(packed)}").ravel().tolist()
+        return keys
 
 
 def joined(parts: Sequence[Chains]) -> Chains:
@@ -181,6 +182,7 @@ class ChainFigures:
         self._workspace = arrays_of(graph).workspace_bytes.astype(float)
         self._seconds = np.asarray(graph.seconds, dtype=float)
         self._pinned = np.asarray(graph.pinned, dtype=bool)
+        self._pinned_before = np.concatenate([[0], np.cumsum(self._pinned)])
         self._turns = arrays_of(graph).turns_in_place
         self.successors = graph.successors()
         self.needed_by: list[list[int]] = [[] for _ in graph.names]
@@ -222,9 +224,8 @@ class ChainFigures:
             if level:
                 starts[level] |= starts[level - 1]
             if self._pinned.any():
-                for first, stop, chain in _regions(starts[level]):
-                    if self._pinned[first:stop].any():
-                        drops[level, first:stop, chain] = False
+                first, stop = _ends(starts[level])
+                drops[level] &= self._pinned_before[first] == self._pinned_before[stop]
         return Chains(starts=starts, drops=drops)
 
     def same_residuals(self, chains: Chains, settled: Chains) -> np.ndarray:
@@ -503,14 +504,17 @@ class _Alive:
           size: [vertex] its bytes.
           there: [vertex, chain] whether there is such an array; all if None.
         """
-        taken = np.broadcast_to(size[:, None] != 0, first.shape)
-        if there is not None:
-            taken = taken & there
-        vertex, chain = np.nonzero(taken)
-        sizes = size[vertex]
+        rows = np.flatnonzero(size)
+        first, last, sizes = first[rows], last[rows] + 1, size[rows]
+        if there is None:
+            chain = np.arange(self._many)
+            sizes = np.repeat(sizes, self._many)
+        else:
+            row, chain = np.nonzero(there[rows])
+            first, last, sizes = first[row, chain], last[row, chain], sizes[row]
         self._places += [
-            first[vertex, chain] * self._many + chain,
-            (last[vertex, chain] + 1) * self._many + chain,
+            (first * self._many + chain).ravel(),
+            (last * self._many + chain).ravel(),
         ]
         self._changes += [sizes, -sizes]
 
@@ -521,14 +525,6 @@ class _Alive:
             np.concatenate(self._places), np.concatenate(self._changes), shape[0] * shape[1]
         )
         return np.cumsum(change.reshape(shape), axis=0)
-
-
-def _regions(starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """First vertex, the one after the last, and chain, for every region."""
-    for chain in range(starts.shape[1]):
-        edges = [*np.flatnonzero(starts[:, chain]).tolist(), len(starts)]
-        for first, stop in itertools.pairwise(edges):
-            yield first, stop, chain
 
 
 def schedule_of(chains: Chains, number: int) -> Schedule:

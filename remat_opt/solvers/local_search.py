@@ -208,15 +208,14 @@ class _Pool:
     def add(self, chains: Chains, most: int | None = None) -> int:
         """Judges the new ones, up to a limit; returns how many."""
         keys = chains.keys()
-        fresh: dict[bytes, int] = {}
-        for number, key in enumerate(keys):
-            if key not in self._seen:
-                fresh.setdefault(key, number)
-        chosen = dict(itertools.islice(fresh.items(), most))
+        fresh = (key for key in dict.fromkeys(keys) if key not in self._seen)
+        chosen = list(itertools.islice(fresh, most))
         self._seen.update(chosen)
         if not chosen:
             return 0
-        chains = chains[list(chosen.values())]
+        # Of equal ones, the first.
+        places = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+        chains = chains[[places[key] for key in chosen]]
         figures = self._known.figures(chains)
         if self.keys:
             chains = joined([self.chains, chains])

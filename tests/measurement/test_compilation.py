@@ -125,7 +125,7 @@ class TestFigures:
     @needs_libtpu
     def test_v5e(self) -> None:
         # libtpu's fusion differs somewhat from version to version.
-        plain_mib, chain_mib = self.temporary_mib("v5e", rows=8192, width=1024)
+        plain_mib, chain_mib = self.temporary_mib("v5e", rows=65536, width=128)
         assert 660 < plain_mib < 700
         assert 160 < chain_mib < 210
 
