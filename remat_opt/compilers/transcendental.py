@@ -12,7 +12,8 @@ recomputes all of them.
 Where such a function runs again for the backward pass, as part of what a product reads, it need not
 be stored (``functions_again``): it is computed for the product, and once more for its own
 derivative, from what it is made of. For that all of it, from the arrays that it is made of to what
-the product reads, is under one more checkpoint.
+the product reads, is under one more checkpoint. If what the product reads is kept, the function
+runs again for its derivative alone.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ class Twice(Effect):
             there = set(leaf.vertices)
             for last, others in self.groups.items():
                 starts = self.starts[last] if self.in_stacks else ()
-                unnamed = kept.isdisjoint((last, *others, *starts))
+                # Where what a product reads is kept, the rest runs again for its derivative alone.
+                unnamed = kept.isdisjoint((*others, *starts))
                 alone = not leaf.checkpointed and len(there) == 1 + len(others)
                 if last in there and there.issuperset(others) and unnamed and not alone:
                     figures.bytes[list(others)] = 0
@@ -213,13 +215,22 @@ def effects(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) ->
         }
         if value in vertex_of and on_the_way:
             vertex = vertex_of[value]
-            groups[vertex] = tuple(sorted(on_the_way))
             read = {
                 vertex_of[flow.source[one]]
                 for index in group
                 for one in flow.program.equations[index].value_inputs
                 if flow.source[one] in vertex_of
             }
+            read_backward = {
+                vertex_of[one]
+                for index in group
+                for one in flow.derivative_reads(index)
+                if one in vertex_of
+            }
+            if not read.difference(on_the_way) <= read_backward:
+                # What it begins at waits in its place.
+                continue
+            groups[vertex] = tuple(sorted(on_the_way))
             starts[vertex] = tuple(sorted(read.difference(on_the_way)))
             if not _begins_at_argument(flow.program, group):
                 in_loop_too.add(vertex)

@@ -114,7 +114,9 @@ def test_on_the_way_nothing_is_stored_where_it_runs_again() -> None:
 
     assert left(region())
     assert left(region(dots[0]))
-    for other in (None, plain(graph), region(tanh), region(last), region(checkpointed=False)):
+    # What the product reads is kept: the tanh runs again for its own derivative alone.
+    assert left(region(last))
+    for other in (None, plain(graph), region(tanh), region(checkpointed=False)):
         assert not left(other)
     # The two in different regions.
     split = [tuple(range(tanh + 1)), tuple(range(tanh + 1, len(graph)))]
@@ -124,6 +126,18 @@ def test_on_the_way_nothing_is_stored_where_it_runs_again() -> None:
     assert left(region(), in_loop)
     assert not left(region(dots[0]), in_loop)
     assert dataclasses.replace(effect, in_stacks=True) != effect
+
+
+def test_what_it_is_made_of_must_be_there_anyway() -> None:
+    """A gate's own operand is read by nothing but the gate: it would wait in the gate's place."""
+
+    def gated(weights, x):
+        for w in weights:
+            x = ((x @ w) * jnp.tanh(x @ w.T)) @ w
+        return jnp.sum(x)
+
+    _, found, _ = graph_of(gated, [W, W], X, device="h200")
+    assert not [one for one in found.effects if isinstance(one, transcendental.Twice)]
 
 
 @pytest.mark.parametrize("inside", [False, True])
