@@ -61,6 +61,8 @@ class Cotangents:
       in_value: the bytes of what replaces another's value, in its own step only.
       later: for those that begin as another's array, or have a second one, the bytes of that, and
         the vertex from whose backward step on it exists.
+      sooner: for those that are written before the backward step of their last reader, whose own
+        cotangent passes, the bytes, and the vertices in whose steps they are there in addition.
       handed_in_bytes: see ``HandedIn``.
       arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
     """
@@ -70,6 +72,7 @@ class Cotangents:
     held_until_own_step: frozenset[int]
     in_value: Mapping[int, int]
     later: Mapping[int, tuple[int, int]]
+    sooner: Mapping[int, tuple[int, range]]
     handed_in_bytes: Mapping[int, int]
     arguments: Mapping[int, tuple[int, int]]
 
@@ -138,6 +141,11 @@ def cotangents(
         },
         later=dict(_in_other_order(of, sizes))
         | {vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
+        sooner={
+            vertex: (sizes[vertex], steps)
+            for vertex, steps in _sooner(of, passing - shared.holders)
+            if vertex not in no_arrays
+        },
         handed_in_bytes={v: size for v, size in _in_full(of, sizes) if v not in narrow}
         | {v: sizes[v] for v in passing - shared.holders}
         | {v: storage.operand_bytes(storage.roots[v]) for v in computed | further},
@@ -243,6 +251,19 @@ def _passing(of: _Vertices) -> set[int]:
         ):
             found.add(vertex)
     return found
+
+
+def _sooner(of: _Vertices, passing: Set[int]) -> Iterator[tuple[int, range]]:
+    """Vertices that only something whose cotangent passes reads last, and the steps until that.
+
+    One kernel writes the cotangents of both factors of a gate ``u * tanh(v)``, as soon as it has
+    that of the gate.
+    """
+    for vertex in sorted(passing):
+        last = max(of.active_readers(vertex))
+        for read in of.predecessors[vertex]:
+            if of.active[read] and max(of.active_readers(read)) == vertex:
+                yield read, range(vertex + 1, last + 1)
 
 
 def _rounded(of: _Vertices) -> Iterator[int]:

@@ -294,6 +294,9 @@ def _workspaces(
     for vertex, (size, step) in of_cotangents.later.items():
         for one in range(vertex, step + 1):
             own[one] += size
+    for size, steps in of_cotangents.sooner.values():
+        for one in steps:
+            own[one] += size
     for read in storage.batched_reads:
         own[storage.vertex_of[storage.result(read.product)]] += read.workspace_bytes
     for size, until in zeros.beside:

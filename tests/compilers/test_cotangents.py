@@ -137,3 +137,22 @@ def test_a_tpu_never_stores_the_cotangent_of_logits() -> None:
     _, _, graph = graph_of(loss, *args, device="v5e")
     assert graph.cotangent_bytes[names(graph).index("dot_general")] == 1
     assert not any(graph.workspace_bytes)
+
+
+def test_both_factors_of_a_gate_have_their_cotangents_at_once() -> None:
+    """That of ``v`` in ``u * tanh(v)`` is written with that of ``u``, in the gate's own step."""
+
+    def gated(weights, x, gate):
+        return jnp.sum(((x @ weights[0]) * gate(x @ weights[1])) @ weights[2])
+
+    weights = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
+    x = jax.ShapeDtypeStruct((1024, 64), "float32")
+    size = 1024 * 64 * 4
+
+    def beside(gate):
+        _, _, graph = graph_of(gated, weights, x, gate, device="h200", static_argnums=(2,))
+        told = names(graph)
+        return graph.workspace_bytes[max(v for v, name in enumerate(told) if name == "mul")]
+
+    # A tanh is an array, and its cotangent is none; a logistic is computed where it is read.
+    assert beside(jnp.tanh) - beside(jax.nn.sigmoid) == size
