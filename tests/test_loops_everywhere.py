@@ -12,7 +12,8 @@ from jax import lax
 
 import remat_opt
 
-LENGTH, WIDTH, ROWS = 11, 8, 64
+# So many rows that activations are larger than the weights.
+LENGTH, WIDTH, ROWS = 11, 8, 256
 W = 0.3 * jax.random.normal(jax.random.key(0), (LENGTH, WIDTH, 2 * WIDTH))
 V = 0.3 * jax.random.normal(jax.random.key(1), (LENGTH, 2 * WIDTH, WIDTH))
 X = jax.random.normal(jax.random.key(2), (ROWS, WIDTH))
