@@ -5,10 +5,9 @@
 runs operations that a training step is made of, each alone and compiled, on arrays large enough
 that memory is not a cache: products at two precisions, convolutions of several kinds, elementwise
 functions, softmax, layer normalization, dropout, random bits, sums, transposes and gathers. Beside
-each stands what the
-roofline says (``remat_opt.costs``) for ``--device``, so that a rate in ``remat_opt.device`` that
-the device does not reach shows. The calls of an operation follow each other without waiting, and
-the time is that of the median group of calls.
+each stands what the roofline says (``remat_opt.costs``) for ``--device``, so that a rate in
+``remat_opt.device`` that the device does not reach shows. The calls of an operation follow each
+other without waiting, and the time is that of the median group of calls.
 
 Sizes are for a GPU or TPU; ``--elements`` makes them smaller. Each row is appended to ``--rows`` as
 soon as it is known, and existing ones are not measured again.

@@ -33,7 +33,7 @@ from typing import Final
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.softmax import is_computed_again
+from remat_opt.compilers.softmax import behind, is_computed_again
 from remat_opt.operation import ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
 from remat_opt.program.record import Equation
@@ -100,7 +100,8 @@ def reads(
             scores, lies = _lies(flow, value)
             order = _long(kind, lies)
             together = order[-1] in summed
-            below = _exponentials(flow, value, exponentials)
+            made_of = behind(program, value, flow.maker)
+            below = next((one for one in made_of if one in exponentials), None)
             is_stored = below in stored or (
                 below is not None
                 and scores is not None
@@ -206,21 +207,6 @@ def _lies(flow: Dataflow, value: int) -> tuple[int | None, tuple[int, ...]]:
             seen.add(read)
             pending.append((read, axes))
     return None, whole
-
-
-def _exponentials(flow: Dataflow, value: int, exponentials: Collection[int]) -> int | None:
-    """The exponentials that a value is computed from element by element."""
-    program = flow.program
-    pending, seen = [value], {value}
-    while pending:
-        one = pending.pop()
-        if one in exponentials:
-            return one
-        for read in program.equations[flow.maker[one]].value_inputs if one in flow.maker else ():
-            if read not in seen and program.types[read].size == program.types[value].size:
-                seen.add(read)
-                pending.append(read)
-    return None
 
 
 def reads_two_orders(operation: Operation, compiler: Compiler) -> bool:

@@ -261,17 +261,27 @@ def _origin(
     program: Program, value: int, maker: Mapping[int, int], arrays: Collection[str]
 ) -> int | None:
     """The array that a value is computed from, element by element."""
-    full = program.types[value]
+    equations = (program.equations[maker[one]] for one in behind(program, value, maker))
+    return next((one.outputs[0] for one in equations if one.operation.primitive in arrays), None)
+
+
+def behind(program: Program, value: int, maker: Mapping[int, int]) -> Iterator[int]:
+    """A computed value, and those of its size that it is computed from.
+
+    Args:
+      program: a traced function.
+      value: one that an equation makes.
+      maker: what makes each value.
+    """
+    size = program.types[value].size
     pending, seen = [value], {value}
     while pending:
-        equation = program.equations[maker[pending.pop()]]
-        if equation.operation.primitive in arrays:
-            return equation.outputs[0]
-        for one in equation.value_inputs:
-            if one in maker and one not in seen and program.types[one].size == full.size:
+        made = pending.pop()
+        yield made
+        for one in program.equations[maker[made]].value_inputs:
+            if one in maker and one not in seen and program.types[one].size == size:
                 seen.add(one)
                 pending.append(one)
-    return None
 
 
 def _narrower(

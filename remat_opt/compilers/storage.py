@@ -164,8 +164,10 @@ class Storage:
     def _cotangent_type(self, value: int) -> ArrayType:
         flow = self.flow
         kind = flow.program.types[value]
-        weights = self.weights_of.get(value, value)
-        if not batched_products.rows_lie_apart(flow, weights, self.compiler):
+        weights = self.weights_of.get(value)
+        if weights is not None and not batched_products.rows_lie_apart(
+            flow, weights, self.compiler
+        ):
             kind = flow.program.types[weights]
         if value not in flow.maker:
             return kind

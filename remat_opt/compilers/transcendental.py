@@ -228,11 +228,12 @@ def effects(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) ->
                 for one in flow.derivative_reads(index)
                 if one in vertex_of
             }
-            if not read.difference(on_the_way) <= read_backward:
+            begins_at = read.difference(on_the_way)
+            if not begins_at <= read_backward:
                 # What it begins at waits in its place.
                 continue
             groups[vertex] = tuple(sorted(on_the_way))
-            starts[vertex] = tuple(sorted(read.difference(on_the_way)))
+            starts[vertex] = tuple(sorted(begins_at))
             if not _begins_at_argument(flow.program, group):
                 in_loop_too.add(vertex)
     if groups:
