@@ -8,12 +8,12 @@ around every block; ours within the temporaries that each default around every b
 and ours with the least memory. A forward pass alone runs with them. On a CPU, networks are small
 ones of the same family (``--small``, ``--no-small``), and a row says which.
 
-All variants of a network, or of ``--workers`` networks, are compiled first. Then, in one process,
-those of a network take turns: a round is one timed step of each; every round begins with another,
-and every second one runs in reverse order. A step's output is the next one's input, whichever
-variant that is, so that the device holds one state and not one for each. There are at least
-``--rounds`` rounds, and they take at least ``--seconds``. A variant that does not compile, or does
-not fit when it runs, has a row with ``error``.
+All variants of a network, or of ``--workers`` networks, are compiled first, ``--compiles`` at once
+for each. Then, in one process, those of a network take turns: a round is one timed step of each;
+every round begins with another, and every second one runs in reverse order. A step's output is the
+next one's input, whichever variant that is, so that the device holds one state and not one for
+each. There are at least ``--rounds`` rounds, and they take at least ``--seconds``. A variant that
+does not compile, or does not fit when it runs, has a row with ``error``.
 
 What a row says:
 
@@ -47,7 +47,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +212,10 @@ class Subject:
         self._forward_flops = flop_count.forward_flops(
             self._network.loss_fn, *self._network.arguments
         )
-        # Of what is compiled: temporary bytes by label; our programs by what they do.
+        # Of what is compiled: temporary bytes by label; our programs, or those that are on their
+        # way, by what they do.
         self._temporary_bytes: dict[str, int] = {}
-        self._planned: dict[Any, tuple[str, jax.stages.Compiled]] = {}
+        self._planned: dict[Any, tuple[str, Future[jax.stages.Compiled]]] = {}
 
     def _made(self) -> tuple[State, Any]:
         params, batch = self._network.make_arguments(0)
@@ -249,7 +250,7 @@ class Subject:
         """Compiles a variant.
 
         Args:
-          variant: one of ``VARIANTS``; those before it were compiled.
+          variant: one of ``VARIANTS``; if it has a budget, what that is based on was compiled.
 
         Returns:
           Entries of its row, and how to run it.
@@ -257,15 +258,23 @@ class Subject:
         if variant.kind == "forward":
             return self._forward()
         with _TRACING:
-            loss_fn, facts, compiled = self._loss(variant)
+            loss_fn, facts, same = self._loss(variant)
             recomputed = self._flops(loss_fn) - self._gradient_flops
-        if compiled is None:
-            compiled, seconds = compile_step(
-                self.step(loss_fn), (*self._state, self._batch), self._donated
-            )
+            mine: Future[jax.stages.Compiled] = Future()
+            if variant.kind == "ours":
+                self._planned.setdefault(facts.pop("stages"), (variant.label, mine))
+        if same is None:
+            try:
+                compiled, seconds = compile_step(
+                    self.step(loss_fn), (*self._state, self._batch), self._donated
+                )
+            except Exception as error:
+                mine.set_exception(error)
+                raise
+            mine.set_result(compiled)
             facts["compile_seconds"] = seconds
-        if variant.kind == "ours":
-            self._planned.setdefault(facts.pop("stages"), (variant.label, compiled))
+        else:
+            compiled = same.result()
         temporary_bytes = self._measured(compiled, loss_fn)
         self._temporary_bytes[variant.label] = temporary_bytes
         facts["temporary_bytes"] = temporary_bytes
@@ -294,8 +303,8 @@ class Subject:
 
     def _loss(
         self, variant: Variant
-    ) -> tuple[Callable[..., Any], dict[str, Any], jax.stages.Compiled | None]:
-        """The loss of a variant, entries of its row, and the program if it was compiled before."""
+    ) -> tuple[Callable[..., Any], dict[str, Any], Future[jax.stages.Compiled] | None]:
+        """The loss of a variant, entries of its row, and the program if another one has it."""
         loss_fn = self._network.loss_fn
         if variant.kind == "plain":
             return loss_fn, {}, None
@@ -488,26 +497,33 @@ class Prepared:
     arrays: Callable[[], tuple[State, Any]]
 
 
-def prepared(case: Case, *, say: Callable[[str], None]) -> Prepared:
+def prepared(case: Case, *, say: Callable[[str], None], compiles: int = 1) -> Prepared:
     """Plans and compiles all variants of a network.
 
     Args:
       case: which network, and how.
       say: called with what is being done.
+      compiles: how many at once.
     """
     say(f"{case.network}: planning and compiling")
     with _TRACING:
         subject = Subject(case)
-    rows: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
-    for variant in VARIANTS:
-        row = {**case.heading(), "variant": variant.label, "kind": variant.kind}
+
+    def row(variant: Variant) -> dict[str, Any]:
         try:
             facts, runs[variant.label] = subject.compiled(variant)
         except Exception as error:
             facts = {"error": said(error)}
-        rows[variant.label] = row | facts
         say(f"{case.network}: {variant.label}: {facts.get('error', 'compiled')}")
+        return {**case.heading(), "variant": variant.label, "kind": variant.kind, **facts}
+
+    rows: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(compiles) as pool:
+        # Ours last: a budget is what a policy compiled to.
+        for ours in (False, True):
+            some = [variant for variant in VARIANTS if (variant.kind == "ours") == ours]
+            rows |= {one["variant"]: one for one in pool.map(row, some)}
     return Prepared(rows=rows, runs=runs, arrays=subject.arrays)
 
 
@@ -639,6 +655,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=10, help="at least so many (10)")
     parser.add_argument("--seconds", type=float, default=10, help="at least for so long (10)")
     parser.add_argument("--workers", type=int, default=1, help="networks compiled at once (1)")
+    parser.add_argument("--compiles", type=int, default=1, help="of each network at once (1)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     file = parser.add_mutually_exclusive_group()
     file.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
@@ -652,8 +669,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.rounds < 2:
         parser.error(f"--rounds {given.rounds}: give at least 2, or there are no quartiles")
-    if given.workers < 1:
-        parser.error(f"--workers {given.workers}: give at least 1")
+    for name in ("workers", "compiles"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} {getattr(given, name)}: give at least 1")
     device = jax.devices()[0]
     small = device.platform == "cpu" if given.small is None else given.small
     path = RESULTS / f"step_time_{slug(device.device_kind)}.jsonl" if given.save else given.rows
@@ -677,7 +695,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = {case: on_file.find(case) for case in some}
         missing = [case for case, rows in known.items() if rows is None]
         with ThreadPoolExecutor(given.workers) as pool:
-            compiled = pool.map(functools.partial(prepared, say=say), missing)
+            compiled = pool.map(
+                functools.partial(prepared, say=say, compiles=given.compiles), missing
+            )
             ready = dict(zip(missing, compiled, strict=True))
         for case, rows in known.items():
             if rows is None:
