@@ -12,12 +12,18 @@ XLA for TPU stores rounded logits also in float32, for a gather that reads them 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from remat_opt.compilers.compiler import Rules
-from remat_opt.operation import Operation
-from remat_opt.program.record import Program
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.program.record import Constant, Equation, Program
+from remat_opt.schedule import Schedule
+
+if TYPE_CHECKING:
+    from remat_opt.compilers.storage import Storage
 
 #: For each dtype, those that can hold all its values.
 _WIDER = {
@@ -35,7 +41,7 @@ def picking(program: Program, rules: Rules) -> dict[int, str]:
     maker = program.makers()
     found = {}
     for index, equation in enumerate(program.equations):
-        if not is_row_gather(equation.operation):
+        if not is_row_gather(program, maker, equation):
             continue
         dtype = equation.operation.inputs[0].dtype
         narrow = _before_conversion(program, maker, equation.inputs[0])
@@ -60,18 +66,129 @@ def _before_conversion(program: Program, maker: Mapping[int, int], value: object
     return before.dtype if after.dtype in _WIDER.get(before.dtype, ()) else None
 
 
-def is_row_gather(operation: Operation) -> bool:
-    """Whether an operation reads one element along its operand's last axis, for all others."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scattered(Effect):
+    """Cotangents into which gradients are scattered, in the unchanged function.
+
+    Such a cotangent is as wide as what the gather reads, though the array behind that may be
+    narrower. If it is computed from the array for the gather alone, the array and the scatter's
+    result are read together, and what is written then, narrow again, exists beside both.
+
+    Attributes:
+      bytes: by vertex.
+      alone: the vertices of which something is computed for the gather alone.
+    """
+
+    bytes: Mapping[int, int]
+    alone: frozenset[int]
+
+    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+        """Makes them as large, if nothing is rewritten."""
+        for vertex, size in self.bytes.items() if schedule is None else ():
+            narrow = figures.cotangent_bytes[vertex]
+            if size > narrow:
+                figures.cotangent_bytes[vertex] = size + (narrow if vertex in self.alone else 0)
+
+
+def scattered(storage: Storage) -> Iterator[Scattered]:
+    """The cotangents of what is picked from, if any."""
+    program, maker = storage.flow.program, storage.flow.maker
+    readers = program.readers()
+    sizes, alone = {}, set()
+    for equation in program.equations if storage.compiler.has("rows_scattered") else ():
+        value = equation.inputs[0] if equation.inputs else None
+        if not isinstance(value, int) or not is_row_gather(program, maker, equation):
+            continue
+        read = program.types[value]
+        for one in storage.leaves.get(value, (value,)):
+            if one in storage.vertex_of and program.types[one].size == read.size:
+                vertex = storage.vertex_of[one]
+                sizes[vertex] = storage.compiler.buffer_bytes(read)
+                if value != one and len(readers[value]) == 1:
+                    alone.add(vertex)
+    if sizes:
+        yield Scattered(bytes=sizes, alone=frozenset(alone))
+
+
+def is_row_gather(program: Program, maker: Mapping[int, int], equation: Equation) -> bool:
+    """Whether an equation reads one element along its operand's last axis, for all others.
+
+    There are three ways to write it: ``take_along_axis``; one label at a time under ``vmap``; and
+    with all indices, such as ``logits[jnp.arange(len(labels)), labels]``.
+
+    Args:
+      program: the program.
+      maker: for each of its values, the equation that makes it.
+      equation: one of its equations.
+    """
+    operation = equation.operation
     if operation.primitive != "gather":
         return False
     (operand, indices), numbers = operation.inputs, operation.params["dimension_numbers"]
-    rows = tuple(range(len(operand.shape) - 1))
+    last = len(operand.shape) - 1
+    rows = tuple(range(last))
+    if last < 0 or math.prod(operation.outputs[0].shape) != math.prod(operand.shape[:-1]):
+        return False
+    if tuple(numbers.operand_batching_dims) == rows:
+        # Of the operand's last axis, one element is left, or no axis.
+        return (
+            tuple(numbers.start_index_map) == (last,)
+            and tuple(numbers.start_indices_batching_dims) == rows
+            and math.prod(indices.shape) == math.prod(operand.shape[:-1])
+        )
     return (
-        bool(operand.shape)
-        and tuple(numbers.offset_dims) == ()
-        and tuple(numbers.collapsed_slice_dims) == (len(rows),)
-        and tuple(numbers.start_index_map) == (len(rows),)
-        and tuple(numbers.operand_batching_dims) == rows
-        and tuple(numbers.start_indices_batching_dims) == rows
-        and math.prod(indices.shape) == math.prod(operand.shape[:-1])
+        tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (*rows, last)
+        and indices.shape == (*operand.shape[:-1], last + 1)
+        and _are_positions(program, maker, equation.inputs[1], last)
     )
+
+
+def _are_positions(program: Program, maker: Mapping[int, int], indices: object, last: int) -> bool:
+    """Whether indices into all axes are, but for the last one, where in them the index stands."""
+    made = _made_by(program, maker, indices, "concatenate")
+    if made is None or made.operation.params["dimension"] != last or len(made.inputs) != last + 1:
+        return False
+    return all(
+        _is_position(program, maker, part, axis) for axis, part in enumerate(made.inputs[:-1])
+    )
+
+
+def _is_position(program: Program, maker: Mapping[int, int], value: object, axis: int) -> bool:
+    """Whether each entry of a value is its position along an axis, as ``jnp.arange`` makes them."""
+    made = program.equations[maker[value]] if isinstance(value, int) and value in maker else None
+    if made is None:
+        return False
+    params = made.operation.params
+    match made.operation.primitive:
+        case "iota":
+            return bool(params["dimension"] == axis)
+        case "convert_element_type":
+            return _is_position(program, maker, made.inputs[0], axis)
+        case "broadcast_in_dim":
+            (before, after) = made.operation.inputs[0].shape, made.operation.outputs[0].shape
+            kept = tuple(params["broadcast_dimensions"])
+            if axis not in kept or before[kept.index(axis)] != after[axis]:
+                return False
+            return _is_position(program, maker, made.inputs[0], kept.index(axis))
+        case "select_n":
+            # What an index below zero stands for: of positions, none is.
+            below = _made_by(program, maker, made.inputs[0], "lt")
+            return (
+                below is not None
+                and below.inputs[0] == made.inputs[1]
+                and isinstance(below.inputs[1], Constant)
+                and below.inputs[1].value == 0
+                and _is_position(program, maker, made.inputs[1], axis)
+            )
+        case _:
+            return False
+
+
+def _made_by(
+    program: Program, maker: Mapping[int, int], value: object, primitive: str
+) -> Equation | None:
+    """The equation that makes a value, if it is of this primitive."""
+    made = maker.get(value) if isinstance(value, int) else None
+    if made is None or program.equations[made].operation.primitive != primitive:
+        return None
+    return program.equations[made]

@@ -150,6 +150,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "overwriting",
             "Nothing is written over what products of matrices write.",
         ),
+        "rows_scattered": _rule(
+            _NVIDIA,
+            "cotangents",
+            "row_gathers",
+            "The gradient of picking from rows is scattered into all of them, as it is.",
+        ),
         "orders": _rule(
             _NVIDIA,
             "cotangents",

@@ -142,7 +142,7 @@ def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
     for equation, _ in _exponentials(program, maker):
         (value,) = equation.value_inputs
         if program.types[value].shape[-1] <= _LONGEST_ROW and _is_picked_from(
-            program, value, readers
+            program, value, maker, readers
         ):
             logits = program.equations[maker[value]].value_inputs[0]
             made = program.equations[maker[logits]] if logits in maker else None
@@ -151,14 +151,16 @@ def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
             yield value, logits
 
 
-def _is_picked_from(program: Program, value: int, readers: Mapping[int, Sequence[int]]) -> bool:
+def _is_picked_from(
+    program: Program, value: int, maker: Mapping[int, int], readers: Mapping[int, Sequence[int]]
+) -> bool:
     """Whether elements of rows are gathered from a value minus something of its rows."""
     size = program.types[value].size
     pending = [value]
     while pending:
         for index in readers.get(pending.pop(), ()):
             equation = program.equations[index]
-            if is_row_gather(equation.operation):
+            if is_row_gather(program, maker, equation):
                 return True
             if equation.operation.primitive in {"reshape", "sub"}:
                 pending += [one for one in equation.outputs if program.types[one].size == size]

@@ -15,6 +15,7 @@ from remat_opt.compilers import (
     lookups,
     overwriting,
     pooling,
+    row_gathers,
     shared_weights,
     sums,
     transcendental,
@@ -373,6 +374,7 @@ def _effects(
         yield convolutions.Padded(copies=padded, alone=convolutions.alone(padded, graph.needs))
     if outside := _outside_checkpoints(storage, of_cotangents):
         yield OutsideCheckpoints(workspace_bytes=outside)
+    yield from row_gathers.scattered(storage)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
     copied = tuple(draft.copied_products for draft in drafts)

@@ -113,7 +113,8 @@ def picked(
         if isinstance(tangents[0], SymbolicZero):
             return result, zero_of(result)
         axis = operand.ndim - 1
-        chosen = indices.reshape(*operand.shape[:-1], 1)
+        # With indices into all axes, the last one's is last.
+        chosen = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
         if clip:
             chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
         here = lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen

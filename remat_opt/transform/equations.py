@@ -121,7 +121,8 @@ def _run_picking(equation: Equation, inputs: Sequence[Any], dtype: str) -> list[
         if isinstance(tangents[0], SymbolicZero):
             return result, internals.zero_tangent(result)
         axis = operand.ndim - 1
-        chosen = indices.reshape(*operand.shape[:-1], 1)
+        # With indices into all axes, the last one's is last.
+        chosen = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
         if equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
             chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
         here = jax.lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen

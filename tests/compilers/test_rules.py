@@ -414,6 +414,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "convolution_time": ("h200", convolutions, (KERNEL, IMAGES)),
     "zeros_apart": ("h200", overlapping, (KERNEL, IMAGES)),
     "searches_wait": ("h200", apart, (KERNEL, IMAGES)),
+    "rows_scattered": ("h200", cross_entropy, narrow((W, X))),
     "rows_picked": ("h200", cross_entropy, (W, X)),
     "picked_narrow": ("v5e", rounded_logits, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
