@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import batched_products, operands, sums
+from remat_opt.compilers import batched_products, operands, row_gathers, sums
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
 from remat_opt.compilers.storage import Storage
 from remat_opt.program.record import Equation
@@ -184,6 +184,13 @@ class _Vertices:
         """How that equation is compiled."""
         return self.storage.flow.costs[self.storage.roots[vertex]].fusion
 
+    def computes_rows(self, vertex: int) -> bool:
+        """Whether it is a sum, or picks from rows: its gradient is that of rows, broadcast."""
+        if self.kind(vertex) is costs.Fusion.REDUCTION:
+            return True
+        flow = self.storage.flow
+        return row_gathers.is_row_gather(flow.program, flow.maker, self.equation(vertex))
+
     def is_output(self, vertex: int) -> bool:
         """Whether it is an output of the program."""
         return not self.storage.outputs.isdisjoint(self.equation(vertex).outputs)
@@ -228,7 +235,9 @@ def _passing(of: _Vertices) -> set[int]:
     """Elementwise values between elementwise ones: their cotangent stays within one kernel.
 
     An example is a stored ``tanh``: its readers, and what it is computed from, have its size, and
-    one kernel computes the cotangent of the latter from that of the former.
+    one kernel computes the cotangent of the latter from that of the former. Readers may also be
+    sums, and what picks from rows, if nothing else reads what it is computed from: logits that are
+    capped before a cross-entropy.
     """
     if not of.storage.compiler.has("cotangents_pass"):
         return set()
@@ -237,6 +246,7 @@ def _passing(of: _Vertices) -> set[int]:
         readers = of.active_readers(vertex)
         before = [one for one in of.predecessors[vertex] if of.active[one]]
         size = of.storage.cotangent_bytes(active)
+        is_only_reader = all(of.active_readers(one) == [vertex] for one in before)
         if (
             size
             and of.kind(vertex) is costs.Fusion.FUSIBLE
@@ -244,8 +254,11 @@ def _passing(of: _Vertices) -> set[int]:
             and readers
             and before
             and all(
-                of.kind(reader) is costs.Fusion.FUSIBLE
-                and of.storage.cotangent_bytes(of.active[reader]) == size
+                (
+                    of.kind(reader) is costs.Fusion.FUSIBLE
+                    and of.storage.cotangent_bytes(of.active[reader]) == size
+                )
+                or (is_only_reader and of.computes_rows(reader))
                 for reader in readers
             )
         ):

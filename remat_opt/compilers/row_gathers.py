@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from remat_opt.compilers.compiler import Rules
@@ -70,44 +70,46 @@ def _before_conversion(program: Program, maker: Mapping[int, int], value: object
 class Scattered(Effect):
     """Cotangents into which gradients are scattered, in the unchanged function.
 
-    Such a cotangent is as wide as what the gather reads, though the array behind that may be
-    narrower. If it is computed from the array for the gather alone, the array and the scatter's
-    result are read together, and what is written then, narrow again, exists beside both.
-
     Attributes:
       bytes: by vertex.
-      alone: the vertices of which something is computed for the gather alone.
     """
 
     bytes: Mapping[int, int]
-    alone: frozenset[int]
 
     def change(self, figures: Figures, schedule: Schedule | None) -> None:
         """Makes them as large, if nothing is rewritten."""
         for vertex, size in self.bytes.items() if schedule is None else ():
-            narrow = figures.cotangent_bytes[vertex]
-            if size > narrow:
-                figures.cotangent_bytes[vertex] = size + (narrow if vertex in self.alone else 0)
+            figures.cotangent_bytes[vertex] = size
 
 
-def scattered(storage: Storage) -> Iterator[Scattered]:
-    """The cotangents of what is picked from, if any."""
+def scattered(
+    storage: Storage, cotangent_bytes: Sequence[int], predecessors: Sequence[Sequence[int]]
+) -> Iterator[Scattered]:
+    """The cotangents of what is picked from, if the array behind it is narrower.
+
+    The scatter's result is as wide as what the gather reads. What is written next can take its
+    place only if it is as wide.
+
+    Args:
+      storage: what is stored.
+      cotangent_bytes: for each vertex, the bytes of its cotangent.
+      predecessors: for each vertex, those that it reads.
+    """
     program, maker = storage.flow.program, storage.flow.maker
-    readers = program.readers()
-    sizes, alone = {}, set()
+    found = {}
     for equation in program.equations if storage.compiler.has("rows_scattered") else ():
         value = equation.inputs[0] if equation.inputs else None
         if not isinstance(value, int) or not is_row_gather(program, maker, equation):
             continue
-        read = program.types[value]
+        wide = storage.compiler.buffer_bytes(program.types[value])
         for one in storage.leaves.get(value, (value,)):
-            if one in storage.vertex_of and program.types[one].size == read.size:
+            if one in storage.vertex_of and program.types[one].size == program.types[value].size:
                 vertex = storage.vertex_of[one]
-                sizes[vertex] = storage.compiler.buffer_bytes(read)
-                if value != one and len(readers[value]) == 1:
-                    alone.add(vertex)
-    if sizes:
-        yield Scattered(bytes=sizes, alone=frozenset(alone))
+                behind = (vertex, *predecessors[vertex])
+                if wide > max(cotangent_bytes[array] for array in behind):
+                    found[vertex] = wide
+    if found:
+        yield Scattered(bytes=found)
 
 
 def is_row_gather(program: Program, maker: Mapping[int, int], equation: Equation) -> bool:

@@ -374,7 +374,7 @@ def _effects(
         yield convolutions.Padded(copies=padded, alone=convolutions.alone(padded, graph.needs))
     if outside := _outside_checkpoints(storage, of_cotangents):
         yield OutsideCheckpoints(workspace_bytes=outside)
-    yield from row_gathers.scattered(storage)
+    yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
     copied = tuple(draft.copied_products for draft in drafts)
