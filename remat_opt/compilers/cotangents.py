@@ -235,9 +235,9 @@ def _passing(of: _Vertices) -> set[int]:
     """Elementwise values between elementwise ones: their cotangent stays within one kernel.
 
     An example is a stored ``tanh``: its readers, and what it is computed from, have its size, and
-    one kernel computes the cotangent of the latter from that of the former. Readers may also be
-    sums, and what picks from rows, if nothing else reads what it is computed from: logits that are
-    capped before a cross-entropy.
+    one kernel computes the cotangent of the latter from that of the former. Or all readers are sums
+    or pick from rows, and nothing else reads what it is computed from: logits that are capped
+    before a cross-entropy.
     """
     if not of.storage.compiler.has("cotangents_pass"):
         return set()
@@ -246,20 +246,22 @@ def _passing(of: _Vertices) -> set[int]:
         readers = of.active_readers(vertex)
         before = [one for one in of.predecessors[vertex] if of.active[one]]
         size = of.storage.cotangent_bytes(active)
-        is_only_reader = all(of.active_readers(one) == [vertex] for one in before)
         if (
             size
             and of.kind(vertex) is costs.Fusion.FUSIBLE
             and not of.is_output(vertex)
             and readers
             and before
-            and all(
-                (
+            and (
+                all(
                     of.kind(reader) is costs.Fusion.FUSIBLE
                     and of.storage.cotangent_bytes(of.active[reader]) == size
+                    for reader in readers
                 )
-                or (is_only_reader and of.computes_rows(reader))
-                for reader in readers
+                or (
+                    all(map(of.computes_rows, readers))
+                    and all(of.active_readers(one) == [vertex] for one in before)
+                )
             )
         ):
             found.add(vertex)
