@@ -143,21 +143,27 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
     """What passes a barrier between two steps, so that what starts in the second waits.
 
     It is what the second step's starts (``Rewrites.starts``) read, together with something that the
-    first passes on. Backward, they have their gradients before it is the first step's turn.
+    first passes on. Backward, they have their gradients before it is the first step's turn. If
+    something starts in the first, all that it passes on is computed before the second runs: the end
+    of a tower, too, which only a later step reads.
 
     Args:
       rewriting: what holds for all steps.
       before: a step.
       step: the one after it.
     """
-    starts = rewriting.ways.starts.intersection(step.all_equations())
+    starts = rewriting.ways.starts
     passed_on = [value for value in before.outputs if value in rewriting.summed]
-    if not (starts and passed_on):
+    if not passed_on:
         return []
     program, last = rewriting.program, passed_on[-1]
     read = [
-        v for v in step.inputs_for(program, starts) if is_inexact(program.types[v]) and v != last
+        v
+        for v in step.inputs_for(program, starts.intersection(step.all_equations()))
+        if is_inexact(program.types[v]) and v not in passed_on
     ]
+    if len(passed_on) > 1 and not starts.isdisjoint(before.all_equations()):
+        return [*read, *passed_on]
     return [*read, last] if read else []
 
 

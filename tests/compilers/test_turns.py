@@ -95,6 +95,34 @@ def test_a_second_tower_waits_for_the_first() -> None:
     assert tied[-1] in first.outputs
 
 
+def test_where_a_tower_starts_inside_a_region_the_next_waits_for_the_first_towers_end() -> None:
+    def towers(weights, x, y):
+        for w in weights[:2]:
+            x = jnp.sin(x @ w)
+        for w in weights[2:]:
+            y = jnp.sin(y @ w)
+        return jnp.sum(x * y)
+
+    program, found, graph = graph_of(towers, [W] * 4, X, X)
+    start = min(starts(program))
+    # The first region ends with the start, the second with the second tower.
+    ends = [v for v, root in enumerate(found.roots) if root <= start]
+    first = tuple(range(len(ends)))
+    second = tuple(range(len(ends), len(graph) - 1))
+    chain = Schedule(
+        regions=(
+            Region(vertices=first),
+            Region(vertices=second),
+            Region(vertices=(len(graph) - 1,), checkpointed=False),
+        )
+    )
+    rewriting_, steps = prepared(program, found.stages(chain), NVIDIA)
+    (step, *_), (_, (tied,), _) = list(turns.in_turn(rewriting_, steps))[:2]
+    assert len(step.outputs) == 2
+    # The end of the first tower, which only the last region reads, and the start of the second.
+    assert set(tied) == set(step.outputs)
+
+
 def test_in_an_iteration_gradients_come_in_turn_though_no_stage_is_checkpointed() -> None:
     def block(w, x):
         return jnp.sum(layer(jnp.tanh(x), w))
@@ -131,3 +159,32 @@ def test_a_checkpoint_per_layer_takes_what_was_predicted(act) -> None:
 
     hand = verification.measure_run(run, program, flat, device, Gradients.CONSUMED)
     assert compiled <= hand.temporary_bytes * 1.01
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@needs_cuda_plugin
+def test_the_end_of_a_tower_does_not_wait_for_another() -> None:
+    """XLA would compute the first tower's last layers when everything of the second is kept."""
+
+    def block(h, w):
+        return h + jax.nn.gelu(h @ w[0]) @ w[1]
+
+    def towers(weights, x, y):
+        for w in weights[0]:
+            x = block(x, w)
+        for w in weights[1]:
+            y = block(y, w)
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(x[:512] @ y.T)))
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    weights = [[(shape((512, 2048)), shape((2048, 512)))] * 4] * 2
+    arguments = weights, shape((8192, 512)), shape((512, 512))
+    device = get_device("h200")
+    program = tracing.trace(towers, *arguments)
+    of = planning.problem(program, device, gradients=Gradients.CONSUMED)
+    objective = Objective(gradients=Gradients.CONSUMED)
+    plan = planning.describe(of, program, planning.solve(of, objective), objective)
+    flat = jax.tree.leaves(arguments)
+    compiled = verification.measure_plan(plan, program, flat, device).temporary_bytes
+    assert compiled == pytest.approx(plan.predicted.temporary_bytes, rel=0.1)
