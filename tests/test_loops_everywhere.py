@@ -11,12 +11,13 @@ import pytest
 from jax import lax
 
 import remat_opt
+from tests.programs import array
 
 # So many rows that activations are larger than the weights.
 LENGTH, WIDTH, ROWS = 11, 8, 256
-W = 0.3 * jax.random.normal(jax.random.key(0), (LENGTH, WIDTH, 2 * WIDTH))
-V = 0.3 * jax.random.normal(jax.random.key(1), (LENGTH, 2 * WIDTH, WIDTH))
-X = jax.random.normal(jax.random.key(2), (ROWS, WIDTH))
+W = array("w", LENGTH, WIDTH, 2 * WIDTH, scale=0.3)
+V = array("v", LENGTH, 2 * WIDTH, WIDTH, scale=0.3)
+X = array("x", ROWS, WIDTH, scale=1)
 Loss = Callable[..., jax.Array]
 
 

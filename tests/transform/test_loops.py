@@ -17,8 +17,9 @@ from remat_opt.program import bodies, tracing
 from remat_opt.program.record import Program
 from remat_opt.schedule import Loop, Part, Stage
 from remat_opt.transform.rewriting import rewrite
+from tests.programs import array
 
-W = 0.3 * jax.random.normal(jax.random.key(1), (7, 4, 4))
+W = array("w", 7, 4, 4, scale=0.3)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 Loss = Callable[..., jax.Array]
 
