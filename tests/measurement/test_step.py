@@ -25,7 +25,7 @@ from tests.devices import needs_libtpu
 
 Array = jax.ShapeDtypeStruct
 CPU = get_device("cpu")
-LAYERS = 4
+LAYERS = 3
 WEIGHTS = [(Array((64, 256), "float32"), Array((256, 64), "float32"))] * LAYERS
 X = Array((512, 64), "float32")
 GRADIENT_BYTES = LAYERS * 2 * 64 * 256 * 4
@@ -244,6 +244,8 @@ def test_in_a_step_gradients_are_temporaries() -> None:
     assert clipped.temporary_bytes >= alone.temporary_bytes + 0.95 * GRADIENT_BYTES
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_a_comparison_in_a_step() -> None:
     loss = decorated(budget=0.5)
     update = adam_step(loss).fn
