@@ -125,7 +125,7 @@ def test_any_solver_plans_a_chain(solver: str) -> None:
             x = jnp.tanh(x @ w)
         return jnp.sum(x)
 
-    weights, x = [jnp.full((16, 16), 0.1)] * 4, jnp.ones((64, 16))
+    weights, x = [jnp.full((16, 16), 0.1)] * 5, jnp.ones((64, 16))
     plan = remat_opt.make_plan(chain, weights, x, solver=solver, budget=0.9, device="cpu")
     assert plan.solver == solver
     assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes

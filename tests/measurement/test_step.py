@@ -25,7 +25,7 @@ from tests.devices import needs_libtpu
 
 Array = jax.ShapeDtypeStruct
 CPU = get_device("cpu")
-LAYERS = 3
+LAYERS = 4
 WEIGHTS = [(Array((64, 256), "float32"), Array((256, 64), "float32"))] * LAYERS
 X = Array((512, 64), "float32")
 GRADIENT_BYTES = LAYERS * 2 * 64 * 256 * 4
