@@ -118,7 +118,14 @@ def test_budgets_that_are_no_bytes(budget: Any) -> None:
         remat_opt.optimal_remat(layers, budget=budget)
 
 
-@pytest.mark.parametrize("solver", [row.name for row in solvers.available() if row.plans_programs])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(row.name, marks=[pytest.mark.slow] * (row.name == "integer_program"))
+        for row in solvers.available()
+        if row.plans_programs
+    ],
+)
 def test_any_solver_plans_a_chain(solver: str) -> None:
     def chain(weights: Any, x: jax.Array) -> jax.Array:
         for w in weights:

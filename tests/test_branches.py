@@ -20,13 +20,16 @@ from remat_opt.errors import PlanFileError
 from remat_opt.plan import FORMAT, Plan
 from remat_opt.program.record import Program
 from remat_opt.schedule import Choice
+from tests.programs import array
+
+SLOW = pytest.mark.slow
 
 DEPTH, WIDTH, ROWS = 3, 32, 256
 W = (
-    jax.random.normal(jax.random.key(0), (2 * DEPTH, WIDTH, 4 * WIDTH)) / 6,
-    jax.random.normal(jax.random.key(1), (2 * DEPTH, 4 * WIDTH, WIDTH)) / 12,
+    array("up", 2 * DEPTH, WIDTH, 4 * WIDTH, scale=1 / 6),
+    array("down", 2 * DEPTH, 4 * WIDTH, WIDTH, scale=1 / 12),
 )
-X = jax.random.normal(jax.random.key(2), (ROWS, WIDTH))
+X = array("x", ROWS, WIDTH, scale=1)
 Act = Callable[[jax.Array], jax.Array]
 
 
@@ -92,7 +95,11 @@ def make_plan(fn: Any = chosen, **wanted: Any) -> Plan:
 
 @pytest.mark.parametrize(
     ("loss", "share"),
-    [(chosen, 0.5), pytest.param(nested, 0.6, marks=pytest.mark.slow), (in_loop, 0.3)],
+    [
+        pytest.param(chosen, 0.5, marks=SLOW),
+        pytest.param(nested, 0.6, marks=SLOW),
+        (in_loop, 0.3),
+    ],
 )
 def test_a_budget_is_met_and_all_branches_give_the_same(loss: Any, share: float) -> None:
     plan = make_plan(loss, budget=share)
@@ -151,7 +158,7 @@ def test_a_plan_tells_what_branches_keep() -> None:
     assert "Choice cond in chosen (test_branches.py:" in str(plan.diff(make_plan(budget=1.0)))
 
 
-@pytest.mark.parametrize("loss", [chosen, nested])
+@pytest.mark.parametrize("loss", [chosen, pytest.param(nested, marks=SLOW)])
 def test_a_plan_outlives_a_file_and_becomes_code(loss: Any) -> None:
     plan = make_plan(loss, budget=0.6)
     assert any(isinstance(one, Choice) for one in plan.loops)

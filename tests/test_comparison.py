@@ -24,7 +24,7 @@ def sines(w, x):
 
 
 def many_sines(w, x):
-    """Too many for the integer programs of small graphs, which take most of the time."""
+    """Of more than 12 vertices: the search of fewer takes most of the time."""
     for _ in range(8):
         x = jnp.sin(x @ w)
     return jnp.sum(x)
@@ -271,6 +271,8 @@ def test_a_whole_comparison_on_the_cpu():
     assert "temporaries, compiled against recomputed FLOPs" in picture.get("aria-label")
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_ours_can_be_chosen_by_compiling():
     decorated = remat_opt.optimal_remat(many_sines, device="cpu")
 

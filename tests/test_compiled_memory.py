@@ -8,6 +8,7 @@ them better should tighten the numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from jax import lax
 
 import remat_opt
 from benchmarks import networks
+from benchmarks.networks import lstm
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Plan
 from tests.devices import needs_libtpu
@@ -237,8 +239,12 @@ def test_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
 
 @pytest.mark.slow
 def test_every_layer_of_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
-    """Also those whose input nothing waits for: XLA held 19 parts, and took 1.58 times as much."""
-    net = networks.build("lstm", networks.default_batch("lstm"))
+    """Also those whose input nothing waits for: without ``parts_in_turn`` XLA holds their parts.
+
+    It then takes 1.23 times what is predicted; with it 0.97 times, and with JAX 0.10 1.13 times.
+    """
+    size = dataclasses.replace(lstm.SIZES["lstm"], steps=20)
+    net = lstm.network("lstm", size, networks.default_batch("lstm"), None)
     plan = planned(net.loss_fn, net.arguments, "cpu", max_overhead=0.125, overhead="flops")
     assert any(stage.checkpointed for stage in plan.stages)
     assert 0.85 < plan.measured.temporary_bytes / plan.predicted.temporary_bytes < 1.15

@@ -78,8 +78,6 @@ def test_quickstart():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["gpt", "lstm", "unet", pytest.param("resnet", marks=pytest.mark.versions)]
-)
+@pytest.mark.parametrize("name", ["gpt", "lstm", "resnet", "unet"])
 def test_other_examples(name):
     check_screen(name, run(name))

@@ -18,10 +18,11 @@ from flax import linen, nnx
 
 import remat_opt
 from remat_opt.errors import RematError, TraceError
+from tests.programs import array
 
 STEPS = 20
-X = jax.random.normal(jax.random.key(1), (32, 4))
-Y = jnp.sin(2 * X[:, :1]) + X[:, 1:2]
+X = array("x", 32, 4, scale=1)
+Y = jnp.asarray(np.sin(2 * np.asarray(X)[:, :1]) + np.asarray(X)[:, 1:2])
 
 #: Turns a loss into a training step that returns the loss.
 Place = Callable[[Callable[..., Any]], Callable[..., jax.Array]]

@@ -14,13 +14,14 @@ import remat_opt
 from remat_opt.checksum import checksum_of
 from remat_opt.errors import BudgetError, PlanFileError
 from remat_opt.plan import FORMAT, Plan
+from tests.programs import array
 
 LENGTH, WIDTH, ROWS = 13, 32, 256
 W = (
-    jax.random.normal(jax.random.key(0), (LENGTH, WIDTH, 4 * WIDTH)) / 6,
-    jax.random.normal(jax.random.key(1), (LENGTH, 4 * WIDTH, WIDTH)) / 12,
+    array("up", LENGTH, WIDTH, 4 * WIDTH, scale=1 / 6),
+    array("down", LENGTH, 4 * WIDTH, WIDTH, scale=1 / 12),
 )
-X = jax.random.normal(jax.random.key(2), (ROWS, WIDTH))
+X = array("x", ROWS, WIDTH, scale=1)
 
 
 def mlp(w: Any, x: jax.Array) -> jax.Array:

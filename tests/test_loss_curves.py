@@ -331,12 +331,21 @@ def same_losses(train: Callable[[Decorate], list[float]]) -> list[float]:
 
 
 #: Those that compile quickly. For linen and nnx, ``test_frameworks`` has small ones.
-QUICK = {"Equinox without jit", "Haiku", "dataclasses and MultiSteps"}
+QUICK = {"Haiku", "dataclasses and MultiSteps"}
+#: Those that each JAX takes beside these.
+VERSIONS = {"Equinox without jit"}
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow]) for name in SMALL],
+    [
+        name
+        if name in QUICK
+        else pytest.param(
+            name, marks=[pytest.mark.slow, *[pytest.mark.versions] * (name in VERSIONS)]
+        )
+        for name in SMALL
+    ],
 )
 def test_a_few_steps(name: str) -> None:
     x = jax.random.normal(jax.random.key(2), (8, 8, 8, 1))

@@ -24,6 +24,7 @@ import remat_opt
 from remat_opt import BudgetError, PlanningWarning, optimal_remat
 from remat_opt.device import get_device
 from tests.devices import needs_libtpu, quick_compiles
+from tests.programs import array
 
 P = PartitionSpec
 
@@ -49,8 +50,8 @@ def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-WEIGHTS = [jax.random.normal(jax.random.key(n), (32, 32)) / 6 for n in range(4)]
-X = jax.random.normal(jax.random.key(9), (2048, 32))
+WEIGHTS = [array(f"w{n}", 32, 32, scale=1 / 6) for n in range(4)]
+X = array("x", 2048, 32, scale=1)
 
 
 def on(mesh: Any, tree: Any, *spec: Any) -> Any:

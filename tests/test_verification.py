@@ -444,6 +444,8 @@ def test_what_was_learnt_is_known_to_the_next_call() -> None:
     assert other.recall() is None
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_a_file_of_what_was_learnt(tmp_path: Path) -> None:
     path = tmp_path / "learnt.json"
     options: Any = {"budget": 0.5, "device": "cpu"}

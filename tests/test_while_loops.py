@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 
 import remat_opt
+from tests.programs import array
 
-WEIGHTS = [jax.random.normal(jax.random.key(n), (16, 16)) / 4 for n in range(4)]
-X = jax.random.normal(jax.random.key(9), (64, 16))
+WEIGHTS = [array(f"w{n}", 16, 16, scale=0.25) for n in range(4)]
+X = array("x", 64, 16, scale=1)
 
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:

@@ -66,6 +66,9 @@ SMALL: dict[str, tuple[Any, Any]] = {
     "gpt": (gpt, SMALL_GPT),
 }
 SLOW = [pytest.mark.slow]
+#: Large, and of a kind of which the default tests trace a smaller one.
+LARGE = {"resnet34", "resnet101", "resnet152", "densenet121", "inception_v3"}
+EACH = [pytest.param(name, marks=SLOW) if name in LARGE else name for name in TUNED]
 # Those with large compilations even when small are slow.
 FAMILIES = [pytest.param(name, marks=SLOW) if name != "lstm" else name for name in sorted(SMALL)]
 built = functools.cache(build)
@@ -93,14 +96,14 @@ def test_every_network_has_a_published_parameter_count() -> None:
     assert set(PARAMETER_COUNTS) == set(TUNED)
 
 
-@pytest.mark.parametrize("name", TUNED)
+@pytest.mark.parametrize("name", EACH)
 def test_parameter_count(name: str) -> None:
     params, _ = built(name, 2).arguments
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == PARAMETER_COUNTS[name]
 
 
 @pytest.mark.parametrize("block_policy", [None, pytest.param("nothing_saveable", marks=SLOW)])
-@pytest.mark.parametrize("name", [name for name in TUNED if name not in ("resnet101", "resnet152")])
+@pytest.mark.parametrize("name", EACH)
 def test_loss_is_a_float32_scalar(name: str, block_policy: str | None) -> None:
     network = built(name, 2) if block_policy is None else build(name, 2, block_policy=block_policy)
     result = jax.eval_shape(network.loss_fn, *network.arguments)
@@ -118,7 +121,6 @@ def test_arguments_are_shapes_and_follow_the_batch() -> None:
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     assert network.arguments[1]["images"].shape == (3, 224, 224, 3)
     assert build("gpt", 3).arguments[1]["tokens"].shape == (3, 1024)
-    assert build("inception_v3", 3).arguments[1]["images"].shape == (3, 299, 299, 3)
     assert build("lstm", 3).arguments[1]["inputs"].shape == (3, 64, 50)
 
 
@@ -144,14 +146,17 @@ def test_unet_labels_the_middle_of_an_image_as_in_the_paper() -> None:
     assert network.arguments[1]["labels"].shape == (3, 388, 388)
 
 
+@pytest.mark.slow
 def test_inception_reaches_the_published_shapes() -> None:
     # Table 1 of the paper: 35x35, 17x17, 8x8; 2,048 channels before the classifier.
     network = built("inception_v3", 2)
+    assert network.arguments[1]["images"].shape == (2, 299, 299, 3)
     text = str(jax.make_jaxpr(network.loss_fn)(*network.arguments))
     for shape in ("2,35,35,288", "2,17,17,768", "2,8,8,1280", "2,8,8,2048"):
         assert f"f32[{shape}]" in text
 
 
+@pytest.mark.slow
 def test_densenet_layers_read_all_features_before_them() -> None:
     network = built("densenet121", 2)
     text = str(jax.make_jaxpr(network.loss_fn)(*network.arguments))

@@ -105,6 +105,7 @@ def test_rows_of_a_run_that_was_cut_off_do_not_mix_with_the_next(tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_has_a_row_that_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

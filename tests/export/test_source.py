@@ -69,6 +69,12 @@ def convolutional(variables, images):
     return jnp.mean(outputs**2), updates["batch_stats"]
 
 
+def convolutional_variables():
+    init = ConvolutionalNet().init
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0), np.ones((1, 8, 8, 4))))
+    return jax.tree.map(lambda leaf: array(*leaf.shape), shapes)
+
+
 def layer_norm(x):
     return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
 
@@ -106,7 +112,7 @@ CASES = {
     "mlp": (mlp, ([array(32, 32)] * 8, array(128, 32)), {"budget": 0.4, "overhead": "flops"}),
     "convolutional": (
         convolutional,
-        (ConvolutionalNet().init(jax.random.key(0), np.ones((1, 8, 8, 4))), array(8, 8, 8, 4)),
+        (convolutional_variables(), array(8, 8, 8, 4)),
         {"budget": 0.5, "has_aux": True},
     ),
     "transformer": (

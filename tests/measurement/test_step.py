@@ -244,6 +244,8 @@ def test_in_a_step_gradients_are_temporaries() -> None:
     assert clipped.temporary_bytes >= alone.temporary_bytes + 0.95 * GRADIENT_BYTES
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_a_comparison_in_a_step() -> None:
     loss = decorated(budget=0.5)
     update = adam_step(loss).fn

@@ -180,13 +180,13 @@ def test_stages_of_different_widths_are_blocks_too() -> None:
     assert len(blocks(tracing.trace(loss, weights, Array((8, 16), "float32")))) == 4
 
 
-def test_ten_thousand_equations_take_a_moment() -> None:
+def test_thousands_of_equations_take_a_moment() -> None:
     """Calls made, not seconds: n log^2 n would make 2.4 times as many for twice the layers."""
     calls = {}
-    for layers in (1250, 2500):
+    for layers in (600, 1200):
         program = residual_layers(layers, rows=1)
         assert len(program.equations) >= 4 * layers
         profile = cProfile.Profile()
         assert len(profile.runcall(blocks, program)) == layers
         calls[layers] = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    assert calls[2500] < 2.5 * calls[1250]
+    assert calls[1200] < 2.5 * calls[600]

@@ -376,7 +376,7 @@ def test_the_least_nest_where_rounding_leaves_none():
 def test_monotone_in_the_budget():
     graph = uneven_chain(12)
     least = binomial.least_budget(graph)
-    found = [binomial.least_overhead(graph, least + 160 * n, slots=10**6) for n in range(40)]
+    found = [binomial.least_overhead(graph, least + 320 * n, slots=10**6) for n in range(20)]
     overheads = [answer.objective for answer in found]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[-1] == 0

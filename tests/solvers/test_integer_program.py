@@ -51,13 +51,13 @@ def check_optimal(graph: Graph, depth: int) -> None:
 
 
 @hypothesis.given(graphs(max_vertices=4))
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 def test_best_of_all_chains(graph: Graph) -> None:
     check_optimal(graph, 1)
 
 
 @hypothesis.given(graphs(max_vertices=3))
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=5)
 def test_best_of_all_chains_that_nest(graph: Graph) -> None:
     check_optimal(graph, 2)
 
@@ -77,13 +77,13 @@ def test_best_of_all_chains_that_nest_on_many_graphs(graph: Graph) -> None:
 
 
 @hypothesis.given(graphs(max_vertices=2))
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 def test_best_of_all_chains_that_nest_twice(graph: Graph) -> None:
     check_optimal(graph, 3)
 
 
 @hypothesis.given(nested_graphs(max_vertices=6), st.integers(1, 2))
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 def test_between_any_schedule_and_those_of_less_depth(drawn, depth) -> None:
     """Deeper is never worse, and schedules that need not be executable are never worse still."""
     graph, schedule = drawn
@@ -114,11 +114,12 @@ def test_instances(name: str) -> None:
 
 
 def test_monotone_in_the_budget() -> None:
-    graph = layered("residual", 8)
+    graph = layered("residual", 6)
     least = check_legal(graph, integer_program.least_peak(graph))
+    most = evaluate(graph, plain(graph)).peak_bytes
     found = [
         check_legal(graph, integer_program.least_overhead(graph, budget)).objective
-        for budget in range(least.figures.peak_bytes, 44, 4)
+        for budget in (*range(least.figures.peak_bytes, most, 4), most)
     ]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1] == 0

@@ -184,7 +184,7 @@ def gaps(seed: int, max_vertices: int) -> tuple[float, list[float]]:
 @pytest.mark.parametrize(
     ("max_vertices", "count", "least_peak"),
     [
-        (4, 50, 1),
+        (4, 20, 1),
         # One graph of 200, the one of seed 163, would fit in 40 bytes and is given 41.
         pytest.param(5, 200, 41 / 40, marks=pytest.mark.slow),
         pytest.param(6, 50, 1, marks=pytest.mark.slow),

@@ -301,7 +301,8 @@ def test_how_far_the_best_chain_of_regions_is_from_it(graph):
     least = staged_program.least_peak(graph).peak_bytes
     reached = min(one.peak_bytes for one in tried)
     assert least <= reached
-    for budget in range(reached, max(one.peak_bytes for one in tried) + 1, 4):
+    most = max(one.peak_bytes for one in tried)
+    for budget in (*range(reached, most, 8), most):
         best = min(one.overhead_seconds for one in tried if one.peak_bytes <= budget)
         free = staged_program.least_overhead(graph, budget)
         assert free.status is Status.OPTIMAL

@@ -17,8 +17,9 @@ from remat_opt.program import bodies, tracing
 from remat_opt.program.record import Program
 from remat_opt.schedule import Loop, Part, Stage
 from remat_opt.transform.rewriting import rewrite
+from tests.programs import array
 
-W = 0.3 * jax.random.normal(jax.random.key(1), (7, 4, 4))
+W = array("w", 7, 4, 4, scale=0.3)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 Loss = Callable[..., jax.Array]
 
@@ -134,9 +135,16 @@ def unchanged(loss: Loss) -> Any:
 @pytest.mark.parametrize(
     ("loss", "parts"),
     [
-        *((loss, parts) for loss in (layers, shared, frozen) for parts in PARTS),
-        *((backward_in_twos, parts) for parts in PARTS[3:]),
-        *((nested, parts) for parts in PARTS[2:4]),
+        *((layers, parts) for parts in PARTS),
+        *[(shared, PARTS[4]), (frozen, PARTS[5]), (backward_in_twos, PARTS[3]), (nested, PARTS[2])],
+        *(
+            pytest.param(loss, parts, marks=[pytest.mark.slow, pytest.mark.versions])
+            for loss, several in (
+                *[(shared, [*PARTS[:4], PARTS[5]]), (frozen, PARTS[:5])],
+                *[(backward_in_twos, PARTS[4:]), (nested, PARTS[3:4])],
+            )
+            for parts in several
+        ),
     ],
 )
 def test_values_and_gradients_are_those_of_the_scan(loss: Loss, parts: Any) -> None:
