@@ -27,19 +27,12 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["COLUMNS"] = "120"
 
 import hypothesis
-import pytest
 
 from remat_opt import planning
 from remat_opt.recent import Recent
-from remat_opt.solvers import local_search
 
 #: How many programs stay planned; a user's process keeps fewer.
 _SWEEPS = 200
-#: For how many chains a graph of at most 12 vertices is searched, a tenth of what users get: in
-#: half the time it finds as good a plan for 394 of 400 budgets of random graphs.
-_EVALUATIONS = 4_000
-#: Folders of tests of how good plans are: they search as users do.
-_THOROUGH = {"solvers", "benchmarks"}
 
 # Derandomised, so that a run is decided by the code alone. To hunt for new examples:
 # HYPOTHESIS_PROFILE=hunt pytest tests/solvers
@@ -54,13 +47,6 @@ hypothesis.settings.register_profile(
     "hunt", parent=hypothesis.settings.get_profile("ci"), derandomize=False
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-
-@pytest.fixture(autouse=True)
-def quick_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small graphs are searched less, unless that is what is tested."""
-    if request.path.parent.name not in _THOROUGH:
-        monkeypatch.setattr(local_search, "EVALUATIONS", _EVALUATIONS)
 
 
 def pytest_collection_finish() -> None:
