@@ -215,7 +215,9 @@ def summaries(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     ``model_bytes``), how many budgets were met, refused and missed, and the most compiles that any
     took.
     """
-    for name, step, loop in itertools.product(("idioms", "tuned", "judged"), STEPS, (False, True)):
+    for name, step, loop in itertools.product(
+        ("idioms", "tuned", "judged", "public"), STEPS, (False, True)
+    ):
         rows_here = [
             row
             for row in found

@@ -9,7 +9,7 @@ layer, a time step.
 There are two sets. Rules about compilers were found on `TUNED`, and are tested there. `JUDGED` are
 of other families and are never used to find, tune or defend a rule: only they are evidence. Besides
 these there are `IDIOMS`: small programs without blocks, each of one way of writing, to find rules
-on.
+on; and `PUBLIC`: models of a package that others wrote, if it is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.networks import densenet, gpt, idioms, inception, lstm, resnet, unet, vit
+from benchmarks.networks import densenet, gpt, idioms, inception, lstm, public, resnet, unet, vit
 from benchmarks.networks.judged import (
     deeplab,
     diffusion_unet,
@@ -40,6 +40,7 @@ __all__ = [
     "BLOCK_POLICIES",
     "IDIOMS",
     "JUDGED",
+    "PUBLIC",
     "TUNED",
     "Network",
     "build",
@@ -72,6 +73,8 @@ TUNED: tuple[str, ...] = tuple(name for family in _TUNED for name in family.SIZE
 JUDGED: tuple[str, ...] = tuple(name for family in _JUDGED for name in family.SIZES)
 #: Names of those that each show one way of writing.
 IDIOMS: tuple[str, ...] = tuple(idioms.IDIOMS)
+#: Names of public models.
+PUBLIC: tuple[str, ...] = tuple(public.PUBLIC)
 
 # name -> function of (batch, block_policy)
 _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
@@ -108,18 +111,21 @@ _DEFAULT_BATCHES = {
     "flax_gru": 512,
     "physics_mlp": 65_536,
     **{name: batch for name, (_, batch) in idioms.IDIOMS.items()},
+    **public.PUBLIC,
 }
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of both sets, those of `IDIOMS` left out."""
+    """Returns the names of both sets, those of `IDIOMS` and `PUBLIC` left out."""
     return tuple(_NETWORKS)
 
 
 def set_of(name: str) -> str:
-    """Returns the set that a network belongs to: "tuned", "judged" or "idioms"."""
+    """Returns the set that a network belongs to: "tuned", "judged", "idioms" or "public"."""
     if name in IDIOMS:
         return "idioms"
+    if name in PUBLIC:
+        return "public"
     return "judged" if name in JUDGED else "tuned"
 
 
@@ -137,7 +143,7 @@ def build(name: str, batch: int, *, block_policy: str | None = None) -> Network:
     """Builds a network's loss and the shapes of its arguments; allocates nothing.
 
     Args:
-        name: One of `names()`, or of `IDIOMS`.
+        name: One of `names()`, of `IDIOMS` or of `PUBLIC`.
         batch: Examples in a batch: images or sequences.
         block_policy: None for the network as it is, or one of `BLOCK_POLICIES`, the name of a
             policy in `jax.checkpoint_policies`: every block is then wrapped in a checkpoint with
@@ -145,21 +151,22 @@ def build(name: str, batch: int, *, block_policy: str | None = None) -> Network:
 
     Raises:
         ValueError: If the name or the policy is unknown, the batch is not positive, or a policy is
-            given for an idiom.
+            given for an idiom or a public model.
+        ImportError: If it is a public model, and its package is not installed.
     """
     _check_known(name)
     if batch < 1:
         raise ValueError(f"batch is {batch}: give at least 1 example")
     if block_policy is not None:
         checkpoint_policy(block_policy)
-    if name in IDIOMS:
+    if name in IDIOMS or name in PUBLIC:
         if block_policy is not None:
             raise ValueError(f"{name!r} has no blocks: leave block_policy out")
-        return idioms.network(name, batch)
+        return idioms.network(name, batch) if name in IDIOMS else public.network(name, batch)
     return _NETWORKS[name](batch, block_policy)
 
 
 def _check_known(name: str) -> None:
     if name not in _DEFAULT_BATCHES:
-        known = ", ".join((*names(), *IDIOMS))
+        known = ", ".join((*names(), *IDIOMS, *PUBLIC))
         raise ValueError(f"unknown network {name!r}: give one of {known}")
