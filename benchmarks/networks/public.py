@@ -9,9 +9,9 @@ They have no blocks to put a policy round: what a user of the package would writ
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -141,16 +141,6 @@ _MODELS: dict[str, tuple[Any, ...]] = {
     "gemma": _decoder(
         "FlaxGemmaForCausalLM", "GemmaConfig", **_GROUPED, num_key_value_heads=1, head_dim=64
     ),
-    "opt": _decoder(
-        "FlaxOPTForCausalLM",
-        "OPTConfig",
-        num_hidden_layers=_LAYERS,
-        hidden_size=512,
-        ffn_dim=2048,
-        num_attention_heads=8,
-        max_position_embeddings=512,
-        word_embed_proj_dim=512,
-    ),
     "bert": _encoder("FlaxBertForMaskedLM", "BertConfig"),
     "bert_float32": _encoder("FlaxBertForMaskedLM", "BertConfig"),
     "albert": _encoder("FlaxAlbertForMaskedLM", "AlbertConfig"),
@@ -231,8 +221,19 @@ _MODELS: dict[str, tuple[Any, ...]] = {
 PUBLIC: dict[str, int] = {f"public_{name}": one[-1] for name, one in _MODELS.items()}
 
 
-def _clipped(clip: Callable[..., Any], x: Any, **limits: Any) -> Any:
-    return clip(x, **{_RENAMED.get(name, name): limit for name, limit in limits.items()})
+@contextlib.contextmanager
+def _old_names() -> Iterator[None]:
+    """Lets ``jnp.clip`` take the names of its limits that the package uses."""
+    clip = jnp.clip
+
+    def clipped(x: Any, **limits: Any) -> Any:
+        return clip(x, **{_RENAMED.get(name, name): limit for name, limit in limits.items()})
+
+    jnp.clip = clipped
+    try:
+        yield
+    finally:
+        jnp.clip = clip
 
 
 def network(name: str, batch: int) -> Network:
@@ -248,15 +249,14 @@ def network(name: str, batch: int) -> Network:
     package = _package()
     kind, config, sizes, loss, contents, _ = _MODELS[name.removeprefix("public_")]
     dtype = jnp.float32 if name.endswith("float32") else jnp.bfloat16
-    model = getattr(package, kind)(getattr(package, config)(**sizes), _do_init=False, dtype=dtype)
+    with _old_names():
+        model = getattr(package, kind)(
+            getattr(package, config)(**sizes), _do_init=False, dtype=dtype
+        )
 
     def loss_fn(params: Any, given: Any) -> Any:
-        clip = jnp.clip
-        jnp.clip = partial(_clipped, clip)
-        try:
+        with _old_names():
             return loss(model, given, params=params, dropout_rng=given["key"], train=True)
-        finally:
-            jnp.clip = clip
 
     def make_arguments(seed: int) -> tuple[Any, Any]:
         key = jax.random.PRNGKey(seed)
@@ -266,12 +266,13 @@ def network(name: str, batch: int) -> Network:
             else jax.random.randint(key, shape, 0, most)
             for part, (shape, most) in contents(batch).items()
         }
-        return model.init_weights(key, model.input_shape), {**given, "key": key}
+        with _old_names():
+            return model.init_weights(key, model.input_shape), {**given, "key": key}
 
     return Network(
         name=name,
         loss_fn=loss_fn,
         has_aux=False,
-        arguments=shapes_of(partial(make_arguments)),
+        arguments=shapes_of(make_arguments),
         make_arguments=make_arguments,
     )

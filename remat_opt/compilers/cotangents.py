@@ -275,6 +275,8 @@ def _sooner(of: _Vertices, passing: Set[int]) -> Iterator[tuple[int, range]]:
     that of the gate.
     """
     for vertex in sorted(passing):
+        if any(map(of.computes_rows, of.active_readers(vertex))):
+            continue
         last = max(of.active_readers(vertex))
         for read in of.predecessors[vertex]:
             if of.active[read] and max(of.active_readers(read)) == vertex:

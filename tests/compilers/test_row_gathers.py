@@ -9,14 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.row_gathers import is_row_gather, picking
+from remat_opt.device import get_device
+from remat_opt.gradients import Gradients
+from remat_opt.plan import Objective
 from remat_opt.program import tracing
 from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import W, X
+from tests.devices import needs_cuda_plugin
 
 ROWS = jnp.zeros(X.shape[0], int)
 IN_PAIRS = ROWS.reshape(2, 8)
@@ -117,3 +123,44 @@ def test_the_elementwise_gradient_is_the_gathers(
     assert "scatter" in str(jax.make_jaxpr(jax.grad(loss))(W))
     assert "scatter" not in str(jax.make_jaxpr(jax.grad(rewritten))(W))
     np.testing.assert_allclose(jax.grad(rewritten)(W), jax.grad(loss)(W), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@needs_cuda_plugin
+@pytest.mark.parametrize("of_logits", [lambda y: y, lambda y: 30 * jnp.tanh(y / 30)])
+@pytest.mark.parametrize(
+    "entropy",
+    [
+        lambda y, labels: optax.softmax_cross_entropy_with_integer_labels(y, labels).mean(),
+        lambda y, labels: -jax.nn.log_softmax(y)[jnp.arange(len(labels)), labels].mean(),
+    ],
+)
+def test_a_cross_entropy_of_widened_logits_takes_what_is_expected(
+    entropy: Callable[..., jax.Array], of_logits: Callable[..., jax.Array]
+) -> None:
+    """Unchanged, with a scatter into a wide array, and in a plan, without."""
+
+    def loss(weights: list[jax.Array], x: jax.Array, labels: jax.Array) -> jax.Array:
+        for w in weights[:-1]:
+            x = x + jnp.tanh(x @ w.astype(x.dtype))
+        logits = x @ weights[-1].astype(x.dtype)
+        return entropy(of_logits(logits.astype(jnp.float32)), labels)
+
+    shape = jax.ShapeDtypeStruct
+    weights = [shape((256, 256), "float32")] * 2 + [shape((256, 4096), "float32")]
+    arguments = weights, shape((2048, 256), "bfloat16"), shape((2048,), "int32")
+    device = get_device("h200")
+    program = tracing.trace(loss, *arguments)
+    of = planning.problem(program, device, gradients=Gradients.CONSUMED)
+    objective = Objective(gradients=Gradients.CONSUMED)
+    plan = planning.describe(of, program, planning.solve(of, objective), objective)
+    flat, tree = jax.tree.flatten(arguments)
+
+    def run(constants: Any, given: Any) -> list[Any]:
+        return [loss(*jax.tree.unflatten(tree, given))]
+
+    as_it_is = verification.measure_run(run, program, flat, device, Gradients.CONSUMED)
+    assert as_it_is.temporary_bytes == pytest.approx(of.unchanged.peak_bytes, rel=0.02)
+    compiled = verification.measure_plan(plan, program, flat, device)
+    assert compiled.temporary_bytes == pytest.approx(plan.predicted.temporary_bytes, rel=0.02)
