@@ -40,9 +40,7 @@ def picking(program: Program, rules: Rules) -> dict[int, str]:
     """
     maker = program.makers()
     found = {}
-    for index, equation in enumerate(program.equations):
-        if not is_row_gather(program, maker, equation):
-            continue
+    for index, equation in _row_gathers(program, maker):
         dtype = equation.operation.inputs[0].dtype
         narrow = _before_conversion(program, maker, equation.inputs[0])
         if narrow is not None and rules.has("picked_narrow"):
@@ -54,15 +52,14 @@ def picking(program: Program, rules: Rules) -> dict[int, str]:
 
 def _before_conversion(program: Program, maker: Mapping[int, int], value: object) -> str | None:
     """The dtype that a value was converted from, if nothing was lost."""
-    made = maker.get(value) if isinstance(value, int) else None
+    made = _made(program, maker, value)
     if made is None:
         return None
-    operation = program.equations[made].operation
-    if operation.primitive == "reshape":
-        return _before_conversion(program, maker, program.equations[made].inputs[0])
-    if operation.primitive != "convert_element_type":
+    if made.operation.primitive == "reshape":
+        return _before_conversion(program, maker, made.inputs[0])
+    if made.operation.primitive != "convert_element_type":
         return None
-    (before,), (after,) = operation.inputs, operation.outputs
+    (before,), (after,) = made.operation.inputs, made.operation.outputs
     return before.dtype if after.dtype in _WIDER.get(before.dtype, ()) else None
 
 
@@ -95,21 +92,30 @@ def scattered(
       cotangent_bytes: for each vertex, the bytes of its cotangent.
       predecessors: for each vertex, those that it reads.
     """
-    program, maker = storage.flow.program, storage.flow.maker
+    if not storage.compiler.has("rows_scattered"):
+        return
+    types = storage.flow.program.types
     found = {}
-    for equation in program.equations if storage.compiler.has("rows_scattered") else ():
-        value = equation.inputs[0] if equation.inputs else None
-        if not isinstance(value, int) or not is_row_gather(program, maker, equation):
+    for _, equation in _row_gathers(storage.flow.program, storage.flow.maker):
+        value = equation.inputs[0]
+        if not isinstance(value, int):
             continue
-        wide = storage.compiler.buffer_bytes(program.types[value])
+        wide = storage.compiler.buffer_bytes(types[value])
         for one in storage.leaves.get(value, (value,)):
-            if one in storage.vertex_of and program.types[one].size == program.types[value].size:
+            if one in storage.vertex_of and types[one].size == types[value].size:
                 vertex = storage.vertex_of[one]
                 behind = (vertex, *predecessors[vertex])
                 if wide > max(cotangent_bytes[array] for array in behind):
                     found[vertex] = wide
     if found:
         yield Scattered(bytes=found)
+
+
+def _row_gathers(program: Program, maker: Mapping[int, int]) -> Iterator[tuple[int, Equation]]:
+    """The equations that pick one element of each row, with their numbers."""
+    for index, equation in enumerate(program.equations):
+        if is_row_gather(program, maker, equation):
+            yield index, equation
 
 
 def is_row_gather(program: Program, maker: Mapping[int, int], equation: Equation) -> bool:
@@ -147,17 +153,21 @@ def is_row_gather(program: Program, maker: Mapping[int, int], equation: Equation
 
 def _are_positions(program: Program, maker: Mapping[int, int], indices: object, last: int) -> bool:
     """Whether indices into all axes are, but for the last one, where in them the index stands."""
-    made = _made_by(program, maker, indices, "concatenate")
-    if made is None or made.operation.params["dimension"] != last or len(made.inputs) != last + 1:
-        return False
-    return all(
-        _is_position(program, maker, part, axis) for axis, part in enumerate(made.inputs[:-1])
+    made = _made(program, maker, indices)
+    return (
+        made is not None
+        and made.operation.primitive == "concatenate"
+        and made.operation.params["dimension"] == last
+        and len(made.inputs) == last + 1
+        and all(
+            _is_position(program, maker, part, axis) for axis, part in enumerate(made.inputs[:-1])
+        )
     )
 
 
 def _is_position(program: Program, maker: Mapping[int, int], value: object, axis: int) -> bool:
     """Whether each entry of a value is its position along an axis, as ``jnp.arange`` makes them."""
-    made = program.equations[maker[value]] if isinstance(value, int) and value in maker else None
+    made = _made(program, maker, value)
     if made is None:
         return False
     params = made.operation.params
@@ -174,9 +184,10 @@ def _is_position(program: Program, maker: Mapping[int, int], value: object, axis
             return _is_position(program, maker, made.inputs[0], kept.index(axis))
         case "select_n":
             # What an index below zero stands for: of positions, none is.
-            below = _made_by(program, maker, made.inputs[0], "lt")
+            below = _made(program, maker, made.inputs[0])
             return (
                 below is not None
+                and below.operation.primitive == "lt"
                 and below.inputs[0] == made.inputs[1]
                 and isinstance(below.inputs[1], Constant)
                 and below.inputs[1].value == 0
@@ -186,11 +197,7 @@ def _is_position(program: Program, maker: Mapping[int, int], value: object, axis
             return False
 
 
-def _made_by(
-    program: Program, maker: Mapping[int, int], value: object, primitive: str
-) -> Equation | None:
-    """The equation that makes a value, if it is of this primitive."""
+def _made(program: Program, maker: Mapping[int, int], value: object) -> Equation | None:
+    """The equation that makes a value; none makes a literal or an argument."""
     made = maker.get(value) if isinstance(value, int) else None
-    if made is None or program.equations[made].operation.primitive != primitive:
-        return None
-    return program.equations[made]
+    return None if made is None else program.equations[made]

@@ -154,17 +154,17 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
     """
     starts = rewriting.ways.starts
     passed_on = [value for value in before.outputs if value in rewriting.summed]
-    if not passed_on:
+    if not (starts and passed_on):
         return []
-    program, last = rewriting.program, passed_on[-1]
+    waited_for = passed_on[-1:] if starts.isdisjoint(before.all_equations()) else passed_on
+    here = starts.intersection(step.all_equations())
     read = [
         v
-        for v in step.inputs_for(program, starts.intersection(step.all_equations()))
-        if is_inexact(program.types[v]) and v not in passed_on
+        for v in (step.inputs_for(rewriting.program, here) if here else ())
+        if is_inexact(rewriting.program.types[v]) and v not in waited_for
     ]
-    if len(passed_on) > 1 and not starts.isdisjoint(before.all_equations()):
-        return [*read, *passed_on]
-    return [*read, last] if read else []
+    together = [*read, *waited_for]
+    return together if len(together) > 1 else []
 
 
 def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:
