@@ -83,6 +83,12 @@ _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
     for name, size in family.SIZES.items()
 }
 
+# name -> function of (name, batch), of networks without blocks
+_WITHOUT_BLOCKS: dict[str, Callable[[str, int], Network]] = {
+    **dict.fromkeys(IDIOMS, idioms.network),
+    **dict.fromkeys(PUBLIC, public.network),
+}
+
 # Examples in the batch that a network is measured with by default.
 _DEFAULT_BATCHES = {
     "resnet18": 64,
@@ -159,14 +165,14 @@ def build(name: str, batch: int, *, block_policy: str | None = None) -> Network:
         raise ValueError(f"batch is {batch}: give at least 1 example")
     if block_policy is not None:
         checkpoint_policy(block_policy)
-    if name in IDIOMS or name in PUBLIC:
+    if name in _WITHOUT_BLOCKS:
         if block_policy is not None:
             raise ValueError(f"{name!r} has no blocks: leave block_policy out")
-        return idioms.network(name, batch) if name in IDIOMS else public.network(name, batch)
+        return _WITHOUT_BLOCKS[name](name, batch)
     return _NETWORKS[name](batch, block_policy)
 
 
 def _check_known(name: str) -> None:
     if name not in _DEFAULT_BATCHES:
-        known = ", ".join((*names(), *IDIOMS, *PUBLIC))
+        known = ", ".join((*names(), *_WITHOUT_BLOCKS))
         raise ValueError(f"unknown network {name!r}: give one of {known}")

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.networks.losses import cross_entropy
-from benchmarks.networks.record import Network, shapes_of
+from benchmarks.networks.record import Network
 
 #: A loss, and a function that draws its arguments for a key.
 Parts = tuple[Callable[[Any, Any], jax.Array], Callable[[jax.Array], tuple[Any, Any]]]
@@ -791,6 +791,5 @@ def network(name: str, batch: int) -> Network:
         name=name,
         loss_fn=loss_fn,
         has_aux=False,
-        arguments=shapes_of(make_arguments),
         make_arguments=make_arguments,
     )

@@ -8,7 +8,7 @@ import jax
 from flax import linen as nn
 
 from benchmarks.networks.losses import cross_entropy
-from benchmarks.networks.record import Network, shapes_of
+from benchmarks.networks.record import Network
 
 
 def image_network(
@@ -74,6 +74,5 @@ def image_network(
         name=name,
         loss_fn=loss_with_averages if batch_norm else loss,
         has_aux=batch_norm,
-        arguments=shapes_of(make_arguments),
         make_arguments=make_arguments,
     )

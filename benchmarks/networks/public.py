@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.networks.record import Network, shapes_of
+from benchmarks.networks.record import Network
 
 _WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
 _VOCABULARY = 8192
@@ -273,6 +273,5 @@ def network(name: str, batch: int) -> Network:
         name=name,
         loss_fn=loss_fn,
         has_aux=False,
-        arguments=shapes_of(make_arguments),
         make_arguments=make_arguments,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,22 +29,19 @@ class Network:
         loss_fn: `loss_fn(params, batch)` gives a float32 scalar `[]`, or the pair of that scalar
             and the auxiliary output where `has_aux` is set. Differentiate it in `params`.
         has_aux: What to pass on to `jax.grad`, `jax.value_and_grad` and the like.
-        arguments: `(params, batch)`, two trees of `jax.ShapeDtypeStruct`. Nothing is allocated.
-        make_arguments: Gives actual arrays of the shapes in `arguments` for an integer seed:
-            freshly initialised parameters and random data.
+        make_arguments: Gives actual arrays for an integer seed, `(params, batch)`: freshly
+            initialised parameters and random data.
+        arguments: The shapes of these, two trees of `jax.ShapeDtypeStruct`. Nothing is allocated.
     """
 
     name: str
     loss_fn: Callable[[Any, Any], Any]
     has_aux: bool
-    arguments: tuple[Any, Any]
     make_arguments: Callable[[int], tuple[Any, Any]]
+    arguments: tuple[Any, Any] = field(init=False)
 
-
-def shapes_of(make_arguments: Callable[[int], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Returns the arguments' `jax.ShapeDtypeStruct` trees without making the arrays."""
-    shapes: tuple[Any, Any] = jax.eval_shape(lambda: make_arguments(0))
-    return shapes
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", jax.eval_shape(lambda: self.make_arguments(0)))
 
 
 def checkpoint_policy(name: str) -> Callable[..., Any]:

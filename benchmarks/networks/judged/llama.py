@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.networks.losses import cross_entropy
-from benchmarks.networks.record import Network, checkpoint_policy, shapes_of
+from benchmarks.networks.record import Network, checkpoint_policy
 
 COMPUTE_DTYPE = jnp.bfloat16
 
@@ -166,6 +166,5 @@ def network(name: str, size: Size, batch: int, block_policy: str | None) -> Netw
         name=name,
         loss_fn=loss_fn,
         has_aux=False,
-        arguments=shapes_of(make_arguments),
         make_arguments=make_arguments,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.networks.record import Network, checkpoint_policy, shapes_of
+from benchmarks.networks.record import Network, checkpoint_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +115,5 @@ def network(name: str, size: Size, batch: int, block_policy: str | None) -> Netw
         name=name,
         loss_fn=loss_fn,
         has_aux=False,
-        arguments=shapes_of(make_arguments),
         make_arguments=make_arguments,
     )
