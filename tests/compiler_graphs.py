@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.model import Model, model
@@ -15,6 +16,7 @@ from remat_opt.compilers.storage import Storage
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
+from remat_opt.plan import Objective, Plan
 from remat_opt.program import tracing
 from remat_opt.program.dataflow import Dataflow
 from remat_opt.program.linearization import linearize
@@ -22,6 +24,7 @@ from remat_opt.program.record import Program
 from remat_opt.program.tracing import Signature
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import simulate
+from remat_opt.solvers.base import Candidate
 
 X = jnp.ones((16, 8))
 W = jnp.ones((8, 8))
@@ -99,7 +102,47 @@ def two_layers(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(x)
 
 
-def cross_entropy(w: jax.Array, x: jax.Array) -> jax.Array:
-    logits = x @ w
+def cross_entropy(w: jax.Array, x: jax.Array, dtype: str | None = None) -> jax.Array:
+    """Of logits in their own type, or widened to another."""
+    logits = x @ w if dtype is None else (x @ w).astype(dtype)
     picked = jnp.take_along_axis(logits, jnp.arange(x.shape[0])[:, None] % 4, axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked[:, 0])
+
+
+class InStep:
+    """A function in a step that consumes its gradients, on an H200 that is not there.
+
+    Args:
+      fn: a loss.
+      arguments: their shapes.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *arguments: Any) -> None:
+        self._fn, self._device = fn, get_device("h200")
+        self._arguments, self._tree = jax.tree.flatten(arguments)
+        self._objective = Objective(gradients=Gradients.CONSUMED)
+        self._program = tracing.trace(fn, *arguments)
+        self.problem = planning.problem(
+            self._program, self._device, gradients=self._objective.gradients
+        )
+
+    def plan(self, chosen: Candidate | None = None) -> Plan:
+        """The plan of a candidate; of the one with the least memory if it is None."""
+        chosen = chosen or planning.solve(self.problem, self._objective)
+        return planning.describe(self.problem, self._program, chosen, self._objective)
+
+    def compiled_bytes(self, plan: Plan) -> int:
+        """The temporaries that a plan compiles to."""
+        found = verification.measure_plan(plan, self._program, self._arguments, self._device)
+        return found.temporary_bytes
+
+    def unplanned_bytes(self, fn: Callable[..., Any] | None = None) -> int:
+        """Those of the function as it is, or of another one in its place."""
+
+        def run(constants: Any, given: Any) -> list[Any]:
+            return [(fn or self._fn)(*jax.tree.unflatten(self._tree, given))]
+
+        found = verification.measure_run(
+            run, self._program, self._arguments, self._device, self._objective.gradients
+        )
+        return found.temporary_bytes

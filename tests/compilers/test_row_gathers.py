@@ -12,16 +12,12 @@ import numpy as np
 import optax
 import pytest
 
-from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.row_gathers import is_row_gather, picking
-from remat_opt.device import get_device
-from remat_opt.gradients import Gradients
-from remat_opt.plan import Objective
 from remat_opt.program import tracing
 from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
-from tests.compiler_graphs import W, X
+from tests.compiler_graphs import InStep, W, X
 from tests.devices import needs_cuda_plugin
 
 ROWS = jnp.zeros(X.shape[0], int)
@@ -149,18 +145,8 @@ def test_a_cross_entropy_of_widened_logits_takes_what_is_expected(
 
     shape = jax.ShapeDtypeStruct
     weights = [shape((256, 256), "float32")] * 2 + [shape((256, 4096), "float32")]
-    arguments = weights, shape((2048, 256), "bfloat16"), shape((2048,), "int32")
-    device = get_device("h200")
-    program = tracing.trace(loss, *arguments)
-    of = planning.problem(program, device, gradients=Gradients.CONSUMED)
-    objective = Objective(gradients=Gradients.CONSUMED)
-    plan = planning.describe(of, program, planning.solve(of, objective), objective)
-    flat, tree = jax.tree.flatten(arguments)
-
-    def run(constants: Any, given: Any) -> list[Any]:
-        return [loss(*jax.tree.unflatten(tree, given))]
-
-    as_it_is = verification.measure_run(run, program, flat, device, Gradients.CONSUMED)
-    assert as_it_is.temporary_bytes == pytest.approx(of.unchanged.peak_bytes, rel=0.02)
-    compiled = verification.measure_plan(plan, program, flat, device)
-    assert compiled.temporary_bytes == pytest.approx(plan.predicted.temporary_bytes, rel=0.02)
+    step = InStep(loss, weights, shape((2048, 256), "bfloat16"), shape((2048,), "int32"))
+    expected = step.problem.unchanged.peak_bytes
+    assert step.unplanned_bytes() == pytest.approx(expected, rel=0.02)
+    plan = step.plan()
+    assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.02)

@@ -12,15 +12,12 @@ import pytest
 from jax import lax
 
 from remat_opt import _jax_internals as internals
-from remat_opt import loops, planning, verification
+from remat_opt import loops
 from remat_opt.compilers.model import Model
 from remat_opt.compilers.stacks import Beside, Read, beside_stacks, counted_around_bytes, stacks
-from remat_opt.device import get_device
-from remat_opt.gradients import Gradients
-from remat_opt.plan import Objective
 from remat_opt.program import bodies, tracing
 from remat_opt.schedule import Region, Schedule
-from tests.compiler_graphs import compiler_of, names
+from tests.compiler_graphs import InStep, compiler_of, names
 from tests.devices import needs_cuda_plugin
 
 LENGTH, ROWS, WIDTH = 6, 4096, 256
@@ -154,13 +151,10 @@ def test_the_compiler_agrees(layer: Callable[..., jax.Array], within: float) -> 
     wide = 4 * WIDTH
     shapes = (WIDTH, wide), (wide, WIDTH), (WIDTH, wide)
     arguments = tuple(floats(LENGTH, *shape) for shape in shapes), floats(ROWS, WIDTH)
-    device = get_device("h200")
-    program = tracing.trace(loss, *arguments)
-    of = planning.problem(program, device, gradients=Gradients.CONSUMED)
+    step = InStep(loss, *arguments)
 
-    opened = [one for one in of.candidates if one.schedule.loops]
+    opened = [one for one in step.problem.candidates if one.schedule.loops]
     opened.sort(key=lambda one: one.peak_bytes)
     for chosen in (opened[0], opened[len(opened) // 2], opened[-1]):
-        plan = planning.describe(of, program, chosen, Objective(gradients=Gradients.CONSUMED))
-        measured = verification.measure_plan(plan, program, jax.tree.leaves(arguments), device)
-        assert chosen.peak_bytes == pytest.approx(measured.temporary_bytes, rel=within)
+        compiled = step.compiled_bytes(step.plan(chosen))
+        assert chosen.peak_bytes == pytest.approx(compiled, rel=within)

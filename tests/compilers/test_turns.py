@@ -8,18 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from remat_opt import planning, verification
+from remat_opt import planning
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.rewrites import Place
 from remat_opt.compilers.turns import starts, weight_places
-from remat_opt.device import get_device
-from remat_opt.gradients import Gradients
-from remat_opt.plan import Objective
 from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.transform import turns
 from remat_opt.transform.steps import prepared
-from tests.compiler_graphs import W, X, graph_of, names
+from tests.compiler_graphs import InStep, W, X, graph_of, names
 from tests.devices import needs_cuda_plugin
 
 WIDE = jnp.ones((8, 32)), jnp.ones((32, 8))
@@ -65,14 +62,15 @@ def test_the_places_of_weights() -> None:
     assert weight_places(program) == dict.fromkeys(products[1:], 1)
 
 
-def test_a_second_tower_waits_for_the_first() -> None:
-    def towers(weights, x, y):
-        for w in weights[:2]:
-            x = jnp.sin(x @ w)
-        for w in weights[2:]:
-            y = jnp.sin(y @ w)
-        return jnp.sum(x * y)
+def towers(weights, x, y):
+    for w in weights[:2]:
+        x = jnp.sin(x @ w)
+    for w in weights[2:]:
+        y = jnp.sin(y @ w)
+    return jnp.sum(x * y)
 
+
+def test_a_second_tower_waits_for_the_first() -> None:
     program, found, graph = graph_of(towers, [W] * 4, X, X)
     products = [
         i for i, one in enumerate(program.equations) if one.operation.primitive == "dot_general"
@@ -96,13 +94,6 @@ def test_a_second_tower_waits_for_the_first() -> None:
 
 
 def test_where_a_tower_starts_inside_a_region_the_next_waits_for_the_first_towers_end() -> None:
-    def towers(weights, x, y):
-        for w in weights[:2]:
-            x = jnp.sin(x @ w)
-        for w in weights[2:]:
-            y = jnp.sin(y @ w)
-        return jnp.sum(x * y)
-
     program, found, graph = graph_of(towers, [W] * 4, X, X)
     start = min(starts(program))
     # The first region ends with the start, the second with the second tower.
@@ -141,36 +132,23 @@ def test_in_an_iteration_gradients_come_in_turn_though_no_stage_is_checkpointed(
 def test_a_checkpoint_per_layer_takes_what_was_predicted(act) -> None:
     shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
     weights = [(shape((1024, 4096)), shape((4096, 1024)))] * 4, shape((1024, 1024))
-    arguments = weights, shape((4096, 1024))
-    device = get_device("h200")
-    program = tracing.trace(functools.partial(mlp, act=act), *arguments)
-    of = planning.problem(program, device, gradients=Gradients.CONSUMED)
-    objective = Objective(gradients=Gradients.CONSUMED)
-    chosen = planning.named_defaults(of)["nothing_saveable, per block"]
-    plan = planning.describe(of, program, chosen, objective)
-    flat = jax.tree.leaves(arguments)
-    compiled = verification.measure_plan(plan, program, flat, device).temporary_bytes
+    step = InStep(functools.partial(mlp, act=act), weights, shape((4096, 1024)))
+    plan = step.plan(planning.named_defaults(step.problem)["nothing_saveable, per block"])
+    compiled = step.compiled_bytes(plan)
     assert compiled == pytest.approx(plan.predicted.temporary_bytes, rel=0.1)
     # No more than a user's own checkpoints.
     by_hand = functools.partial(mlp, act=act, layer=jax.checkpoint(layer, static_argnums=2))
-
-    def run(constants, given):
-        return [by_hand(*jax.tree.unflatten(jax.tree.structure(arguments), given))]
-
-    hand = verification.measure_run(run, program, flat, device, Gradients.CONSUMED)
-    assert compiled <= hand.temporary_bytes * 1.01
+    assert compiled <= step.unplanned_bytes(by_hand) * 1.01
 
 
 @pytest.mark.slow
 @pytest.mark.cuda
 @needs_cuda_plugin
-def test_the_end_of_a_tower_does_not_wait_for_another() -> None:
-    """XLA would compute the first tower's last layers when everything of the second is kept."""
-
+def test_two_towers_that_meet_in_the_loss_take_what_was_predicted() -> None:
     def block(h, w):
         return h + jax.nn.gelu(h @ w[0]) @ w[1]
 
-    def towers(weights, x, y):
+    def contrasted(weights, x, y):
         for w in weights[0]:
             x = block(x, w)
         for w in weights[1]:
@@ -179,12 +157,6 @@ def test_the_end_of_a_tower_does_not_wait_for_another() -> None:
 
     shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
     weights = [[(shape((512, 2048)), shape((2048, 512)))] * 4] * 2
-    arguments = weights, shape((8192, 512)), shape((512, 512))
-    device = get_device("h200")
-    program = tracing.trace(towers, *arguments)
-    of = planning.problem(program, device, gradients=Gradients.CONSUMED)
-    objective = Objective(gradients=Gradients.CONSUMED)
-    plan = planning.describe(of, program, planning.solve(of, objective), objective)
-    flat = jax.tree.leaves(arguments)
-    compiled = verification.measure_plan(plan, program, flat, device).temporary_bytes
-    assert compiled == pytest.approx(plan.predicted.temporary_bytes, rel=0.1)
+    step = InStep(contrasted, weights, shape((8192, 512)), shape((512, 512)))
+    plan = step.plan()
+    assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.1)
