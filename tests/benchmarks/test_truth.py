@@ -32,7 +32,6 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> truth.Subject:
         name="recurrent",
         loss_fn=recurrent,
         has_aux=False,
-        arguments=arguments(),
         make_arguments=arguments,
     )
     monkeypatch.setattr(networks, "build", lambda name, batch: network)
