@@ -91,8 +91,7 @@ class Subject:
         network = networks.build(name, networks.default_batch(name))
         self._device = get_device(device)
         self._fate = STEPS[step]
-        self._network = network
-        self._arguments, self._tree = jax.tree.flatten(network.arguments)
+        self._arguments = jax.tree.leaves(network.arguments)
         program = tracing.trace(
             network.loss_fn, *network.arguments, signature=Signature(has_aux=network.has_aux)
         )
@@ -114,30 +113,13 @@ class Subject:
             plan, self.problem.program, self._arguments, self._device, with_buffers=with_buffers
         )
 
-    def as_it_is(self) -> tuple[Plan, Measurement]:
-        """The plan that changes nothing, and what the function itself compiles to in the step.
-
-        With that plan ``transform`` would also write some of it differently.
-        """
-        program = self.problem.program
-        plan = planning.describe(self.problem, program, self.problem.unchanged, self._objective)
-
-        def run(constants: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
-            given = jax.tree.unflatten(self._tree, flat)
-            leaves: list[Any] = jax.tree.leaves(self._network.loss_fn(*given))
-            return leaves
-
-        return plan, verification.measure_run(
-            run, program, self._arguments, self._device, self._fate
-        )
-
     def row(self, share: float | None, *, loop: bool) -> dict[str, Any]:
         """What is predicted and what compiles; without a share, for the unchanged function."""
-        if share is None:
-            return self._figures(*self.as_it_is())
-        objective = self.objective(share)
-        if not loop:
-            chosen = planning.solve(self.problem, objective)
+        objective = self.objective(share or 0.0)
+        if share is None or not loop:
+            chosen = self.problem.unchanged
+            if share is not None:
+                chosen = planning.solve(self.problem, objective)
             plan = planning.describe(self.problem, self.problem.program, chosen, objective)
             return self._figures(plan, self.compiled(plan))
         compiles = 0

@@ -56,7 +56,7 @@ class PlanDifference:
     Attributes:
       same_program: whether both are for the same program.
       changes: values whose fates differ, the largest first.
-      regions: how many regions each has.
+      regions: how many regions each has; none if the function runs as it is.
       checkpoints: how many of them are under a checkpoint.
       loops: by the equation of each loop that they treat differently, the text of its parts in
         each; "" if it is not opened.
@@ -143,7 +143,7 @@ def difference(first: Data, second: Data) -> PlanDifference:
     return PlanDifference(
         same_program=same,
         changes=tuple(sorted(_alike(changes), key=lambda one: (-one.bytes, one.label, one.module))),
-        regions=(len(first["stages"]), len(second["stages"])),
+        regions=(_regions(first), _regions(second)),
         checkpoints=(_checkpoints(first["stages"]), _checkpoints(second["stages"])),
         loops=_loops(first, second),
         figures=_figures(first, second),
@@ -251,6 +251,10 @@ def _change(key: Sequence[str], count: int, size: int) -> Change:
         count=count,
         bytes=size,
     )
+
+
+def _regions(plan: Data) -> int:
+    return 0 if plan["unchanged"] else len(plan["stages"])
 
 
 def _checkpoints(stages: Sequence[Data]) -> int:

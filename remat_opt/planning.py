@@ -36,7 +36,7 @@ from remat_opt.program.propagation import is_split, per_device
 from remat_opt.program.record import Program
 from remat_opt.progress import doing
 from remat_opt.recent import Recent
-from remat_opt.schedule import Schedule, plain
+from remat_opt.schedule import Schedule, unchanged
 from remat_opt.simulator import Moment, Simulation, simulate
 from remat_opt.solvers import recombination
 from remat_opt.solvers.base import (
@@ -88,7 +88,8 @@ class Sweep:
       model: what the compiler is expected to make of the program.
       candidates: schedules for all budgets, with the temporaries that the compiler is expected to
         need. By live bytes, none of the solver's other solutions needs less for less overhead.
-      unchanged: likewise, for the unchanged function.
+        The unchanged function is among them.
+      unchanged: the unchanged function.
       replays: the moments of the schedules replayed so far.
     """
 
@@ -197,12 +198,11 @@ def _sweep(
         )
     # What beats a policy in what is alive at once need not beat it in the heap.
     kept = {one.schedule: one for one in (*_spaced(front), *judged(graph, alone))}
+    as_it_is = _modelled(expected, judge(graph, unchanged(graph)))
     return Sweep(
         model=expected,
-        candidates=tuple(_modelled(expected, one) for one in kept.values()),
-        unchanged=dataclasses.replace(
-            judge(graph, plain(graph)), peak_bytes=expected.unchanged_peak_bytes()
-        ),
+        candidates=(*(_modelled(expected, one) for one in kept.values()), as_it_is),
+        unchanged=as_it_is,
     )
 
 
@@ -280,7 +280,7 @@ def informed(of: Problem, learnt: Learnt, measure: Overhead) -> Problem:
     problem = dataclasses.replace(of, corrections=corrections, sweep=sweep)
     if corrections.told and signed:
         # Figures of a region with an opened loop do not carry over to others.
-        whole = [one for one in by_schedule if not one.loops]
+        whole = [one for one in by_schedule if not (one.loops or one.unchanged)]
         again = _recombined(problem, whole, measure, round(_RECOMBINED_SHARE * most))
         by_schedule |= {one.schedule: one for one in judged(expected.graph, again)}
     candidates = tuple(_expected(problem, one) for one in by_schedule.values())
@@ -305,6 +305,9 @@ def _expected(of: Problem, one: Candidate) -> Candidate:
     """The candidate with the temporaries expected by what was learnt."""
     assert of.corrections is not None, "something was learnt"
     known_bytes = of.corrections.compiled_bytes(one.schedule)
+    if known_bytes is None and one.schedule.unchanged:
+        # What was learnt is about what is written differently.
+        known_bytes = of.model.peak_bytes(one.schedule)
     if known_bytes is None:
         if of.corrections.told:
             model_bytes = of.corrections.peak_bytes(one.schedule, replay(of, one.schedule))
@@ -318,7 +321,7 @@ def replay(of: Problem, schedule: Schedule) -> tuple[Moment, ...]:
     """The moments of a schedule by the model; they are cached with the sweep."""
     found = of.sweep.replays.get(schedule)
     if found is None:
-        found = of.sweep.replays[schedule] = _simulate(of.model, schedule).moments
+        found = of.sweep.replays[schedule] = _simulate(*of.model.under(schedule)).moments
     return found
 
 
@@ -397,15 +400,11 @@ def _modelled(expected: Model, one: Candidate) -> Candidate:
     return dataclasses.replace(one, peak_bytes=expected.peak_bytes(one.schedule))
 
 
-def _simulate(expected: Model, schedule: Schedule | None) -> Simulation:
-    """The referee's replay, plus what the compiler holds all along.
-
-    For None, that of the unchanged function.
-    """
-    whole = plain(expected.graph) if schedule is None else schedule
-    found = simulate(expected.graph_of(schedule), whole)
+def _simulate(expected: Model, schedule: Schedule) -> Simulation:
+    """The referee's replay, plus what the compiler holds all along."""
+    found = simulate(expected.graph_of(schedule), schedule)
     more = expected.held_bytes(schedule)
-    seconds, flops = expected.recomputation(whole)
+    seconds, flops = expected.recomputation(schedule)
     if not (more or seconds or flops):
         return found
     return dataclasses.replace(
@@ -437,7 +436,8 @@ def solve(of: Problem, objective: Objective) -> Candidate:
     found = fastest_within(candidates, budget_bytes, measure)
     if found is None:
         least = smallest_within(candidates, float("inf"), measure)
-        pins = _pins(of, _simulate(of.model, least.schedule), Names(of.program))[:5]
+        model, schedule = of.model.under(least.schedule)
+        pins = _pins(model, _simulate(model, schedule), Names(of.program))[:5]
         raise BudgetError(
             f"No plan has temporaries within {format_bytes(budget_bytes)}: the lowest peak "
             f"that remat_opt reaches is {format_bytes(least.peak_bytes)} (the unchanged "
@@ -564,6 +564,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         objective=objective,
         budget_bytes=objective.budget_bytes,
         solver="none",
+        unchanged=True,
         stages=(),
         loops=(),
         decisions=(),
@@ -592,14 +593,15 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
 
 def describe(of: Problem, program: Program, chosen: Candidate, objective: Objective) -> Plan:
     """Writes a candidate down as a plan."""
-    expected = of.model
+    expected, schedule = of.model.under(chosen.schedule)
     graph = expected.graph
-    simulation = _simulate(expected, chosen.schedule)
+    simulation = _simulate(expected, schedule)
     moments, model_bytes = simulation.moments, chosen.peak_bytes
     if of.corrections is not None:
-        moments = of.corrections.moments(chosen.schedule, moments)
-        model_bytes = expected.peak_bytes(chosen.schedule)
-    region_of = chosen.schedule.region_of()
+        model_bytes = expected.peak_bytes(schedule)
+        if not schedule.unchanged:
+            moments = of.corrections.moments(schedule, moments)
+    region_of = schedule.region_of()
     stored, times = set(simulation.stored), Counter(simulation.recomputed)
     names = Names(program)
     decisions = []
@@ -630,10 +632,11 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         objective=objective,
         budget_bytes=budget_bytes_of(of, objective),
         solver=str(of.solver),
-        stages=expected.stages(chosen.schedule),
-        loops=chosen.schedule.loops,
+        unchanged=schedule.unchanged,
+        stages=expected.stages(schedule),
+        loops=schedule.loops,
         decisions=tuple(decisions),
-        loop_values=loop_values(of.program, expected, chosen.schedule),
+        loop_values=loop_values(of.program, expected, schedule),
         predicted=Prediction(
             temporary_bytes=chosen.peak_bytes,
             model_bytes=model_bytes,
@@ -643,9 +646,9 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
             forward_seconds=graph.forward_seconds,
             recomputed_flops=simulation.recomputed_flops,
             forward_flops=graph.forward_flops,
-            timeline=_timeline(expected, chosen.schedule, simulation, moments),
-            plain_timeline=_plain_timeline(expected),
-            pins=_pins(of, simulation, names),
+            timeline=_timeline(expected, schedule, simulation, moments),
+            plain_timeline=_plain_timeline(of.model),
+            pins=_pins(expected, simulation, names),
         ),
         measured=None,
         resident=None,
@@ -657,9 +660,9 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
 
 
 def _timeline(
-    expected: Model, schedule: Schedule | None, found: Simulation, moments: Sequence[Moment]
+    expected: Model, schedule: Schedule, found: Simulation, moments: Sequence[Moment]
 ) -> Timeline:
-    """What is alive when under a schedule, or, for None, in the unchanged function.
+    """What is alive when under a schedule.
 
     Args:
       expected: the model that was replayed.
@@ -669,7 +672,7 @@ def _timeline(
     """
     return timeline(
         expected.graph,
-        schedule or plain(expected.graph),
+        schedule,
         found,
         live_bytes=[moment.live_bytes for moment in moments],
         gradient_bytes=expected.gradient_bytes,
@@ -678,15 +681,15 @@ def _timeline(
 
 
 def _plain_timeline(expected: Model) -> Timeline:
-    unchanged = expected.as_it_is or expected
-    found = _simulate(unchanged, None)
-    return _timeline(unchanged, None, found, found.moments)
+    own, schedule = expected.under(unchanged(expected.graph))
+    found = _simulate(own, schedule)
+    return _timeline(own, schedule, found, found.moments)
 
 
-def _pins(of: Problem, simulation: Simulation, names: Names) -> tuple[Pin, ...]:
+def _pins(expected: Model, simulation: Simulation, names: Names) -> tuple[Pin, ...]:
     """The largest arrays alive at the peak."""
     return tuple(
-        Pin(name=names.of(of.model.roots[item.vertex]), role=item.role, bytes=item.bytes)
+        Pin(name=names.of(expected.roots[item.vertex]), role=item.role, bytes=item.bytes)
         for item in simulation.alive[:_MOST_PINS]
         if item.bytes >= _LEAST_PIN * simulation.peak_bytes
     )

@@ -113,9 +113,11 @@ class Rematerialized:
         is_traced = any(isinstance(value, jax.core.Tracer) for value in arguments)
         if self._given is not None or (is_traced and program.differentiated):
             plan = self.plan_of(program, call)
-            run = rewriting.rewrite(program, plan.stages, plan.platform, loops=plan.loops)
+            run = rewriting.rewrite(
+                program, plan.stages, plan.platform, loops=plan.loops, unchanged=plan.unchanged
+            )
         else:
-            run = rewriting.rewrite(program, (), "cpu")
+            run = rewriting.rewrite(program, (), "cpu", unchanged=True)
         kept = traces.trace_at(place, program, run)
         if place is not None and kept is not None:
             result = kept.run(leaves)

@@ -37,10 +37,13 @@ class Schedule:
     Attributes:
       regions: the chain.
       loops: those that are opened, choices among them; the others run as they are.
+      unchanged: whether the function runs as it is: nothing is written differently for the
+        compiler, and nothing runs under a checkpoint.
     """
 
     regions: tuple[Region, ...]
     loops: tuple[Loop | Choice, ...] = ()
+    unchanged: bool = False
 
     @property
     def has_checkpoints(self) -> bool:
@@ -249,5 +252,10 @@ class Choice:
 
 
 def plain(graph: Graph) -> Schedule:
-    """The unchanged function: one region, nothing recomputed."""
+    """One region, nothing recomputed."""
     return Schedule(regions=(Region(vertices=tuple(range(len(graph))), checkpointed=False),))
+
+
+def unchanged(graph: Graph) -> Schedule:
+    """The function as it is."""
+    return dataclasses.replace(plain(graph), unchanged=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from remat_opt.gradients import Gradients
@@ -30,7 +31,8 @@ class Frontier:
       rows: one dictionary for each plan, by ascending memory: ``temporary_bytes``, predicted, and
         the budget that gives this plan; ``of_plain``, as a share of the unchanged function's;
         ``overhead_seconds_share`` and ``recomputed_flops_share`` of one forward pass;
-        ``regions``, and how many of them hold others, ``nested``.
+        ``regions``, how many of them hold others, ``nested``, and whether the function is
+        ``unchanged``, which is the last.
       defaults: one dictionary for the unchanged function, which is first, and for each of
         ``jax.checkpoint``'s policies, around the whole function and around every block: ``label``,
         and the first four figures of a row.
@@ -78,7 +80,7 @@ class Frontier:
 
     def _table(self) -> report.Table:
         stride = -(-len(self.rows) // _MOST_ROWS)
-        # The last row is the unchanged function, or one as good.
+        # The last row is the unchanged function.
         shown = self.rows[::-1][::stride][::-1]
         left = len(self.rows) - len(shown)
         return report.Table(
@@ -90,7 +92,7 @@ class Frontier:
                     format_share(row["of_plain"]),
                     format_share(row["overhead_seconds_share"]),
                     format_share(row["recomputed_flops_share"]),
-                    f"{row['regions']}" + (f", {row['nested']} nested" if row["nested"] else ""),
+                    _regions(row),
                 )
                 for row in shown
             ),
@@ -160,6 +162,7 @@ def of(
                 **figures(one),
                 "regions": len(regions),
                 "nested": sum(bool(region.inside) for region in regions),
+                "unchanged": one.schedule.unchanged,
             }
         )
     device = problem.device
@@ -176,6 +179,12 @@ def of(
         ),
         limit_bytes=room if room > 0 else None,
     )
+
+
+def _regions(row: Mapping[str, Any]) -> str:
+    if row["unchanged"]:
+        return "none"
+    return f"{row['regions']}" + (f", {row['nested']} nested" if row["nested"] else "")
 
 
 def _share(amount: float, whole: float) -> float:

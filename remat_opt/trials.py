@@ -186,7 +186,7 @@ class Trials:
             self._limit_bytes = min(self._limit_bytes, one.peak_bytes / _RATIO_IF_REFUSED)
             return
         moments = planning.replay(self.problem, one.schedule)
-        alive = alive_at(measured, moments, self.problem)
+        alive = alive_at(measured, moments, self.problem, one.schedule)
         plan = with_measurement(plan, measured, alive)
         self.plans.append(plan)
         self._tried[one.schedule] = one, plan
@@ -194,7 +194,8 @@ class Trials:
             self.problem.model.graph,
             one.schedule,
             moments,
-            alive,
+            # The function as it is says nothing about what is written differently.
+            None if one.schedule.unchanged else alive,
             model_bytes=plan.predicted.model_bytes,
             compiled_bytes=measured.temporary_bytes,
         )
@@ -256,7 +257,11 @@ class Trials:
         too large.
         """
         worst = max(
-            (temporary_bytes(one) / max(1, one.predicted.model_bytes) for one in self.plans),
+            (
+                temporary_bytes(one) / max(1, one.predicted.model_bytes)
+                for one in self.plans
+                if not one.unchanged
+            ),
             default=1.0,
         )
         untried = [one for one in self._as_modelled if not self.tried(one)]
@@ -265,7 +270,13 @@ class Trials:
     def _fastest(self, among: Sequence[Candidate], limit_bytes: float) -> Candidate | None:
         fitting = [one for one in among if one.peak_bytes <= limit_bytes]
         return min(
-            fitting, key=lambda one: (one.overhead(self.measure), one.peak_bytes), default=None
+            fitting,
+            key=lambda one: (
+                one.overhead(self.measure),
+                not one.schedule.unchanged,
+                one.peak_bytes,
+            ),
+            default=None,
         )
 
     def challenger(self, best: Candidate, budget_bytes: int) -> Candidate | None:
@@ -326,12 +337,13 @@ class Trials:
 
 
 def alive_at(
-    measured: Measurement, moments: Sequence[Moment], problem: Problem
+    measured: Measurement, moments: Sequence[Moment], problem: Problem, schedule: Schedule
 ) -> tuple[int | None, ...] | None:
     """The bytes of temporaries alive at moments of a replay, as compiled; None if unknown."""
     if measured.memory is None:
         return None
-    return align(measured.memory, moments, problem.model.roots).compiled_bytes
+    expected, _ = problem.model.under(schedule)
+    return align(measured.memory, moments, expected.roots).compiled_bytes
 
 
 def with_measurement(

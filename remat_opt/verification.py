@@ -89,7 +89,9 @@ def measure_plan(
             f"the axes {', '.join(axes)} of a vmap or shard_map around it. Leave verify= out, "
             "or decorate a function that has the vmap or shard_map inside."
         )
-    run = rewriting.rewrite(program, plan.stages, plan.platform, off, loops=plan.loops)
+    run = rewriting.rewrite(
+        program, plan.stages, plan.platform, off, loops=plan.loops, unchanged=plan.unchanged
+    )
     fate = plan.objective.gradients
     return measure_run(run, program, arguments, device, fate, with_buffers=with_buffers)
 
@@ -258,9 +260,8 @@ def confirm(
     one = planning.solve(problem, objective)
     plan = planning.describe(problem, problem.program, one, objective)
     measured = compiled(plan)
-    return with_measurement(
-        plan, measured, alive_at(measured, planning.replay(problem, one.schedule), problem)
-    )
+    moments = planning.replay(problem, one.schedule)
+    return with_measurement(plan, measured, alive_at(measured, moments, problem, one.schedule))
 
 
 def _within(trials: Trials, budget_bytes: int) -> Plan:

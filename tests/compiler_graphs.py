@@ -59,16 +59,16 @@ def graph_of(
     return program, found, found.graph
 
 
-def changed(found: Model, schedule: Schedule | None) -> Graph:
-    """The graph with what depends on a schedule; for None, that of the unchanged function."""
+def changed(found: Model, schedule: Schedule) -> Graph:
+    """The graph with what depends on a schedule."""
     figures = Figures.of(found.graph)
     for effect in found.effects:
         effect.change(figures, schedule)
     return figures.put_into(found.graph)
 
 
-def held_bytes(found: Model, schedule: Schedule | None, kind: type[Effect] = Effect) -> int:
-    """What effects of one kind hold in addition; without a schedule, for the unchanged function."""
+def held_bytes(found: Model, schedule: Schedule, kind: type[Effect] = Effect) -> int:
+    """What effects of one kind hold in addition."""
     return sum(
         effect.held_bytes(found.graph, schedule)
         for effect in found.effects

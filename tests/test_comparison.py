@@ -271,6 +271,25 @@ def test_a_whole_comparison_on_the_cpu():
     assert "temporaries, compiled against recomputed FLOPs" in picture.get("aria-label")
 
 
+def test_plans_that_differ_inside_a_loop_are_compiled_apart():
+    def loss(weights, x):
+        def body(h, w):
+            return h + jnp.tanh(h @ w), None
+
+        return jnp.sum(jax.lax.scan(body, x, weights)[0] ** 2)
+
+    weights = jax.ShapeDtypeStruct((16, 32, 32), "float32")
+    x = jax.ShapeDtypeStruct((512, 32), "float32")
+    plans = [
+        remat_opt.make_plan(loss, weights, x, budget=budget, device="h200") for budget in (0.3, 0.6)
+    ]
+    assert plans[0].stages == plans[1].stages
+    found = remat_opt.compare(loss, weights, x, budgets=[0.3, 0.6], policies=[], device="cpu")
+    small, large = found.rows[-2:]
+    assert small["temporary_bytes"] < large["temporary_bytes"]
+    assert small["recomputed_flops_share"] > large["recomputed_flops_share"]
+
+
 @pytest.mark.slow
 @pytest.mark.versions
 def test_ours_can_be_chosen_by_compiling():

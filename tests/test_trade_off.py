@@ -55,7 +55,7 @@ def test_it_shows_itself() -> None:
     found = remat_opt.frontier(layers, *SHAPES, device="cpu")
     lines = repr(found).splitlines()
     assert lines[0] == "Best plans of layers for cpu"
-    assert lines[-2].split()[-1] == "1", "the unchanged function is one region"
+    assert lines[-2].split()[-1] == "none", "the unchanged function is last"
     assert "100 %" in lines[-2]
     assert "<svg" in found._repr_html_()
     assert json.loads(found.to_json())["rows"] == list(found.rows)

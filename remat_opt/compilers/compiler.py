@@ -38,6 +38,11 @@ class Rules:
     def __post_init__(self) -> None:
         _check_names(self.off)
 
+    @classmethod
+    def none(cls, platform: Platform) -> Rules:
+        """No rule: nothing is written differently for the compiler."""
+        return cls(platform=platform, off=frozenset(RULES))
+
     def has(self, rule: str) -> bool:
         """Whether a rule holds here: it is about this compiler, and not switched off."""
         return self.platform in RULES[rule].platforms and rule not in self.off

@@ -68,7 +68,7 @@ class Padded(Effect):
     copies: Mapping[int, Copy]
     alone: frozenset[int]
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes copies that wait, and those that are made again."""
         again = self.copies.keys() & under_checkpoints(schedule)
         for vertex in again:

@@ -11,7 +11,7 @@ import dataclasses
 from remat_opt.compilers.effects import Effect
 from remat_opt.graph import Graph
 from remat_opt.operation import Operation
-from remat_opt.schedule import Schedule, plain
+from remat_opt.schedule import Schedule
 from remat_opt.simulator import demand
 
 #: The bytes of one copy's signal, and the number of copies for each product computed, including
@@ -38,8 +38,8 @@ class Copies(Effect):
 
     products: tuple[int, ...]
 
-    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+    def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """The signals' bytes."""
-        again = demand(graph, schedule or plain(graph)).all_recomputed()
+        again = demand(graph, schedule).all_recomputed()
         count = 3 * sum(self.products) + sum(self.products[vertex] for vertex in again)
         return _SIGNAL_BYTES * _COPIES_OF_A_PRODUCT * count

@@ -39,9 +39,9 @@ class HandedIn(Effect):
     bytes: Mapping[int, int]
     readers: tuple[tuple[int, ...], ...]
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes those that come from outside their vertex's checkpoint."""
-        if schedule is None:
+        if schedule.unchanged:
             return
         around = dict(checkpoints(schedule.regions))
         for vertex, size in self.bytes.items():

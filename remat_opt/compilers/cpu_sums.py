@@ -35,15 +35,15 @@ class Named(Effect):
     bytes: Mapping[int, int]
     widened_bytes: Mapping[int, int]
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes what is kept by name."""
         if schedule is not None:
             for vertex in self.bytes.keys() & set(kept_by_name(schedule.regions)):
                 figures.bytes[vertex] = self.bytes[vertex]
 
-    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+    def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """Bytes by which the values kept by one checkpoint grow."""
-        if schedule is None:
+        if schedule.unchanged:
             return 0
         return max(
             sum(self.widened_bytes.get(vertex, 0) for vertex in kept_by_name([region]))
@@ -61,7 +61,7 @@ class Transposed(Effect):
 
     pairs: tuple[tuple[int, int], ...]
 
-    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+    def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """Bytes of what exists twice: transposed, and unchanged for checkpointed regions."""
         checkpointed = under_checkpoints(schedule)
         read = {

@@ -1,8 +1,7 @@
 """What compilers hold in addition to a graph, or change in it, depending on the schedule.
 
 A graph has one size for each value, whatever is decided. If what a compiler does depends on the
-decision, a rule gives an ``Effect``; the model applies all of them to the graph of a schedule. For
-the unchanged function, where nothing is rewritten, the schedule is None.
+decision, a rule gives an ``Effect``; the model applies all of them to the graph of a schedule.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Figures:
 class Effect:
     """Something that depends on the schedule. Each subclass says one thing."""
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes what the vertices take under a schedule."""
 
-    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+    def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """Bytes that are held throughout, besides what is alive."""
         return 0
 
@@ -93,9 +92,9 @@ class Held(Effect):
     checkpointed_bytes: int
     unchanged_bytes: int
 
-    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+    def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """One of the three."""
-        if schedule is None:
+        if schedule.unchanged:
             return self.unchanged_bytes
         if under_checkpoints(schedule).isdisjoint(self.vertices):
             return self.bytes
@@ -112,7 +111,7 @@ class OutsideCheckpoints(Effect):
 
     workspace_bytes: Mapping[int, int]
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Adds it."""
         under = under_checkpoints(schedule)
         for vertex, size in self.workspace_bytes.items():
@@ -124,10 +123,11 @@ class OutsideCheckpoints(Effect):
         return Effect()
 
 
-def under_checkpoints(schedule: Schedule | None) -> set[int]:
+def under_checkpoints(schedule: Schedule) -> set[int]:
     """The vertices that run under a checkpoint; none for the unchanged function."""
-    regions = schedule.regions if schedule is not None else ()
-    return {vertex for region in regions if region.checkpointed for vertex in region.vertices}
+    return {
+        vertex for region in schedule.regions if region.checkpointed for vertex in region.vertices
+    }
 
 
 def kept_by_name(regions: Sequence[Region]) -> Iterator[int]:

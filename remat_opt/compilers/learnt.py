@@ -189,7 +189,7 @@ class Learnt:
                 [one.phase, one.situation, one.vertex, one.bytes] for one in self.differences
             ],
             "compiled": [
-                [_chain(one.schedule.regions), one.replayed_bytes, one.compiled_bytes, one.told]
+                [_chain_of(one.schedule), one.replayed_bytes, one.compiled_bytes, one.told]
                 for one in self.compiled
                 # What happens inside loops is not written down, and the rest says little about it.
                 if not one.schedule.loops
@@ -256,11 +256,25 @@ def _compiled(data: Any, count: int) -> Iterable[Compiled]:
             "a plan that was compiled",
         )
         yield Compiled(
-            schedule=Schedule(regions=_regions(chain, count, 0)),
+            schedule=_schedule(chain, count),
             replayed_bytes=replayed,
             compiled_bytes=compiled,
             told=told,
         )
+
+
+def _chain_of(schedule: Schedule) -> list[Any]:
+    """A schedule's chain as plain data; that of the unchanged function is empty."""
+    return [] if schedule.unchanged else _chain(schedule.regions)
+
+
+def _schedule(data: Any, count: int) -> Schedule:
+    """Reads what ``_chain_of`` wrote."""
+    regions = _regions(data, count, 0)
+    if regions:
+        return Schedule(regions=regions)
+    whole = Region(vertices=tuple(range(count)), checkpointed=False)
+    return Schedule(regions=(whole,), unchanged=True)
 
 
 def _chain(regions: Sequence[Region]) -> list[Any]:
@@ -423,7 +437,7 @@ class Corrections:
         """What the compiler is expected to need if this much is expected to be alive at once."""
         known: dict[int, int] = {}
         for one in self.learnt.compiled:
-            if one.told is not self.told:
+            if one.told is not self.told or one.schedule.unchanged:
                 continue
             size = one.replayed_bytes
             known[size] = max(one.compiled_bytes, known.get(size, 0))

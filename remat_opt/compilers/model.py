@@ -23,7 +23,7 @@ from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Linearization, Program
-from remat_opt.schedule import Region, Schedule, Stage, plain
+from remat_opt.schedule import Region, Schedule, Stage, unchanged
 from remat_opt.spans import Spans, spans
 
 
@@ -65,8 +65,8 @@ class Model:
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     is_iteration: bool = False
 
-    def graph_of(self, schedule: Schedule | None) -> Graph:
-        """The graph as it is under a schedule, or, for None, in the unchanged function."""
+    def graph_of(self, schedule: Schedule) -> Graph:
+        """The graph as it is under a schedule."""
         figures = Figures.of(self.graph)
         for effect in self.effects:
             effect.change(figures, schedule)
@@ -77,13 +77,16 @@ class Model:
         effects = tuple(effect.in_loop() for effect in self.effects)
         return dataclasses.replace(self, effects=effects, is_iteration=True)
 
-    def held_bytes(self, schedule: Schedule | None) -> int:
+    def held_bytes(self, schedule: Schedule) -> int:
         """Bytes that are held throughout, besides what is alive."""
         return sum(effect.held_bytes(self.graph, schedule) for effect in self.effects)
 
-    def peak_bytes(self, schedule: Schedule | None) -> int:
+    def peak_bytes(self, schedule: Schedule) -> int:
         """The temporaries expected to be needed: the heap, and what is held besides."""
-        lives = spans(self.graph_of(schedule), schedule or plain(self.graph))
+        expected, schedule = self.under(schedule)
+        if expected is not self:
+            return expected.peak_bytes(schedule)
+        lives = spans(self.graph_of(schedule), schedule)
         written = [(int(lives.turn[max(0, one.last)]), one.bytes) for one in self.results]
         found = self.laid_out_bytes(outside_results(lives, written), schedule)
         if not (self.early or self.converted):
@@ -96,14 +99,23 @@ class Model:
         lives = spans(self.graph_of(schedule), schedule).held_to_the_end()
         return self.laid_out_bytes(lives, schedule)
 
-    def laid_out_bytes(self, lives: Spans, schedule: Schedule | None) -> int:
+    def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:
         """Those of arrays with these lives under a schedule."""
         heap_bytes = laid_out_bytes(lives, self.compiler, among_others=self.is_iteration)
         return heap_bytes + self.held_bytes(schedule)
 
+    def under(self, schedule: Schedule) -> tuple[Model, Schedule]:
+        """The model of what runs under a schedule, and the schedule in terms of its vertices.
+
+        The graph of the unchanged function may differ.
+        """
+        if self.as_it_is is None or not schedule.unchanged:
+            return self, schedule
+        return self.as_it_is, unchanged(self.as_it_is.graph)
+
     def unchanged_peak_bytes(self) -> int:
-        """Those of the unchanged function, whose graph may differ."""
-        return (self.as_it_is or self).peak_bytes(None)
+        """The temporaries that the unchanged function is expected to need."""
+        return self.peak_bytes(unchanged(self.graph))
 
     def admitted(self, schedule: Schedule) -> Schedule:
         """The schedule, without names on vertices that are better left unnamed."""

@@ -48,9 +48,9 @@ class Opened(Effect):
 
     ways: Mapping[Loop | Choice, Opening]
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes what the opened loops take."""
-        for loop in schedule.loops if schedule is not None else ():
+        for loop in schedule.loops:
             self.ways[loop].write(figures)
 
     def recomputation(self, schedule: Schedule) -> tuple[float, int]:

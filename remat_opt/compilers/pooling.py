@@ -48,13 +48,14 @@ class SharedZeros(Effect):
     bytes: int
     unchanged_bytes: int
 
-    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+    def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """The zeros."""
-        return self.unchanged_bytes if schedule is None else self.bytes
+        return self.unchanged_bytes if schedule.unchanged else self.bytes
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """What is spared, and what is left."""
-        if spared_bytes := self.unchanged_bytes - self.bytes:
+        spared_bytes = 0 if schedule.unchanged else self.unchanged_bytes - self.bytes
+        if spared_bytes:
             yield (
                 f"The unchanged function holds {format_bytes(spared_bytes)} of zeros "
                 "from the forward pass to the backward pass of a max pooling right after a relu: "
@@ -80,7 +81,7 @@ class EarlyZeros(Effect):
 
     bytes: int
 
-    def held_bytes(self, graph: Graph, schedule: Schedule | None) -> int:
+    def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """The zeros."""
         return self.bytes
 

@@ -42,6 +42,7 @@ class Rewrites:
         that both read.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
+      parts_added: whether the parts of a weight's gradient are added one by one.
       ordered: whether no gradient of a product or a bias may be put off.
       before_loops: whether gradients of what follows a loop must exist before it runs backward.
       twice: by their last, equations that run again once for a product and once for their own
@@ -60,6 +61,7 @@ class Rewrites:
     unmerged: Mapping[int, int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
+    parts_added: bool
     ordered: bool
     before_loops: bool
     twice: Mapping[int, tuple[int, ...]]
@@ -105,6 +107,7 @@ def rewrites(
         unmerged=turns.unmerged(program) if ordered and rules.has("products_apart") else {},
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},
+        parts_added=rules.has("parts_added"),
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),
         twice=transcendental.twice(program, rules, in_loop=runs_again)

@@ -73,9 +73,9 @@ class Scattered(Effect):
 
     bytes: Mapping[int, int]
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Makes them as large, if nothing is rewritten."""
-        for vertex, size in self.bytes.items() if schedule is None else ():
+        for vertex, size in self.bytes.items() if schedule.unchanged else ():
             figures.cotangent_bytes[vertex] = size
 
 

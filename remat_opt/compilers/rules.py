@@ -283,6 +283,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "picked_narrow": _rule(
             _TPU, "rewrite", "row_gathers", "What is picked is picked before it is widened."
         ),
+        "parts_added": _rule(
+            _NVIDIA | _TPU | _CPU,
+            "rewrite",
+            "rewrites",
+            "The parts of a weight's gradient are added one by one.",
+        ),
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Gradients of weights and biases come in turn."
         ),

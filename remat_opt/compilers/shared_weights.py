@@ -105,17 +105,18 @@ class SharedWeights(Effect):
     parts_wait: bool
     put_off: bool
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes sums and parts in place of the expected ones."""
         count = len(figures.workspace_bytes)
         figures.workspace_bytes[:] -= self.expected_sums(count)
         figures.workspace_bytes[:] += (
-            self.parts(count) if schedule is None else self.sums(schedule.regions, count)
+            self.parts(count) if schedule.unchanged else self.sums(schedule.regions, count)
         )
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """What waits in the unchanged function, and here."""
-        if parts_bytes := self.parts_bytes:
+        parts_bytes = 0 if schedule.unchanged else self.parts_bytes
+        if parts_bytes:
             count = 1 + max(max(region.vertices) for region in schedule.regions)
             sums_bytes = int(self.sums(schedule.regions, count).max())
             yield (

@@ -165,9 +165,9 @@ class Twice(Effect):
     in_loop_too: frozenset[int]
     in_stacks: bool = False
 
-    def change(self, figures: Figures, schedule: Schedule | None) -> None:
+    def change(self, figures: Figures, schedule: Schedule) -> None:
         """Leaves them out where all of a group runs again in one region."""
-        if schedule is None:
+        if schedule.unchanged:
             return
         kept = set(kept_by_name(schedule.regions))
         for leaf in _run_again(schedule.regions):

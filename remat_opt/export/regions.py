@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.rewrites import Place
-from remat_opt.device import Platform
 from remat_opt.export import support
 from remat_opt.export.calls import Call
 from remat_opt.export.equations import Equations, Scope
@@ -38,10 +37,10 @@ from remat_opt.units import format_bytes
 
 
 class Printer:
-    """Writes programs as ``functions``."""
+    """Writes programs as ``functions``, as these rules say."""
 
-    def __init__(self, platform: Platform) -> None:
-        self.platform = platform
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
         self.functions = Functions()
         self.equations = Equations(self.functions, self._opened)
         # Loops are written once, however often the surrounding text is requested.
@@ -201,9 +200,8 @@ class _Chain:
         self.same = same
         self.program = program
         self.loops = {loop.root: loop for loop in loops}
-        rules = Rules(platform=printer.platform)
         self.rewriting, self.steps = prepared(
-            program, stages, rules, named=frozenset(named), place=place
+            program, stages, printer.rules, named=frozenset(named), place=place
         )
         self.makers = program.makers()
         self.arguments: Mapping[int, str | Path] = {}

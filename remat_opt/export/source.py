@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from remat_opt import _jax_internals as internals
+from remat_opt.compilers.compiler import Rules
 from remat_opt.errors import RematError
 from remat_opt.export import support
 from remat_opt.export.calls import Call as Expression
@@ -91,7 +92,10 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
     Raises:
       RematError: something in the program cannot be written as code; the message names it.
     """
-    printer = Printer(plan.platform)
+    platform, stages = plan.platform, plan.stages
+    printer = Printer(Rules(platform=platform))
+    if plan.unchanged:
+        printer, stages = Printer(Rules.none(platform)), ()
     functions = printer.functions
     function = functions.name(identifier(plan.function))
     unpacked, arguments = _arguments(call, functions.distinct(_parameters(call)))
@@ -100,7 +104,7 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
     given |= _by_number("constants", "constant", program.constants)
     given |= _by_number("closed_over", "closed_over", program.arguments[len(arguments) :])
     lines, names, _ = printer.chain(
-        program, given, plan.stages, loops=plan.loops, words=_words_of_results(program)
+        program, given, stages, loops=plan.loops, words=_words_of_results(program)
     )
     try:
         results = [
@@ -202,7 +206,8 @@ def _positional(call: Call) -> list[str]:
 def _docstring(
     plan: Plan, program: Program, call: Call, arguments: Sequence[str | Path]
 ) -> list[str]:
-    lines = [f'"""As {plan.function}, in {len(plan.stages)} regions.', "", "Args:"]
+    how = "as it is" if plan.unchanged else f"in {len(plan.stages)} regions"
+    lines = [f'"""As {plan.function}, {how}.', "", "Args:"]
     types = [program.types[value] for value in program.arguments[: len(arguments)]]
     kinds = [f"{one.dtype}{list(one.shape)}" for one in types]
     for label in _parameters(call):

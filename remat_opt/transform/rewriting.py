@@ -50,6 +50,7 @@ def rewrite(
     named: Set[int] = frozenset(),
     within: str = "",
     place: Place = Place.TOP,
+    unchanged: bool = False,
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
 
@@ -64,6 +65,7 @@ def rewrite(
       named: equations whose outputs carry a name for a policy around all of it.
       within: what to put into names, so that they are not those of the program around this one.
       place: where the program runs.
+      unchanged: whether it runs as it is: the stages are only checked.
 
     Returns:
       A function ``run(constants, arguments) -> flat outputs``.
@@ -73,7 +75,8 @@ def rewrite(
     """
     _check_stages(program, stages)
     _check_loops(program, loops, named)
-    rules = Rules(platform=platform, off=frozenset(off))
+    rules = Rules.none(platform) if unchanged else Rules(platform=platform, off=frozenset(off))
+    stages = () if unchanged else stages
     rewriting, steps = prepared(program, stages, rules, named=frozenset(named), place=place)
 
     def running(loop: Loop | Choice) -> Callable[[Sequence[Any]], list[Any]]:

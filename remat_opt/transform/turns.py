@@ -194,6 +194,8 @@ def _multiplied_again(
       What to tie to a product's inputs, if an earlier product reads it, and to its outputs, if a
       later one does.
     """
+    if not rewriting.ways.parts_added:
+        return {}, {}
     program, summed = rewriting.program, rewriting.summed
     arguments = summed.intersection(program.arguments)
     order = [i for i in step.equations if program.equations[i].operation.primitive in PRODUCTS]

@@ -109,8 +109,10 @@ def _header(plan: Mapping[str, Any]) -> str:
         ),
         _figure(
             "regions",
-            str(len(plan["stages"])),
-            f"{checkpointed} of them under jax.checkpoint",
+            "none" if plan["unchanged"] else str(len(plan["stages"])),
+            "the function runs as it is"
+            if plan["unchanged"]
+            else f"{checkpointed} of them under jax.checkpoint",
         ),
     ]
     return (

@@ -123,7 +123,7 @@ def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{format_bytes(predicted['kept_bytes'])} in {counted(kept_count(plan), 'value')} "
             "wait for the backward pass",
         ),
-        ("regions", _regions(plan["stages"])),
+        ("regions", _regions(plan)),
     ]
     sources = {one["root"]: one["name"]["source"] for one in plan["decisions"]}
     for loop in plan["loops"]:
@@ -367,7 +367,10 @@ def difference(plan: Mapping[str, Any]) -> str:
     return f"{(plan['measured']['temporary_bytes'] - expected) / expected:+.1%} from predicted"
 
 
-def _regions(stages: Sequence[Mapping[str, Any]]) -> str:
+def _regions(plan: Mapping[str, Any]) -> str:
+    if plan["unchanged"]:
+        return "none: the function runs as it is"
+    stages = plan["stages"]
     checkpointed = sum(stage["checkpointed"] for stage in stages)
     said = f"{len(stages)}, {checkpointed} of them under jax.checkpoint"
     nested = sum(inside(stage) for stage in stages)

@@ -40,7 +40,7 @@ def expected(*off: str, device: str = "h200") -> Model:
 def test_a_plan_of_a_row_is_the_schedule_it_was() -> None:
     program = tracing.trace(loss, W, X)
     of = planning.problem(program, get_device("h200"))
-    schedules = [one.schedule for one in of.candidates]
+    schedules = [one.schedule for one in of.candidates if not one.schedule.unchanged]
     count = len(of.model.graph)
     inner = tuple(Region(vertices=tuple(range(a, a + 2))) for a in range(0, 4, 2))
     nested = Region(vertices=(0, 1, 2, 3), kept=(1,), inside=inner)

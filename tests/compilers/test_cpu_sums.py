@@ -10,7 +10,7 @@ from remat_opt.compilers.effects import Held
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import tracing
-from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.schedule import Region, Schedule, plain, unchanged
 from remat_opt.simulator import simulate
 from tests.compiler_graphs import (
     W,
@@ -137,7 +137,7 @@ def test_a_cpu_widens_weights_that_are_bfloat16() -> None:
         weights = {"rows": jnp.ones((32, 8), dtype), "product": jnp.ones((8, 4), dtype)}
         _, found, graph = graph_of(loss, weights, jnp.arange(16), device=device)
         product = widened * 8 * 4
-        for schedule in (None, plain(graph)):
+        for schedule in (unchanged(graph), plain(graph)):
             assert held_bytes(found, schedule, Held) == product
         # A checkpoint widens its inputs again.
         assert held_bytes(found, whole(graph), Held) == 0

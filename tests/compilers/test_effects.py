@@ -9,7 +9,7 @@ import pytest
 
 from remat_opt.compilers.effects import Effect, Figures, Held, checkpoints, kept_by_name
 from remat_opt.graph import Graph
-from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.schedule import Region, Schedule, plain, unchanged
 from tests.compiler_graphs import whole
 from tests.graphs import depth, graphs, nested_graphs
 
@@ -40,7 +40,7 @@ def test_what_is_written_is_put_into_the_graph_and_nothing_else(name: str) -> No
 
 def test_an_effect_that_says_nothing_changes_nothing() -> None:
     figures = Figures.of(CHAIN)
-    for schedule in (plain(CHAIN), whole(CHAIN), None):
+    for schedule in (plain(CHAIN), whole(CHAIN), unchanged(CHAIN)):
         Effect().change(figures, schedule)
         assert Effect().held_bytes(CHAIN, schedule) == 0
     assert list(Effect().notes(plain(CHAIN))) == []
@@ -60,7 +60,7 @@ def test_held_bytes_depend_on_checkpoints_round_what_they_are_for() -> None:
         ((free, Region(vertices=(3, 4))), 10),
     ):
         assert held.held_bytes(CHAIN, Schedule(regions=regions)) == expected
-    assert held.held_bytes(CHAIN, None) == 20
+    assert held.held_bytes(CHAIN, unchanged(CHAIN)) == 20
     for_none = dataclasses.replace(held, vertices=())
     assert for_none.held_bytes(CHAIN, whole(CHAIN)) == 10
 

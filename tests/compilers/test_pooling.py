@@ -9,7 +9,7 @@ from jax import lax
 from remat_opt.compilers.model import Model
 from remat_opt.compilers.pooling import EarlyZeros, SharedZeros
 from remat_opt.graph import Graph
-from remat_opt.schedule import plain
+from remat_opt.schedule import plain, unchanged
 from tests.compiler_graphs import (
     graph_of,
     held_bytes,
@@ -42,7 +42,7 @@ def test_zeros_are_shared_with_a_pooling_of_overlapping_windows() -> None:
 
     zeros = 2 * IMAGES.nbytes
     # What the transform can keep apart costs only the unchanged function.
-    for activation, strides, device, held, unchanged in (
+    for activation, strides, device, held, as_it_is in (
         (jax.nn.relu, OVERLAPPING, "h200", 0, zeros),
         (maximum, OVERLAPPING, "h200", zeros, zeros),
         (jax.nn.relu, APART, "h200", 0, 0),
@@ -53,7 +53,7 @@ def test_zeros_are_shared_with_a_pooling_of_overlapping_windows() -> None:
         _, found, graph = graph_of(loss, KERNEL, IMAGES, device=device)
         for schedule in (plain(graph), whole(graph)):
             assert held_bytes(found, schedule, SharedZeros) == held
-        assert held_bytes(found, None, SharedZeros) == unchanged
+        assert held_bytes(found, unchanged(graph), SharedZeros) == as_it_is
 
 
 def pooled_on_a_cpu(loss, kernels) -> tuple[Model, Graph, list[int]]:
@@ -71,13 +71,13 @@ def test_a_cpu_searches_coordinates_where_a_pooling_runs() -> None:
     assert graph.needs[vertex] == ()
     # Searching again would hold these arrays from one pass to the other.
     assert graph.pinned[vertex]
-    assert held_bytes(found, plain(graph)) == held_bytes(found, None) == 0
+    assert held_bytes(found, plain(graph)) == held_bytes(found, unchanged(graph)) == 0
     # Overlapping windows scatter into zeros; padding makes both larger.
     window = {"strides": OVERLAPPING, "padding": ((0, 0), (0, 1), (0, 1), (0, 0))}
     found, graph, (vertex,) = pooled_on_a_cpu(pooling_loss(jax.nn.relu, **window), KERNEL)
     padded = 2 * 9 * 9 * 4
     assert graph.forward_workspace_bytes[vertex] == 4 * 4 * padded
-    for schedule in (plain(graph), None):
+    for schedule in (plain(graph), unchanged(graph)):
         assert held_bytes(found, schedule, EarlyZeros) == 4 * padded
 
 

@@ -417,6 +417,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "rows_scattered": ("h200", functools.partial(cross_entropy, dtype="float32"), narrow((W, X))),
     "rows_picked": ("h200", cross_entropy, (W, X)),
     "picked_narrow": ("v5e", rounded_logits, (W, X)),
+    "parts_added": ("h200 v5e cpu", recurrent, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
     "starts_wait": ("h200", towers, ([SQUARE] * 4, ROWS)),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt.compilers.shared_weights import SharedWeight, SharedWeights
-from remat_opt.schedule import Region, plain
+from remat_opt.schedule import Region, plain, unchanged
 from tests.compiler_graphs import W, X, changed, graph_of, names
 
 #: Read at vertices 1, 3, 4 and 6 of 8; with 4 the part of another weight is computed.
@@ -176,7 +176,7 @@ def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
         return jnp.sum(jnp.sin(state @ weights[1]))
 
     size = W.nbytes
-    for device, summed, of_plan, unchanged in (
+    for device, summed, of_plan, all_parts in (
         # In a checkpointed region, the sum and the part being computed; without a checkpoint, the
         # sum is where the gradient is returned.
         ("h200", 2 * size, size, 5 * size),
@@ -192,7 +192,7 @@ def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
         assert {planned[v] for v in products[:5]} == {of_plan}
         assert not any(graph.workspace_bytes[v] for v in (*before, *after))
         # Unchanged, parts come one after the other, and none is freed.
-        parts = changed(found, None).workspace_bytes
+        parts = changed(found, unchanged(graph)).workspace_bytes
         assert not any(parts[v] for v in after)
         for number, vertex in enumerate(products[:5]):
-            assert parts[vertex] == (5 - number) * unchanged // 5
+            assert parts[vertex] == (5 - number) * all_parts // 5

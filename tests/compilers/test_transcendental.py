@@ -15,7 +15,7 @@ from remat_opt.compilers import transcendental
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.effects import Figures
 from remat_opt.program import tracing
-from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.schedule import Region, Schedule, plain, unchanged
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import (
     W,
@@ -116,7 +116,7 @@ def test_on_the_way_nothing_is_stored_where_it_runs_again() -> None:
     assert left(region(dots[0]))
     # What the product reads is kept: the tanh runs again for its own derivative alone.
     assert left(region(last))
-    for other in (None, plain(graph), region(tanh), region(checkpointed=False)):
+    for other in (unchanged(graph), plain(graph), region(tanh), region(checkpointed=False)):
         assert not left(other)
     # The two in different regions.
     split = [tuple(range(tanh + 1)), tuple(range(tanh + 1, len(graph)))]

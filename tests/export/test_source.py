@@ -217,7 +217,8 @@ def test_code_read_back_gives_the_same_gradient():
 def test_what_is_written_in_another_way_gives_the_same_gradient(fn, device, written):
     args = [array(8, 8)] * 8, array(256, 8)
     least = remat_opt.make_plan(fn, *args, device=device)
-    planned = remat_opt.apply_plan(least, fn)
+    # So small, it may gain nothing.
+    planned = remat_opt.apply_plan(dataclasses.replace(least, unchanged=False), fn)
     source = planned.to_source(*args)
     assert written in source.text
     here, there = (jax.jit(jax.grad(of))(*args) for of in (planned, source.load()))

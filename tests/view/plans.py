@@ -77,6 +77,7 @@ def plan(*, decisions=(), predicted=None, objective=None, **changes):
         "budget_bytes": None,
         "solver": "portfolio",
         "loops": [],
+        "unchanged": False,
         "stages": [
             {"roots": [0], "kept": [0], "checkpointed": True, "inside": []},
             {"roots": [1], "kept": [], "checkpointed": False, "inside": []},
