@@ -119,8 +119,7 @@ class Client:
 
     def batch(self) -> dict[str, jax.Array]:
         """Tokens, in MaxText's form."""
-        shape = (self.config.per_device_batch_size, self.config.max_target_length)
-        shape = tuple(map(int, shape))
+        shape = int(self.config.per_device_batch_size), int(self.config.max_target_length)
         inputs = jax.random.randint(jax.random.key(1), shape, 0, self.config.vocab_size)
         places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
         ones = jnp.ones(shape, inputs.dtype)

@@ -34,7 +34,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,12 +296,13 @@ def rows(
     """
     of = subject(network, batch, device, step, kept)
     found: list[dict[str, Any]] = []
+    defaults: list[tuple[str, str, Callable[[], Callable[..., Any]]]]
     defaults = [("plain", "plain", lambda: of.network.loss_fn)]
     defaults += [("policy", label, make) for label, make in of.with_policies(POLICIES)]
     for kind, label, make in defaults:
         wanted = of.heading(kind, label)
         same = (row for row in known if wanted.items() <= row.items())
-        found.append(next(same, None) or of.row(kind, label, make()))
+        found.append(next(same, {}) or of.row(kind, label, make()))
         yield found[-1]
     plans = _Plans(of)
     compiled_defaults = [default for default in found[1:] if "error" not in default]

@@ -132,7 +132,8 @@ class Case:
         self, make: Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
     ) -> dict[str, Any]:
         loss, more = make()
-        step, arguments, donated = loss, self.arguments, ()
+        arguments: tuple[Any, ...] = self.arguments
+        donated: tuple[int, ...] = ()
         if self.heading["step"] == "gradient":
             step = jax.grad(loss)
         else:

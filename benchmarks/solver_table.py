@@ -68,9 +68,8 @@ def rows(
     """
     built = networks.build(network, batch)
     target = compilation.resolve_device(device)
-    counting = {"has_aux": built.has_aux}
     forward = flop_count.forward_flops(built.loss_fn, *built.arguments)
-    unchanged = flop_count.gradient_flops(built.loss_fn, *built.arguments, **counting)
+    unchanged = flop_count.gradient_flops(built.loss_fn, *built.arguments, has_aux=built.has_aux)
     compiled: dict[Any, Any] = {}
     for solver in SOLVERS:
         if only is not None and str(solver) not in only:
@@ -93,15 +92,15 @@ def rows(
                     overhead="flops",
                     device=target,
                     solver=solver,
-                    **counting,
+                    has_aux=built.has_aux,
                 )
             except remat_opt.RematError as error:
                 yield {**given, "error": str(error)}
                 continue
             plan_seconds = time.perf_counter() - start
             if plan.stages not in compiled:
-                planned = remat_opt.apply_plan(plan, built.loss_fn, **counting)
-                flops = flop_count.gradient_flops(planned, *built.arguments, **counting)
+                planned = remat_opt.apply_plan(plan, built.loss_fn, has_aux=built.has_aux)
+                flops = flop_count.gradient_flops(planned, *built.arguments, has_aux=built.has_aux)
                 found = compilation.measure(
                     jax.grad(planned, has_aux=built.has_aux), *built.arguments, device=target
                 )

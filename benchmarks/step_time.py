@@ -48,11 +48,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import optax
 
 import remat_opt
@@ -155,7 +155,7 @@ class Case:
             "device_kind": device.device_kind,
             "platform": device.platform,
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": version("jaxlib"),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
 
@@ -287,7 +287,7 @@ class Subject:
             return found[0] if self._network.has_aux else found
 
         compiled, seconds = compile_step(forward, (*self._state, self._batch), ())
-        temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
+        temporary_bytes = _temporary_bytes(compiled)
         facts = {"compile_seconds": seconds, "temporary_bytes": temporary_bytes}
         return facts, run_of(compiled, updates=False)
 
@@ -298,8 +298,7 @@ class Subject:
             return remat_opt.measure(
                 self.step(loss_fn), *self._state, self._batch, donate_argnums=self._donated
             ).temporary_bytes
-        temporary_bytes: int = compiled.memory_analysis().temp_size_in_bytes
-        return temporary_bytes
+        return _temporary_bytes(compiled)
 
     def _loss(
         self, variant: Variant
@@ -315,7 +314,7 @@ class Subject:
             policy = getattr(jax.checkpoint_policies, variant.policy)
             return jax.checkpoint(loss_fn, policy=policy), {}, None
         plan, seconds = self._plan(variant)
-        facts = {
+        facts: dict[str, Any] = {
             "stages": plan.stages,
             "budget_bytes": plan.budget_bytes,
             "predicted_temporary_bytes": plan.predicted.temporary_bytes,
@@ -367,6 +366,12 @@ def compile_step(
         lowered = jitted.lower(*shapes)
     compiled = lowered.compile()
     return compiled, round(time.perf_counter() - start, 2)
+
+
+def _temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return int(memory.temp_size_in_bytes)
 
 
 def run_of(compiled: jax.stages.Compiled, *, updates: bool) -> Run:
@@ -544,8 +549,8 @@ def measured(given: Prepared, *, rounds: int, seconds: float) -> list[dict[str, 
     except Exception as error:
         # The state itself does not fit.
         times = Times(seconds={}, errors=dict.fromkeys(given.runs, said(error)))
-    for label, error in times.errors.items():
-        rows[label]["error"] = error
+    for label, message in times.errors.items():
+        rows[label]["error"] = message
     plain = times.seconds.get("plain")
     for label, taken in times.seconds.items():
         rows[label] |= figures(taken, plain)

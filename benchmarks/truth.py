@@ -23,7 +23,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -288,4 +287,4 @@ def _summary_line(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

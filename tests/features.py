@@ -704,9 +704,9 @@ def _images(layer: Layer) -> Callable[[], tuple[Callable[..., Any], tuple[Any, .
     return lambda: (loss, ([array(3, 3, 8, 8, seed=n) for n in range(DEPTH)], array(4, 16, 16, 8)))
 
 
-def _pooled(operation: Callable[..., jax.Array]) -> Layer:
+def _pooled(start: float, operation: Callable[..., jax.Array]) -> Layer:
     return lambda x, _: jnp.tanh(
-        jax.lax.reduce_window(x, *operation, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+        jax.lax.reduce_window(x, start, operation, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
     )
 
 
@@ -753,8 +753,8 @@ def _behind_a_barrier(x: jax.Array) -> jax.Array:
 
 
 row("Operations", "convolution", _images(lambda x, _: jnp.sin(x)))
-row("Operations", "pooling, the largest", _images(_pooled((-jnp.inf, jax.lax.max))))
-row("Operations", "pooling, the mean", _images(_pooled((0.0, jax.lax.add))))
+row("Operations", "pooling, the largest", _images(_pooled(-jnp.inf, jax.lax.max)))
+row("Operations", "pooling, the mean", _images(_pooled(0.0, jax.lax.add)))
 row("Operations", "`cumsum`", layers(lambda x, _: jnp.sin(jnp.cumsum(x, axis=0) / ROWS) * x))
 row("Operations", "`cumprod`", layers(lambda x, _: jnp.cumprod(1 + 0.01 * x, axis=1)))
 row("Operations", "`top_k`", layers(_best))

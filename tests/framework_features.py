@@ -158,7 +158,7 @@ def _linen(make: Callable[[Any], Any]) -> Callable[[], Built]:
 
 
 def _layer(linen: Any) -> Any:
-    class Layer(linen.Module):  # type: ignore[misc]
+    class Layer(linen.Module):
         @linen.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             found: jax.Array = jnp.tanh(linen.Dense(WIDTH)(x)) + x
@@ -172,7 +172,7 @@ def _looped(linen: Any) -> Any:
         _carried(linen), variable_axes={"params": 0}, split_rngs={"params": True}, length=DEPTH
     )
 
-    class Network(linen.Module):  # type: ignore[misc]
+    class Network(linen.Module):
         @linen.compact
         def __call__(self, x: jax.Array) -> Any:
             return scanned()(x, None)[0]
@@ -183,7 +183,7 @@ def _looped(linen: Any) -> Any:
 def _carried(linen: Any) -> Any:
     layer = _layer(linen)
 
-    class Step(linen.Module):  # type: ignore[misc]
+    class Step(linen.Module):
         @linen.compact
         def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return layer()(x), None
@@ -199,7 +199,7 @@ def _checkpointed_in_a_loop(linen: Any) -> Any:
         length=DEPTH,
     )
 
-    class Network(linen.Module):  # type: ignore[misc]
+    class Network(linen.Module):
         @linen.compact
         def __call__(self, x: jax.Array) -> Any:
             return scanned()(x, None)[0]
@@ -210,7 +210,7 @@ def _checkpointed_in_a_loop(linen: Any) -> Any:
 def _mutable() -> Built:
     from flax import linen
 
-    class Network(linen.Module):  # type: ignore[misc]
+    class Network(linen.Module):
         @linen.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             for _ in range(DEPTH):
@@ -306,7 +306,7 @@ def _of_a_module(gradient: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def _stateful(nnx: Any) -> Any:
-    class Network(nnx.Module):  # type: ignore[misc]
+    class Network(nnx.Module):
         def __init__(self, rngs: Any) -> None:
             self.layers = _held(nnx, [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(DEPTH)])
             self.norms = _held(nnx, [nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(DEPTH)])
@@ -326,7 +326,7 @@ def _held(nnx: Any, modules: list[Any]) -> Any:
 
 
 def _scanned_module(nnx: Any, wrap: Callable[[Any], Any] = lambda step: step) -> Any:
-    class Layer(nnx.Module):  # type: ignore[misc]
+    class Layer(nnx.Module):
         def __init__(self, rngs: Any) -> None:
             self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
@@ -334,7 +334,7 @@ def _scanned_module(nnx: Any, wrap: Callable[[Any], Any] = lambda step: step) ->
             found: jax.Array = jnp.tanh(self.linear(x)) + x
             return found
 
-    class Network(nnx.Module):  # type: ignore[misc]
+    class Network(nnx.Module):
         def __init__(self, rngs: Any) -> None:
             make = nnx.split_rngs(splits=DEPTH)(nnx.vmap(Layer, in_axes=0, out_axes=0))
             self.layers = make(rngs)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,11 @@ def measurement(temporary_bytes: int, **changes) -> Measurement:
     return Measurement(**{**fields, **changes})
 
 
+def contender(name, kind="policy"):
+    """A function that is only a name."""
+    return Contender(label=name, kind=kind, make=lambda: (name, None))
+
+
 def contest(bytes_of, flops_of, kinds=None, failing=(), memory_bytes=None):
     """A comparison of functions that are only names."""
 
@@ -48,13 +54,8 @@ def contest(bytes_of, flops_of, kinds=None, failing=(), memory_bytes=None):
             raise failing[name]
         return measurement(*bytes_of[name])
 
-    def contender(name):
-        return Contender(
-            label=name, kind=(kinds or {}).get(name, "policy"), make=lambda: (name, None)
-        )
-
     return comparison.contest(
-        [contender(name) for name in bytes_of],
+        [contender(name, (kinds or {}).get(name, "policy")) for name in bytes_of],
         function="loss",
         device="h200",
         measure=measure,
@@ -155,12 +156,9 @@ def test_a_missing_compiler_is_not_a_row():
 
 
 def test_a_note_names_its_rows_unless_it_is_of_all():
-    notes = {"plain": ("all", "one"), "a": ("all",)}
+    notes: dict[Any, tuple[str, ...]] = {"plain": ("all", "one"), "a": ("all",)}
     found = comparison.contest(
-        [
-            Contender(label=name, kind="policy", make=lambda name=name: (name, None))
-            for name in notes
-        ],
+        [contender(name) for name in notes],
         function="loss",
         device="cpu",
         measure=lambda name: measurement(1, notes=notes[name]),

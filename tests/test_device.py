@@ -97,7 +97,7 @@ def test_users_can_register_a_device_of_their_own() -> None:
 )
 def test_refuses_a_bad_device(changes: dict[str, object], message: str) -> None:
     with pytest.raises(DeviceError, match=message):
-        register(dataclasses.replace(get_device("a100"), **changes))  # type: ignore[arg-type]
+        register(dataclasses.replace(get_device("a100"), **changes))
 
 
 def test_the_target_text_of_a_gpu_holds_its_figures() -> None:

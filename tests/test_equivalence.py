@@ -70,7 +70,7 @@ def float64() -> Iterator[None]:
 def remat3(value: bool) -> Iterator[None]:
     if not hasattr(jax.config, "jax_remat3"):
         pytest.skip("this JAX has no jax_remat3")
-    before = jax.config.jax_remat3
+    before = jax.config.values["jax_remat3"]
     jax.config.update("jax_remat3", value)
     try:
         yield
@@ -105,7 +105,7 @@ def assert_same(
             np.testing.assert_array_equal(np.asarray(other), np.asarray(one))
 
 
-def decorated(example: Example, **objective: Any) -> Callable[..., Any]:
+def decorated(example: Example, **objective: Any) -> Any:
     return remat_opt.optimal_remat(example.fn, device="cpu", **example.options, **objective)
 
 
@@ -167,7 +167,7 @@ def everything(example: Example, fn: Callable[..., Any]) -> dict[str, Any]:
         results["forward over reverse"] = jax.jvp(gradient, primals, directions)
     elif reverse and example.twice:
 
-        def along(*points: Any) -> jax.Array:
+        def along(*points: Any) -> Any:
             slopes = zip(
                 jax.tree.leaves(gradient(*points)), jax.tree.leaves(directions), strict=True
             )
@@ -184,7 +184,7 @@ def everything(example: Example, fn: Callable[..., Any]) -> dict[str, Any]:
 
 # --- The planner's plans ------------------------------------------------------------------
 
-OBJECTIVES = {
+OBJECTIVES: dict[str, dict[str, Any]] = {
     "least memory": {},
     "budget": {"budget": 0.8},
     "max_overhead": {"max_overhead": 0.1},

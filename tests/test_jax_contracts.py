@@ -205,7 +205,7 @@ def test_any_equation_can_be_bound_again(
     program = tracing.trace(fn, x)
 
     def again(x):
-        values = dict(zip(program.arguments, [x], strict=True))
+        values: dict[Any, Any] = dict(zip(program.arguments, [x], strict=True))
         for equation in program.equations:
             inputs = [values[a] if isinstance(a, int) else a.value for a in equation.inputs]
             results = internals.bind(equation.jax_equation, equation.name_stack, inputs)
@@ -685,7 +685,7 @@ def test_meshes_are_found_in_inner_programs() -> None:
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
 
-    def fn(x: jax.Array) -> jax.Array:
+    def fn(x: jax.Array) -> tuple[jax.Array, None]:
         return lax.scan(lambda c, _: (lax.with_sharding_constraint(c, sharding), None), x, length=2)
 
     found = list(_jax_meshes.meshes_in(internals.parts(jax.make_jaxpr(fn)(jnp.ones(8)))[3]))

@@ -14,6 +14,7 @@ import remat_opt
 from remat_opt.checksum import checksum_of
 from remat_opt.errors import BudgetError, PlanFileError
 from remat_opt.plan import FORMAT, Plan
+from remat_opt.schedule import Loop
 from tests.programs import array
 
 LENGTH, WIDTH, ROWS = 13, 32, 256
@@ -60,6 +61,7 @@ def make_plan(fn: Any = mlp, **wanted: Any) -> Plan:
 def test_a_budget_is_met_by_opening_the_loop(share: float) -> None:
     plan = make_plan(budget=share)
     (loop,) = plan.loops
+    assert isinstance(loop, Loop)
     assert sum(part.length for part in loop.parts) == LENGTH
     assert plan.predicted.temporary_bytes <= share * plan.predicted.plain_temporary_bytes
     agree(

@@ -172,7 +172,7 @@ def equinox(
 ) -> list[float]:
     eqx = pytest.importorskip("equinox")
 
-    class Network(eqx.Module):  # type: ignore[name-defined, misc]
+    class Network(eqx.Module):  # type: ignore[name-defined]
         first: Any
         norm: Any
         dropout: Any

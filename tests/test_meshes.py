@@ -201,7 +201,7 @@ def test_inside_a_shard_map_with_the_gradient_in_or_outside(auto: Mesh) -> None:
     expected = jax.value_and_grad(loss)(WEIGHTS, X)
     assert_equal(jax.jit(jax.value_and_grad(outside))(*args), expected)
 
-    def derivative(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def derivative(fn: Callable[..., Any]) -> jax.stages.Wrapped:
         return jax.jit(
             jax.shard_map(jax.value_and_grad(fn), mesh=auto, in_specs=specs, out_specs=(P(), P()))
         )

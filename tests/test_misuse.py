@@ -123,9 +123,9 @@ def test_a_measurement_reads_donation_off_the_jit():
 
 def test_options_of_a_decorator():
     with pytest.raises(CallError, match=r"optimal_remat has no option 'donate_argnums'\. "):
-        remat_opt.optimal_remat(donate_argnums=0)
+        remat_opt.optimal_remat(donate_argnums=0)  # type: ignore[call-arg]
     with pytest.raises(CallError, match=r"apply_plan has no option 'exists'\. Did you mean 'exist"):
-        remat_opt.apply_plan("plan.json", loss, exists="keep")
+        remat_opt.apply_plan("plan.json", loss, exists="keep")  # type: ignore[call-arg]
 
 
 def test_errors_of_the_function_itself_pass():

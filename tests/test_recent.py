@@ -74,7 +74,7 @@ def test_one_thread_works_it_out_and_others_wait() -> None:
 def test_what_fails_is_tried_again() -> None:
     known: Recent[str, int] = Recent(2)
     with pytest.raises(KeyError):
-        known.made("a", lambda: {}["no"])
+        known.made("a", lambda: {"a": 1}["no"])
     assert known.made("a", lambda: 2) == 2
     assert not known._making
 

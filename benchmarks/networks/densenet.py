@@ -57,7 +57,7 @@ class Transition(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[batch, h, w, c]` to `[batch, h / 2, w / 2, c / 2]`."""
         x = _conv(x.shape[-1] // 2, 1)(nn.relu(_norm()(x)))
-        pooled: jax.Array = nn.avg_pool(x, (2, 2), strides=(2, 2))  # type: ignore[no-untyped-call]
+        pooled: jax.Array = nn.avg_pool(x, (2, 2), strides=(2, 2))
         return pooled
 
 
@@ -83,7 +83,7 @@ class DenseNet(nn.Module):
             2 * self.growth, (7, 7), strides=(2, 2), padding=3, use_bias=False, name="stem"
         )(images)
         x = nn.relu(_norm(name="stem_norm")(x))
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))  # type: ignore[no-untyped-call]
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
         for block, count in enumerate(self.layers):
             if block > 0:
                 x = Transition(name=f"transition{block}")(x)

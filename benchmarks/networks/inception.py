@@ -61,12 +61,12 @@ def _halving_conv(x: jax.Array, features: int) -> jax.Array:
 
 
 def _mean_pool(x: jax.Array) -> jax.Array:
-    pooled: jax.Array = nn.avg_pool(x, (3, 3), strides=(1, 1), padding="SAME")  # type: ignore[no-untyped-call]
+    pooled: jax.Array = nn.avg_pool(x, (3, 3), strides=(1, 1), padding="SAME")
     return pooled
 
 
 def _halving_pool(x: jax.Array) -> jax.Array:
-    pooled: jax.Array = nn.max_pool(x, (3, 3), strides=(2, 2))  # type: ignore[no-untyped-call]
+    pooled: jax.Array = nn.max_pool(x, (3, 3), strides=(2, 2))
     return pooled
 
 

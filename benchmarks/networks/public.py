@@ -229,7 +229,7 @@ def _old_names() -> Iterator[None]:
     def clipped(x: Any, **limits: Any) -> Any:
         return clip(x, **{_RENAMED.get(name, name): limit for name, limit in limits.items()})
 
-    jnp.clip = clipped
+    jnp.clip = clipped  # type: ignore[assignment]
     try:
         yield
     finally:

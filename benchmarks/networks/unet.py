@@ -66,7 +66,7 @@ class UNet(nn.Module):
         for level, width in enumerate(above):
             x = self.stage(width=width, name=f"down{level}")(x)
             skips.append(x)
-            x = nn.max_pool(x, (2, 2), strides=(2, 2))  # type: ignore[no-untyped-call]
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
         x = self.stage(width=bottom, name="bottom")(x)
         for level, width in reversed(list(enumerate(above))):
             x = nn.ConvTranspose(width, (2, 2), strides=(2, 2), name=f"widen{level}")(x)

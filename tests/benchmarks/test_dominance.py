@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compiled, dominance
+from benchmarks import compiled, dominance, networks
 from benchmarks.dominance import Gain, gain, matches, summary
 from benchmarks.networks import Network, lstm
 from remat_opt.program import flop_count
@@ -130,7 +130,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return lstm.network(name, SIZE, batch, block_policy)
 
     monkeypatch.setattr(dominance, "subject", lambda *_: of)
-    monkeypatch.setattr(compiled.networks, "build", block_policy)
+    monkeypatch.setattr(networks, "build", block_policy)
     found = list(dominance.rows("lstm", None, "cpu", "adam"))
     assert [one["label"] for one in found[:7]] == [
         "plain",
@@ -155,6 +155,6 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.Subject, "row", lambda *_: pytest.fail("compiled"))
     again = itertools.islice(dominance.rows("lstm", None, "cpu", "adam", known=found), 7)
     assert list(again) == found[:7]
-    monkeypatch.setattr(compiled.Subject, "row", lambda *_: "compiled")
+    monkeypatch.setattr(compiled.Subject, "row", lambda *_: {"row": "new"})
     older = [one | {"jax": "0.1"} for one in found]
-    assert next(dominance.rows("lstm", None, "cpu", "adam", known=older)) == "compiled"
+    assert next(dominance.rows("lstm", None, "cpu", "adam", known=older)) == {"row": "new"}

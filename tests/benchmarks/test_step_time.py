@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import networks, step_time
+from benchmarks.dominance import POLICIES
 from benchmarks.networks import Network
 from benchmarks.networks.judged import residual_mlp
-from benchmarks.networks.small import Small
+from benchmarks.networks.small import SMALL, Small
 from benchmarks.step_time import Case, Rows, Run, State, Subject
 
 LABELS = [variant.label for variant in step_time.VARIANTS]
@@ -28,7 +29,7 @@ TINY = Small(
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step_time.SMALL, "residual_mlp", TINY)
+    monkeypatch.setitem(SMALL, "residual_mlp", TINY)
 
 
 def run(*more: str) -> None:
@@ -62,7 +63,7 @@ def test_every_variant_is_timed_and_then_on_file(
     assert plain["ratio_to_plain"] == 1
     assert plain["recomputed_flops_share"] == 0
     assert by_label["nothing_saveable, whole"]["recomputed_flops_share"] > 0
-    for policy in step_time.POLICIES:
+    for policy in POLICIES:
         ours = by_label[f"ours, memory of {policy}, per block"]
         assert ours["budget_bytes"] == by_label[f"{policy}, per block"]["temporary_bytes"]
     least = by_label["ours, least memory"]
@@ -212,14 +213,14 @@ def test_ratios_are_of_the_same_round() -> None:
 
 
 def test_small_networks_are_of_the_sizes_that_rows_say() -> None:
-    for name, small in step_time.SMALL.items():
+    for name, small in SMALL.items():
         heading = Case(network=name, step="adam", small=True).heading()
         assert heading["batch"] == small.batch
         assert set(heading["size_changes"]) == set(small.changes)
         json.dumps(heading)
     vit = Case(network="vit_b16", step="adam", small=True).build()
     assert vit.arguments[1]["images"].shape == (8, 64, 64, 3)
-    assert step_time.SMALL.keys() == set(networks.names())
+    assert SMALL.keys() == set(networks.names())
 
 
 def test_a_table_says_all_variants(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

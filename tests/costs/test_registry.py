@@ -78,13 +78,13 @@ def test_a_rule_defined_again_replaces_itself() -> None:
 
 def test_a_forgotten_name_is_pointed_out() -> None:
     with pytest.raises(TypeError, match=r'Write @register\("name"\) above the rule'):
-        register(lambda _: FREE)  # type: ignore[arg-type]
+        register(lambda _: FREE)
     with pytest.raises(ValueError, match=r"needs a primitive name"):
         register()
 
 
 def test_a_rule_that_returns_no_cost_is_named() -> None:
-    register("my_kernel")(lambda _: 17)  # type: ignore[arg-type, return-value]
+    register("my_kernel")(lambda _: 17)  # type: ignore[return-value]
     with pytest.raises(TypeError, match=r"of 'my_kernel' returned a int; it must return a"):
         cost(_operation("my_kernel"))
 
@@ -123,7 +123,7 @@ def test_a_missing_parameter_is_named() -> None:
 def test_a_cost_is_made_of_non_negative_integers() -> None:
     with pytest.raises(ValueError, match=r"Cost.flops is 1.5; it must be an int of at least 0"):
         Cost(
-            flops=1.5,  # type: ignore[arg-type]
+            flops=1.5,
             transcendentals=0,
             bytes_read=0,
             bytes_written=0,

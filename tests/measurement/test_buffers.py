@@ -341,7 +341,7 @@ def test_a_text_that_cannot_be_read_is_a_note(monkeypatch: Any) -> None:
 def test_what_jax_has_cached_is_compiled_all_the_same(tmp_path: Path) -> None:
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     x = jax.ShapeDtypeStruct((64, 64), "float32")
 
     def fn(x: jax.Array) -> jax.Array:
@@ -356,7 +356,7 @@ def test_what_jax_has_cached_is_compiled_all_the_same(tmp_path: Path) -> None:
         assert cached
         memory = compilation.compiled_memory(fn, x, device="cpu")
         assert memory.heap_bytes > 0
-        assert jax.config.jax_enable_compilation_cache
+        assert jax.config.values["jax_enable_compilation_cache"]
         # Nothing was written meanwhile, and the cache is on again.
         assert len(sorted(tmp_path.iterdir())) == len(cached)
         compilation.measure(lambda x: fn(x) + 1, x, device="cpu")

@@ -332,7 +332,8 @@ class TestProductsOfMatrices:
 
         monkeypatch.setattr(compilation, "_jax_device", lambda device: jax.devices("cpu")[0])
         lowered: Any = Lowered()
-        assert compilation._compile(lowered, device) == "compiled"
+        found: Any = compilation._compile(lowered, device)
+        assert found == "compiled"
         return lowered.given or {}
 
     def test_they_are_left_to_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:

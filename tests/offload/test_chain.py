@@ -135,7 +135,7 @@ def test_chain_of_a_graph_with_a_block():
     assert stages(graph) == ((0,), (1,), (2, 3), (4,))
     # x_3 is the value of vertex 3, that of 2 (which 3's backward step reads), and 5 inside.
     assert chain.activation_bytes == (0, 1, 10, 1000 + 100 + 5, 10000)
-    assert chain.backward_seconds == (1, 2, 7, 5)
+    assert chain.backward_seconds == (1.0, 2.0, 7.0, 5.0)
     assert chain.forward_extra_bytes == (0, 0, 0, 0)
     assert chain.backward_extra_bytes == (0, 0, 100, 0)
     # If no backward step reads vertex 2, it only waits for its forward reader.

@@ -47,7 +47,7 @@ def example() -> Chain:
     )
 
 
-def check_simulation(chain, amounts, transfers):
+def check_simulation(transfers, chain, amounts):
     result = simulate(chain, amounts, transfers)
     if isinstance(result, OffloadSimulation):
         assert result.violations == ()
@@ -196,21 +196,21 @@ def test_the_referee_sees_what_is_wrong():
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(cases(whole=False))
 def test_fractional_simulation_equals_the_equations(case):
-    check_simulation(*case, Transfers.FRACTIONAL)
+    check_simulation(Transfers.FRACTIONAL, *case)
 
 
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(middles(most_stages=7))
 def test_fractional_simulation_equals_the_equations_in_the_middle(case):
-    check_simulation(*case, Transfers.FRACTIONAL)
+    check_simulation(Transfers.FRACTIONAL, *case)
 
 
 @hypothesis.given(cases(whole=True))
 def test_integral_simulation_is_legal(case):
     chain, amounts = case
-    result = check_simulation(chain, amounts, Transfers.INTEGRAL)
+    result = check_simulation(Transfers.INTEGRAL, chain, amounts)
     # The same amounts in pieces are never slower, and possible in the same cases.
-    pieces = check_simulation(chain, amounts, Transfers.FRACTIONAL)
+    pieces = check_simulation(Transfers.FRACTIONAL, chain, amounts)
     assert isinstance(result, Deadlock) == isinstance(pieces, Deadlock)
     if isinstance(result, OffloadSimulation):
         assert pieces.makespan_seconds <= result.makespan_seconds
@@ -224,14 +224,14 @@ def test_figures_that_are_no_whole_numbers_agree_exactly():
         bandwidth_bytes_per_second=3.7,
     )
     for amount in range(2, 5):
-        result = check_simulation(chain, (amount, 0), Transfers.FRACTIONAL)
+        result = check_simulation(Transfers.FRACTIONAL, chain, (amount, 0))
         assert isinstance(result, OffloadSimulation)
     assert in_grains(chain).grains_per_byte > 2**50
 
 
-def check_best_ordered(chain, amounts, transfers):
+def check_best_ordered(transfers, chain, amounts):
     """No ordered schedule of the same amounts is shorter (Prop. 1 with reading 12)."""
-    result = check_simulation(chain, amounts, transfers)
+    result = check_simulation(transfers, chain, amounts)
     best = best_makespan(chain, amounts, whole=transfers is Transfers.INTEGRAL)
     if isinstance(result, Deadlock):
         assert best is None
@@ -242,19 +242,19 @@ def check_best_ordered(chain, amounts, transfers):
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(cases(whole=False, most_stages=5, bandwidths=(1,)))
 def test_no_ordered_fractional_schedule_is_shorter(case):
-    check_best_ordered(*case, Transfers.FRACTIONAL)
+    check_best_ordered(Transfers.FRACTIONAL, *case)
 
 
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(cases(whole=True, most_stages=5, bandwidths=(1,)))
 def test_no_ordered_integral_schedule_is_shorter(case):
-    check_best_ordered(*case, Transfers.INTEGRAL)
+    check_best_ordered(Transfers.INTEGRAL, *case)
 
 
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(middles(most_stages=4))
 def test_no_ordered_fractional_schedule_is_shorter_in_the_middle(case):
-    check_best_ordered(*case, Transfers.FRACTIONAL)
+    check_best_ordered(Transfers.FRACTIONAL, *case)
 
 
 @hypothesis.settings(max_examples=20)
@@ -264,7 +264,7 @@ def test_no_ordered_integral_schedule_is_shorter_in_the_middle(case):
     whole = [
         size if amount else 0 for size, amount in zip(chain.activation_bytes, amounts, strict=False)
     ]
-    check_best_ordered(chain, tuple(whole), Transfers.INTEGRAL)
+    check_best_ordered(Transfers.INTEGRAL, chain, tuple(whole))
 
 
 @pytest.mark.slow
@@ -272,29 +272,29 @@ def test_no_ordered_integral_schedule_is_shorter_in_the_middle(case):
 @hypothesis.given(middles())
 def test_no_ordered_schedule_is_shorter_in_the_middle_often(case):
     chain, amounts = case
-    check_best_ordered(chain, amounts, Transfers.FRACTIONAL)
+    check_best_ordered(Transfers.FRACTIONAL, chain, amounts)
     whole = [
         size if amount else 0 for size, amount in zip(chain.activation_bytes, amounts, strict=False)
     ]
-    check_best_ordered(chain, tuple(whole), Transfers.INTEGRAL)
+    check_best_ordered(Transfers.INTEGRAL, chain, tuple(whole))
 
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(cases(whole=False, bandwidths=(1,), most_stages=5))
 def test_no_ordered_fractional_schedule_is_shorter_often(case):
-    check_best_ordered(*case, Transfers.FRACTIONAL)
+    check_best_ordered(Transfers.FRACTIONAL, *case)
 
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(cases(whole=True, bandwidths=(1,), most_stages=5))
 def test_no_ordered_integral_schedule_is_shorter_often(case):
-    check_best_ordered(*case, Transfers.INTEGRAL)
+    check_best_ordered(Transfers.INTEGRAL, *case)
 
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(cases(whole=False, most_stages=8))
 def test_fractional_simulation_equals_the_equations_often(case):
-    check_simulation(*case, Transfers.FRACTIONAL)
+    check_simulation(Transfers.FRACTIONAL, *case)

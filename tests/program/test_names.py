@@ -20,7 +20,7 @@ def names(program: Program) -> list[ValueName]:
 
 
 def line_of(function: object, text: str) -> int:
-    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    lines, first = inspect.getsourcelines(function)
     return first + next(number for number, line in enumerate(lines) if text in line)
 
 
@@ -47,7 +47,7 @@ def mine(x: jax.Array) -> jax.Array:
 def test_a_function_of_the_user_s_is_told_by_its_own_line() -> None:
     (sine, _) = names(tracing.trace(lambda x: mine(x), jnp.ones(3)))
     assert sine.what == "sin in mine"
-    assert sine.source == f"test_names.py:{line_of(mine.__wrapped__, 'jnp.sin')} (mine)"
+    assert sine.source == f"test_names.py:{line_of(inspect.unwrap(mine), 'jnp.sin')} (mine)"
 
 
 class Block(nn.Module):

@@ -46,7 +46,7 @@ def test_numbers_in_modules_of_equinox(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.tree_util.register_pytree_node(
         Module, lambda module: (module.leaves, None), lambda _, leaves: Module(*leaves)
     )
-    monkeypatch.setitem(sys.modules, "equinox", types.SimpleNamespace(Module=Module))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "equinox", types.SimpleNamespace(Module=Module))
     assert jax.tree.leaves(hold((Module(0.5, True, Module(1)), 0.5))) == [0.5]
     monkeypatch.delitem(sys.modules, "equinox")
     assert jax.tree.leaves(hold((Module(0.5, True, Module(1)), 0.5))) == [0.5, True, 1, 0.5]

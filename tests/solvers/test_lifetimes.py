@@ -130,7 +130,7 @@ def stretches(weights: list[int], most: int) -> list[list[int]]:
     )
     found: list[list[int]] = [[] for _ in range(most)]
     for position in range(1, len(weights)):
-        before = sum(min(weight, limit) for weight in weights[:position])
+        before = sum(min(Fraction(weight), limit) for weight in weights[:position])
         found[math.floor(before / limit)].append(position)
     return found
 

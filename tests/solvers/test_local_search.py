@@ -11,6 +11,7 @@ from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.solvers import integer_program, local_search
 from remat_opt.solvers.base import Overhead, Solution, fastest_within, judge, pareto
+from remat_opt.solvers.chain_figures import ChainFigures
 from remat_opt.solvers.coarsening import as_it_is
 from tests.graphs import INSTANCES, chain_edges, graphs, layered, network
 
@@ -81,14 +82,14 @@ def test_larger_graphs_are_improved_by_a_bounded_number_of_chains(
     regions = [Region(vertices=tuple(range(a, b))) for a, b in itertools.pairwise(edges)]
     given = [plain(graph), Schedule(regions=tuple(regions))]
     judged = 0
-    figures = local_search.ChainFigures.figures
+    figures = ChainFigures.figures
 
     def counted(self, chains):
         nonlocal judged
         judged += len(chains)
         return figures(self, chains)
 
-    monkeypatch.setattr(local_search.ChainFigures, "figures", counted)
+    monkeypatch.setattr(ChainFigures, "figures", counted)
     monkeypatch.setattr(local_search, "WORK", 300 * len(graph))
     found = local_search.front(as_it_is(graph), given)
     assert 0 < judged <= len(given) + 300

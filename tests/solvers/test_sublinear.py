@@ -20,6 +20,7 @@ from remat_opt.solvers.base import Infeasible, Overhead, Refused, Solution, Stat
 from remat_opt.solvers.sublinear import Variant
 from tests.graphs import FAMILIES, INSTANCES, layered, network
 from tests.solvers import mirror_oracle as oracle
+from tests.solvers.kept_oracle import chains
 
 
 def unit_chain(count):
@@ -228,7 +229,7 @@ def test_segment_count_minimises_eq_1(count):
     assert costs[k] == min(costs.values()) == math.ceil(2 * math.sqrt(count))
 
 
-@given(oracle.chains(), st.integers(1, 10))
+@given(chains(), st.integers(1, 10))
 @settings(max_examples=50)
 def test_segments(graph, count):
     check_memory(graph, sublinear.segments(graph))
@@ -243,7 +244,7 @@ def test_segments(graph, count):
 
 
 @pytest.mark.slow
-@given(oracle.chains(max_vertices=14))
+@given(chains(max_vertices=14))
 @settings(max_examples=300)
 def test_segments_on_many(graph):
     check_memory(graph, sublinear.segments(graph))

@@ -26,7 +26,7 @@ def test_side_results_are_merged_into_what_they_hang_on() -> None:
     assert found.groups == ((0,), (1, 2, 3), (4,))
     assert found.graph.names == ("a", "b", "e")
     assert found.graph.bytes == (1, 14, 16)
-    assert found.graph.seconds == (1, 3, 5)
+    assert found.graph.seconds == (1.0, 3.0, 5.0)
     assert found.graph.predecessors == ((), (0,), (1,))
     assert found.graph.needs == ((0,), (0, 1), (1, 2))
 

@@ -96,13 +96,13 @@ def loops_of(program: Program, parts: Parts) -> list[Loop]:
         body = bodies.body_of(equation, bodies.varying(program))
         inner = internals.scan_of(equation.jax_equation).length
         fits = [(inner, True)] if inner != sum(length for length, _ in parts) else parts
-        found.append(Loop(root=root, parts=tuple(part(body, *one, parts) for one in fits)))
+        found.append(Loop(root=root, parts=tuple(part(body, parts, *one) for one in fits)))
     return found
 
 
-def part(body: Program, length: int, inside: Any, parts: Parts) -> Part:
+def part(body: Program, parts: Parts, length: int, inside: Any) -> Part:
     if not isinstance(inside, bool):
-        return Part(length=length, inside=tuple(part(body, *one, parts) for one in inside))
+        return Part(length=length, inside=tuple(part(body, parts, *one) for one in inside))
     every = range(len(body.equations))
     products = [n for n in every if body.equations[n].operation.primitive == "dot_general"]
     return Part(

@@ -52,7 +52,9 @@ def test_no_name_lies_on_another(ax):
     names = ["dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable", "plain"]
     crowd = [Point(x=1 + n / 100, y=4 * MIB + 1000 * n, label=name) for n, name in enumerate(names)]
     crowd.append(Point(x=0, y=5 * MIB, label="on the line"))
-    plots.scatter(dataclasses.replace(PICTURE, series=(Series(label="all", points=crowd),)), ax)
+    plots.scatter(
+        dataclasses.replace(PICTURE, series=(Series(label="all", points=tuple(crowd)),)), ax
+    )
     texts = [text for text in ax.texts if text.get_text()]
     assert {text.get_text() for text in texts} == {*names, "on the line", "room 5.00 MiB"}
     boxes = [text.get_window_extent() for text in texts]

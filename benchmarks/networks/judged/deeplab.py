@@ -162,7 +162,7 @@ class DeepLab(nn.Module):
         """Maps images `[batch, h, w, 3]` to logits `[batch, h, w, classes]`."""
         size = self.size
         x = ConvNorm(size.base, 7, 2, name="stem")(images)
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")  # type: ignore[no-untyped-call]
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         early = x
         for stage, count in enumerate(size.blocks):
             for index in range(count):
