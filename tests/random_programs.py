@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_opt
 from remat_opt.errors import BudgetError
+from tests.rewritten import always_rewritten
 
 DEVICES = ("h200", "v5e", "cpu")
 #: By dtype, how far a gradient may be off, as a share of its largest entry.
@@ -580,12 +581,19 @@ def failures(
     Returns:
       A line for each failure; None if JAX itself does not accept the program.
     """
-    evaluate = functools.partial(program.value_and_grad, run=run)
     try:
-        expected = evaluate(program.fn)
+        expected = program.value_and_grad(program.fn, run=run)
     except Exception:
         return None
-    found = []
+    with always_rewritten():
+        return list(_failures(program, expected, devices, run))
+
+
+def _failures(
+    program: RandomProgram, expected: Any, devices: Sequence[str], run: bool
+) -> Iterator[str]:
+    """What is wrong where this is expected; see ``failures``."""
+    evaluate = functools.partial(program.value_and_grad, run=run)
     for device in devices:
         decorate = functools.partial(
             remat_opt.optimal_remat,
@@ -610,7 +618,7 @@ def failures(
         except BudgetError as error:
             budgets = [None, error.least_peak_bytes]
         except Exception as error:
-            found.append(f"{device}: {_told(error)}")
+            yield f"{device}: {_told(error)}"
             continue
         for budget in budgets:
             called = f"{device}, budget {budget}"
@@ -619,11 +627,11 @@ def failures(
             except BudgetError as error:
                 # More may be differentiated than was declared: next we try what is least then.
                 if budget is None or error.least_peak_bytes <= budget:
-                    found.append(f"{called}: {_told(error)}")
+                    yield f"{called}: {_told(error)}"
                 else:
                     budgets.append(error.least_peak_bytes)
             except Exception as error:
-                found.append(f"{called}: {_told(error)}")
+                yield f"{called}: {_told(error)}"
             else:
                 lines = differences(expected, answer, program.tolerance)
                 if lines and program.x.dtype != jnp.float64:
@@ -632,8 +640,7 @@ def failures(
                     exact = wide.value_and_grad(wide.fn, run=run)
                     answer = wide.value_and_grad(decorate(wide.fn), run=run)
                     lines = differences(exact, answer, wide.tolerance) and lines
-                found += [f"{called}: {one}" for one in lines]
-    return found
+                yield from (f"{called}: {one}" for one in lines)
 
 
 def _told(error: Exception) -> str:

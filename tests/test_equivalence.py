@@ -35,8 +35,16 @@ from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import model_of
 from tests.programs import EXAMPLES, Example, array
+from tests.rewritten import always_rewritten
 
 ONLY_FORWARD = {"loop_differentiated_forward"}
+
+
+@pytest.fixture(autouse=True)
+def _rewritten() -> Iterator[None]:
+    with always_rewritten():
+        yield
+
 
 #: Examples that take long to compile.
 DEAR = {
