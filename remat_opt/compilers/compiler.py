@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from remat_opt.compilers.rules import RULES
@@ -78,19 +78,20 @@ class Compiler:
     def buffer_bytes(
         self,
         kind: ArrayType,
-        matrix_axes: tuple[int, int] | None = None,
+        innermost: Sequence[int] | None = None,
         lanes: Collection[int] | None = None,
     ) -> int:
         """Bytes that one array takes in device memory, padding included.
 
         A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of 32 bits,
-        narrower types packed along the first; what does not fill its tiles is padded. The compiler
+        narrower types packed along the first; what does not fill its tiles is padded. Tiles of 1,
+        2 and 4 x 128 hold what has no more rows. The compiler
         chooses which dimensions are innermost, among those longer than 1: we assume the two that
         pad least.
 
         Args:
           kind: the array's type.
-          matrix_axes: the two axes that are innermost, in either order, if known
+          innermost: the axes of which two are innermost, if not of all
             (``compilers.matrix_axes``).
           lanes: the axes that may be in the lanes, if not all (``compilers.lanes``).
         """
@@ -98,15 +99,19 @@ class Compiler:
         if not self.has("tiles") or len(shape) < 2 or not kind.size:
             return kind.bytes
         packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
-        rows = _TILE_SUBLANES * packing
-        axes = [axis for axis, size in enumerate(kind.shape) if size > 1]
+        axes = list(innermost or ()) or [axis for axis, size in enumerate(kind.shape) if size > 1]
         choices = [
             (kind.shape[row], kind.shape[lane])
-            for row, lane in itertools.permutations(axes if matrix_axes is None else matrix_axes, 2)
-            if lanes is None or matrix_axes is not None or lane in lanes
+            for row, lane in itertools.permutations(axes, 2)
+            if lanes is None or lane in lanes
         ] or list(itertools.permutations(shape, 2))
+
+        def rows_of(size: int) -> int:
+            whole = _TILE_SUBLANES * packing
+            return min(whole, max(packing, 1 << (size - 1).bit_length()))
+
         growth = min(
-            _padded(size, rows) / size * (_padded(lanes, _TILE_LANES) / lanes)
+            _padded(size, rows_of(size)) / size * (_padded(lanes, _TILE_LANES) / lanes)
             for size, lanes in choices
         )
         return round(kind.bytes * growth)

@@ -17,6 +17,7 @@ that read them: the transform emits them again where needed.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
@@ -33,7 +34,7 @@ from remat_opt.compilers import (
 )
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.lanes import lanes
-from remat_opt.compilers.matrix_axes import Axes, matrix_axes
+from remat_opt.compilers.matrix_axes import Matrices, matrix_axes
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
 
@@ -115,7 +116,7 @@ class Storage:
             self.completed |= whole
             self._product_of = {made: flow.maker[product] for product, made in whole.items()}
         axes = compiler.has("matrix_axes")
-        self._matrix_axes: dict[int, Axes] = matrix_axes(program) if axes else {}
+        self._matrices: dict[int, Matrices] = matrix_axes(program) if axes else {}
         self._lanes = lanes(program) if compiler.has("lanes") else {}
         self._twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
@@ -186,8 +187,11 @@ class Storage:
         """Bytes of an array of some type that is laid out like a value."""
         if self.compiler.has("widened"):
             kind = cpu_sums.widened(kind)
-        axes, innermost = self._matrix_axes.get(value), self._lanes.get(value)
-        return self.compiler.buffer_bytes(kind, axes, innermost)
+        matrices = self._matrices.get(value)
+        if matrices is not None:
+            kind = dataclasses.replace(kind, shape=matrices.shape)
+            return self.compiler.buffer_bytes(kind, matrices.axes)
+        return self.compiler.buffer_bytes(kind, lanes=self._lanes.get(value))
 
     # ------------------------------------------------------------------------ what and where
 
