@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import batched_products, operands, row_gathers, sums
+from remat_opt.compilers import batched_products, operands, row_gathers, sums, transcendental
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
 from remat_opt.compilers.storage import Storage
 from remat_opt.program.record import Equation
@@ -237,10 +237,24 @@ def _passing(of: _Vertices) -> set[int]:
     An example is a stored ``tanh``: its readers, and what it is computed from, have its size, and
     one kernel computes the cotangent of the latter from that of the former. Or all readers are sums
     or pick from rows, and nothing else reads what it is computed from: logits that are capped
-    before a cross-entropy.
+    before a cross-entropy. On a TPU, whose products compute elementwise operands, these read
+    expensive functions themselves.
     """
-    if not of.storage.compiler.has("cotangents_pass"):
+    compiler = of.storage.compiler
+    if not compiler.has("cotangents_pass"):
         return set()
+    if compiler.has("operands_fused"):
+        return {
+            vertex
+            for vertex, active in enumerate(of.active)
+            if active
+            and transcendental.is_dear(of.written_by(vertex).operation, compiler.device.platform)
+            and not of.is_output(vertex)
+            and all(
+                of.kind(reader) is costs.Fusion.FUSIBLE or of.written_by_fusing_product(reader)
+                for reader in of.active_readers(vertex)
+            )
+        }
     found = set()
     for vertex, active in enumerate(of.active):
         readers = of.active_readers(vertex)

@@ -97,7 +97,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "Batched products compute elementwise operands in each order that they read.",
         ),
         "transcendental": _rule(
-            _NVIDIA | _CPU,
+            _NVIDIA | _TPU | _CPU,
             "stored",
             "transcendental",
             "Expensive functions are not computed twice.",
@@ -169,7 +169,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "A product with an algorithm reads its cotangent in that type.",
         ),
         "cotangents_pass": _rule(
-            _NVIDIA,
+            _NVIDIA | _TPU,
             "cotangents",
             "cotangents",
             "Between elementwise steps, no cotangent is stored.",

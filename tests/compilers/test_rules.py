@@ -194,6 +194,11 @@ def gated(w, x):
     return jnp.sum(jnp.sin((y * jnp.tanh(y * y)) @ w))
 
 
+def waves(w, x):
+    y = x @ w
+    return jnp.sum(jnp.tanh((y * jnp.sin(y)) @ w))
+
+
 def gates(weights, x):
     one, other = jnp.split(x @ weights, 2, axis=1)
     mixed = jax.nn.relu(one) * other
@@ -368,7 +373,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "scores_widened": ("h200", widened_attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "operands_again": ("h200", grouped_weights, narrow((SQUARE, jnp.ones((2, 64, 128))))),
-    "transcendental": ("h200 cpu", gated, (W, X)),
+    "transcendental": ("h200 v5e cpu", waves, (SQUARE, ROWS)),
     "sums_split": ("h200", gated_by_means, (W, jnp.ones((4096, 8)))),
     "draws_stored": ("h200", dropout, (W, X)),
     "words_stored": ("cpu", dropout, (W, X)),
@@ -387,7 +392,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "orders": ("h200", grouped, (SQUARE, jnp.ones((2, 64, 128)))),
     "algorithms": ("h200", by_algorithm, (W, X)),
     "logits_shifted": ("h200", log_softmax_loss, (W, X)),
-    "cotangents_pass": ("h200", gated, (W, X)),
+    "cotangents_pass": ("h200 v5e", waves, (SQUARE, ROWS)),
     "zeros_first": ("cpu", looked_up, ((ROWS, SQUARE), jnp.arange(16))),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),

@@ -24,7 +24,7 @@ from tests.compiler_graphs import (
     names,
     stored,
 )
-from tests.devices import needs_cuda_plugin
+from tests.devices import needs_cuda_plugin, needs_libtpu
 
 NVIDIA = Rules(platform="cuda")
 
@@ -191,3 +191,29 @@ def test_a_loop_takes_less_than_with_a_checkpoint_by_hand() -> None:
     assert plan.predicted.recomputed_share < 0.51
     assert ours.temporary_bytes <= budget
     assert ours.temporary_bytes == pytest.approx(plan.predicted.temporary_bytes, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.tpu
+@needs_libtpu
+@pytest.mark.parametrize("act", [jnp.sin, lambda u: jax.nn.gelu(u, approximate=False)])
+def test_on_a_tpu_too_some_are_stored(act) -> None:
+    """Without a plan in bfloat16: not only what they are made of waits."""
+
+    def loss(weights, x):
+        for up, down in weights:
+            x = x + act(x @ up) @ down
+        return jnp.mean(x.astype("float32") ** 2)
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, "bfloat16")
+
+    weights = [(shape(512, 2048), shape(2048, 512))] * 2
+    plan = remat_opt.make_plan(
+        loss, weights, shape(65536, 512), device="v5e", budget=1.0, verify=True
+    )
+    assert plan.unchanged
+    wide = 65536 * 2048 * 2
+    assert plan.measured.temporary_bytes > 5 * wide
+    assert plan.measured.temporary_bytes == pytest.approx(plan.predicted.temporary_bytes, rel=0.1)
