@@ -8,8 +8,8 @@ h200: without this, a GPT was predicted 5 % too small, ViT-B/16 15 %; with it, b
 With exponentials included, the GPT was 13 % too large. Of layers ``(u * f(u)) @ w``, those with
 ``erfc``, ``sin``, ``tanh``, ``pow`` and ``atan2`` took 872 MiB, all others 616.)
 
-XLA for TPU recomputes all but ``sin``, ``cos`` and, in bfloat16, ``erfc``, which an exact GELU calls.
-(Of layers ``(u * f(u)) @ w``, these took 1,600 MiB, and ``sin`` and ``cos`` 2,816 in float32, all
+XLA for TPU recomputes all but ``sin``, ``cos`` and, in bfloat16, ``erfc``, as in an exact GELU. (Of
+layers ``(u * f(u)) @ w``, these took 1,600 MiB, and ``sin`` and ``cos`` 2,816 in float32, all
 others 832 and 1,536. Not modelled: unchanged, with ``erfc`` in float32, what the products read is
 stored as well, rounded.)
 
