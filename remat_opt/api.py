@@ -50,7 +50,8 @@ def optimal_remat(
 ) -> Any:
     """Makes a loss function's gradient fit in less memory for the least extra compute.
 
-    Without options: least peak memory with at most one forward pass recomputed.
+    Without options: least peak memory with at most one forward pass recomputed. A function that is
+    within its budget as it is runs as it is.
 
     Args:
       fn: the loss function. Without it, a decorator is returned.
