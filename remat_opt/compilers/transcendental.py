@@ -10,8 +10,8 @@ With exponentials included, the GPT was 13 % too large. Of layers ``(u * f(u)) @
 
 XLA for TPU recomputes all but ``sin``, ``cos`` and, in bfloat16, ``erfc``, as in an exact GELU. (Of
 layers ``(u * f(u)) @ w``, these took 1,600 MiB, and ``sin`` and ``cos`` 2,816 in float32, all
-others 832 and 1,536. Not modelled: unchanged, with ``erfc`` in float32, what the products read is
-stored as well, rounded.)
+others 832 and 1,536.) In float32 it computes an ``erfc`` again for its derivative, but in the
+unchanged function not for products: what these read is stored as well, rounded.
 
 Where such a function runs again for the backward pass, as part of what a product reads, it need not
 be stored (``functions_again``): it is computed for the product, and once more for its own
@@ -26,15 +26,20 @@ import dataclasses
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler, Rules
 from remat_opt.compilers.effects import Effect, Figures, kept_by_name
+from remat_opt.compilers.operands import as_operand
 from remat_opt.device import Platform
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule
+
+if TYPE_CHECKING:
+    from remat_opt.compilers.storage import Storage
 
 _DEAR = frozenset(
     "atan2 cbrt cos div erf erfc exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tan "
@@ -200,6 +205,45 @@ class Twice(Effect):
         """The same where what is kept lies in stacks."""
         groups = {one: others for one, others in self.groups.items() if one in self.in_loop_too}
         return dataclasses.replace(self, groups=groups, in_stacks=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operands(Effect):
+    """What products read of an expensive function, beside what that is made of, if unchanged.
+
+    Attributes:
+      bytes: by the vertices of the latter.
+    """
+
+    bytes: Mapping[int, int]
+
+    def change(self, figures: Figures, schedule: Schedule) -> None:
+        """Adds it."""
+        for vertex, size in self.bytes.items() if schedule.unchanged else ():
+            figures.bytes[vertex] += size
+
+
+def operands_stored(storage: Storage) -> Iterator[Operands]:
+    """The operands that XLA for TPU makes of a float32 ``erfc`` and stores, rounded."""
+    flow, compiler = storage.flow, storage.compiler
+    if compiler.device.platform != "tpu" or not compiler.has("transcendental"):
+        return
+    made: set[int] = set()
+    found: dict[int, int] = {}
+    for index, equation in enumerate(flow.program.equations):
+        operation = equation.operation
+        read = made.intersection(flow.reads(index))
+        if operation.primitive == "erfc" and not is_dear(operation, "tpu"):
+            made.update(equation.outputs)
+        elif read and operation.primitive in PRODUCTS:
+            for value in read:
+                kind = flow.program.types[value]
+                size = compiler.buffer_bytes(as_operand(kind))
+                found.update((vertex, size) for vertex in storage.holders(value)[-1:])
+        elif read and flow.costs[index].fusion is costs.Fusion.FUSIBLE:
+            made.update(equation.outputs)
+    if found:
+        yield Operands(bytes=found)
 
 
 def _run_again(regions: Sequence[Region], again: bool = False) -> Iterator[Region]:
