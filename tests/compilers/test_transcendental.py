@@ -209,6 +209,8 @@ def test_a_loop_takes_less_than_with_a_checkpoint_by_hand() -> None:
 )
 def test_on_a_tpu_too_some_are_stored(act, dtype, off) -> None:
     """Without a plan, not only what they are made of waits."""
+    if dtype == "float32" and jax.__version_info__ < (0, 12):
+        pytest.skip("the libtpu of JAX 0.10 computes it again for products, too")
 
     def loss(weights, x):
         for up, down in weights:
