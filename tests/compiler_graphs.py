@@ -96,9 +96,11 @@ def stored(graph: Graph) -> list[str]:
     return [names(graph)[vertex] for vertex in simulate(graph, plain(graph)).stored]
 
 
-def two_layers(weights: Any, x: jax.Array) -> jax.Array:
+def two_layers(
+    weights: Any, x: jax.Array, act: Callable[[jax.Array], jax.Array] = jnp.sin
+) -> jax.Array:
     for w in weights:
-        x = jnp.sin(x @ w)
+        x = act(x @ w)
     return jnp.sum(x)
 
 

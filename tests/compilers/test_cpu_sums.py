@@ -64,7 +64,7 @@ def test_a_cpu_stores_bfloat16_as_float32() -> None:
 
 def test_a_cpu_transposes_cotangents_for_the_gradients_of_weights() -> None:
     def loss(weights, x):
-        hidden = jnp.sin(x @ weights[0])
+        hidden = jnp.tanh(x @ weights[0])
         scores = jnp.einsum("...ij,...kj->...ik", hidden, hidden)
         return jnp.sum(jnp.sin(scores))
 

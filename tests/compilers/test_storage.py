@@ -123,14 +123,20 @@ def test_a_tpu_computes_operands_of_products_as_it_reads_them() -> None:
     for device in ("cpu", "h200"):
         _, _, graph = graph_of(two_layers, *big, device=device)
         assert names(graph) == ["dot_general", "sin", "dot_general", "reduce_sum"]
-    _, _, graph = graph_of(two_layers, *big, device="v5e")
+    layers = functools.partial(two_layers, act=jnp.tanh)
+    _, _, graph = graph_of(layers, *big, device="v5e")
     assert names(graph) == ["dot_general", "dot_general", "reduce_sum"]
-    # The second product's derivative reads the sine, which is computed from the first, and its own
+    # The second product's derivative reads the tanh, which is computed from the first, and its own
     # result, of which its cotangent is computed.
     assert graph.needs == ((), (0, 1), (1,))
     # Only the cotangent that the second product's backward step writes is stored: its own is a
-    # cosine times a scalar.
+    # derivative times a scalar.
     assert graph.cotangent_bytes == (256 * 128 * 2, 1, 4)
+    # A sine would be too expensive to compute again. Its cotangent is in the same kernel as the
+    # product's.
+    _, _, graph = graph_of(two_layers, *big, device="v5e")
+    assert names(graph) == ["dot_general", "sin", "dot_general", "reduce_sum"]
+    assert graph.cotangent_bytes[1] == 1
 
 
 def test_parts_of_sums_are_no_arrays_of_their_own() -> None:
