@@ -22,6 +22,7 @@ from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.learnt import Corrections, Learnt
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.parts import Parts
+from remat_opt.compilers.rules import not_yet
 from remat_opt.device import Device
 from remat_opt.errors import BudgetError, RematError
 from remat_opt.gradients import Gradients
@@ -165,7 +166,7 @@ def problem(
     Raises:
       RematError: the solver does not take this program.
     """
-    compiler = Compiler(device=device, off=off)
+    compiler = Compiler(device=device, off=off | not_yet(jax.__version_info__))
     fingerprint = program.fingerprint()
     # On a mesh, everything is counted for one device.
     program = per_device(program)

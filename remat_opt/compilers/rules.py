@@ -35,16 +35,20 @@ class Rule:
         writes so that the compiler follows the plan).
       file: where its code is, in this folder.
       says: what they do, or are made to do.
+      since: the first version of JAX that was seen to come with such a compiler.
     """
 
     platforms: frozenset[Platform]
     kind: str
     file: str
     says: str
+    since: tuple[int, ...] = ()
 
 
-def _rule(platforms: frozenset[Platform], kind: str, file: str, says: str) -> Rule:
-    return Rule(platforms=platforms, kind=kind, file=file, says=says)
+def _rule(
+    platforms: frozenset[Platform], kind: str, file: str, says: str, since: tuple[int, ...] = ()
+) -> Rule:
+    return Rule(platforms=platforms, kind=kind, file=file, says=says, since=since)
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -101,6 +105,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "stored",
             "transcendental",
             "Expensive functions are not computed twice.",
+        ),
+        "operands_stored": _rule(
+            _TPU,
+            "stored",
+            "transcendental",
+            "Unchanged, what products read of a float32 erfc is stored.",
+            since=(0, 12),
         ),
         "sums_split": _rule(
             _NVIDIA, "stored", "sums", "What long sums and something else read is stored."
@@ -324,3 +335,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
     }
 )
+
+
+def not_yet(version: tuple[int, ...]) -> frozenset[str]:
+    """The rules that do not hold for the compilers of a version of JAX, by name."""
+    return frozenset(name for name, rule in RULES.items() if version < rule.since)

@@ -226,7 +226,7 @@ class Operands(Effect):
 def operands_stored(storage: Storage) -> Iterator[Operands]:
     """The operands that XLA for TPU makes of a float32 ``erfc`` and stores, rounded."""
     flow, compiler = storage.flow, storage.compiler
-    if compiler.device.platform != "tpu" or not compiler.has("transcendental"):
+    if not compiler.has("operands_stored"):
         return
     made: set[int] = set()
     found: dict[int, int] = {}

@@ -199,6 +199,10 @@ def waves(w, x):
     return jnp.sum(jnp.tanh((y * jnp.sin(y)) @ w))
 
 
+def exact_gelus(weights, x):
+    return jnp.sum(jax.nn.gelu(x @ weights[0], approximate=False) @ weights[1])
+
+
 def gates(weights, x):
     one, other = jnp.split(x @ weights, 2, axis=1)
     mixed = jax.nn.relu(one) * other
@@ -392,6 +396,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "orders": ("h200", grouped, (SQUARE, jnp.ones((2, 64, 128)))),
     "algorithms": ("h200", by_algorithm, (W, X)),
     "logits_shifted": ("h200", log_softmax_loss, (W, X)),
+    "operands_stored": ("v5e", exact_gelus, ([SQUARE] * 2, ROWS)),
     "cotangents_pass": ("h200 v5e", waves, (SQUARE, ROWS)),
     "zeros_first": ("cpu", looked_up, ((ROWS, SQUARE), jnp.arange(16))),
     "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),

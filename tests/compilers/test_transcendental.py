@@ -15,6 +15,7 @@ import remat_opt
 from remat_opt.compilers import transcendental
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.effects import Figures
+from remat_opt.compilers.rules import not_yet
 from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule, plain, unchanged
 from remat_opt.transform import rewriting
@@ -209,8 +210,6 @@ def test_a_loop_takes_less_than_with_a_checkpoint_by_hand() -> None:
 )
 def test_on_a_tpu_too_some_are_stored(act, dtype, off) -> None:
     """Without a plan, not only what they are made of waits."""
-    if dtype == "float32" and jax.__version_info__ < (0, 12):
-        pytest.skip("the libtpu of JAX 0.10 computes it again for products, too")
 
     def loss(weights, x):
         for up, down in weights:
@@ -227,5 +226,6 @@ def test_on_a_tpu_too_some_are_stored(act, dtype, off) -> None:
     assert plan.unchanged
     made_of = 65536 * 2048 * jnp.dtype(dtype).itemsize
     rounded = 65536 * 2048 * 2
-    assert plan.measured.temporary_bytes > 3 * made_of + 3 * rounded
+    if dtype != "float32" or "operands_stored" not in not_yet(jax.__version_info__):
+        assert plan.measured.temporary_bytes > 3 * made_of + 3 * rounded
     assert plan.measured.temporary_bytes == pytest.approx(plan.predicted.temporary_bytes, rel=off)
