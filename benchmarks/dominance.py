@@ -34,7 +34,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ from remat_opt.measurement.compilation import Measurement
 from remat_opt.options import objective_of
 from remat_opt.plan import Objective, Plan
 from remat_opt.program import tracing
-from remat_opt.schedule import Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.trials import Memory
 from remat_opt.units import format_bytes, format_share
@@ -206,7 +205,7 @@ class _Plans:
 
     def __init__(self, of: Subject) -> None:
         self._of = of
-        self._known: dict[tuple[Stage, ...], Measurement | remat_opt.CompileError] = {}
+        self._known: dict[Hashable, Measurement | remat_opt.CompileError] = {}
         start = time.perf_counter()
         program = tracing.trace(
             of.network.loss_fn,
@@ -252,15 +251,15 @@ class _Plans:
         found: list[dict[str, Any]] = []
 
         def compiled(plan: Plan) -> Measurement:
-            if plan.stages not in self._known:
-                row, self._known[plan.stages] = self._of.compiled(
+            if plan.decided not in self._known:
+                row, self._known[plan.decided] = self._of.compiled(
                     "ours",
                     f"{label}, try {len(found) + 1}",
                     self._of.planned(plan),
                     **prediction(plan),
                 )
                 found.append(row)
-            known = self._known[plan.stages]
+            known = self._known[plan.decided]
             if isinstance(known, remat_opt.CompileError):
                 raise known
             return known

@@ -110,9 +110,9 @@ def rows(
         start = time.perf_counter()
         plan = plan_within(budget_bytes)
         plan_seconds = sweep_seconds + time.perf_counter() - start
-        if plan.stages in seen:
+        if plan.decided in seen:
             continue
-        seen.add(plan.stages)
+        seen.add(plan.decided)
         yield of.row(
             "ours",
             label,

@@ -98,13 +98,13 @@ def rows(
                 yield {**given, "error": str(error)}
                 continue
             plan_seconds = time.perf_counter() - start
-            if plan.stages not in compiled:
+            if plan.decided not in compiled:
                 planned = remat_opt.apply_plan(plan, built.loss_fn, has_aux=built.has_aux)
                 flops = flop_count.gradient_flops(planned, *built.arguments, has_aux=built.has_aux)
                 found = compilation.measure(
                     jax.grad(planned, has_aux=built.has_aux), *built.arguments, device=target
                 )
-                compiled[plan.stages] = {
+                compiled[plan.decided] = {
                     "temporary_bytes": found.temporary_bytes,
                     "recomputed_flops_share": round((flops - unchanged) / forward, 4),
                     "compile_seconds": round(found.compile_seconds, 2),
@@ -113,7 +113,7 @@ def rows(
                 **given,
                 "predicted_temporary_bytes": plan.predicted.temporary_bytes,
                 "predicted_recomputed_flops_share": round(plan.predicted.recomputed_share, 4),
-                **compiled[plan.stages],
+                **compiled[plan.decided],
                 "regions": len(plan.stages),
                 "plan_seconds": round(plan_seconds, 3),
             }

@@ -262,7 +262,7 @@ class Subject:
             recomputed = self._flops(loss_fn) - self._gradient_flops
             mine: Future[jax.stages.Compiled] = Future()
             if variant.kind == "ours":
-                self._planned.setdefault(facts.pop("stages"), (variant.label, mine))
+                self._planned.setdefault(facts.pop("decided"), (variant.label, mine))
         if same is None:
             try:
                 compiled, seconds = compile_step(
@@ -315,13 +315,13 @@ class Subject:
             return jax.checkpoint(loss_fn, policy=policy), {}, None
         plan, seconds = self._plan(variant)
         facts: dict[str, Any] = {
-            "stages": plan.stages,
+            "decided": plan.decided,
             "budget_bytes": plan.budget_bytes,
             "predicted_temporary_bytes": plan.predicted.temporary_bytes,
             "predicted_overhead_share": round(plan.predicted.overhead_share, 4),
             "plan_seconds": seconds,
         }
-        label, same = self._planned.get(plan.stages, (None, None))
+        label, same = self._planned.get(plan.decided, (None, None))
         if label is not None:
             facts["same_program_as"] = label
         return remat_opt.apply_plan(plan, loss_fn, has_aux=self._network.has_aux), facts, same

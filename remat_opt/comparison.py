@@ -256,9 +256,7 @@ def contest(
                 for note in plan.notes:
                     notes.setdefault(note, []).append(contender.label)
             # Budgets that lead to the same decision are compiled once.
-            key: Hashable = contender.label
-            if plan is not None:
-                key = plan.unchanged, plan.stages, plan.loops
+            key: Hashable = contender.label if plan is None else plan.decided
             if key in known:
                 measured, counted = known[key]
             else:

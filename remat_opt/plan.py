@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal
@@ -260,6 +260,11 @@ class Plan:
     notes: tuple[str, ...]
     remat_opt_version: str
     jax_version: str
+
+    @property
+    def decided(self) -> Hashable:
+        """What runs: plans of a program that are equal in it compile to the same."""
+        return self.unchanged, self.stages, self.loops
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, fit for JSON."""
