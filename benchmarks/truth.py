@@ -116,9 +116,8 @@ class Subject:
         """What is predicted and what compiles; without a share, for the unchanged function."""
         objective = self.objective(share or 0.0)
         if share is None or not loop:
-            chosen = self.problem.unchanged
-            if share is not None:
-                chosen = planning.solve(self.problem, objective)
+            of = self.problem
+            chosen = of.unchanged if share is None else planning.solve(of, objective)
             plan = planning.describe(self.problem, self.problem.program, chosen, objective)
             return self._figures(plan, self.compiled(plan))
         compiles = 0

@@ -85,9 +85,8 @@ class Compiler:
 
         A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of 32 bits,
         narrower types packed along the first; what does not fill its tiles is padded. Tiles of 1,
-        2 and 4 x 128 hold what has no more rows. The compiler
-        chooses which dimensions are innermost, among those longer than 1: we assume the two that
-        pad least.
+        2 and 4 x 128 hold what has no more rows. The compiler chooses which dimensions are
+        innermost, among those longer than 1: we assume the two that pad least.
 
         Args:
           kind: the array's type.
@@ -99,22 +98,22 @@ class Compiler:
         if not self.has("tiles") or len(shape) < 2 or not kind.size:
             return kind.bytes
         packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
-        axes = list(innermost or ()) or [axis for axis, size in enumerate(kind.shape) if size > 1]
+        axes = innermost or [axis for axis, size in enumerate(kind.shape) if size > 1]
         choices = [
             (kind.shape[row], kind.shape[lane])
             for row, lane in itertools.permutations(axes, 2)
             if lanes is None or lane in lanes
         ] or list(itertools.permutations(shape, 2))
-
-        def rows_of(size: int) -> int:
-            whole = _TILE_SUBLANES * packing
-            return min(whole, max(packing, 1 << (size - 1).bit_length()))
-
         growth = min(
-            _padded(size, rows_of(size)) / size * (_padded(lanes, _TILE_LANES) / lanes)
+            _padded(size, _tile_rows(size, packing)) / size * (_padded(lanes, _TILE_LANES) / lanes)
             for size, lanes in choices
         )
         return round(kind.bytes * growth)
+
+
+def _tile_rows(size: int, packing: int) -> int:
+    """The rows of the tiles for so many rows, of which so many are packed into a word."""
+    return min(_TILE_SUBLANES * packing, max(packing, 1 << (size - 1).bit_length()))
 
 
 def _padded(size: int, tile: int) -> int:

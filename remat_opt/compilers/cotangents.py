@@ -237,24 +237,12 @@ def _passing(of: _Vertices) -> set[int]:
     An example is a stored ``tanh``: its readers, and what it is computed from, have its size, and
     one kernel computes the cotangent of the latter from that of the former. Or all readers are sums
     or pick from rows, and nothing else reads what it is computed from: logits that are capped
-    before a cross-entropy. On a TPU, whose products compute elementwise operands, these read
-    expensive functions themselves.
+    before a cross-entropy.
     """
-    compiler = of.storage.compiler
-    if not compiler.has("cotangents_pass"):
+    if not of.storage.compiler.has("cotangents_pass"):
         return set()
-    if compiler.has("operands_fused"):
-        return {
-            vertex
-            for vertex, active in enumerate(of.active)
-            if active
-            and transcendental.is_dear(of.written_by(vertex).operation, compiler.device.platform)
-            and not of.is_output(vertex)
-            and all(
-                of.kind(reader) is costs.Fusion.FUSIBLE or of.written_by_fusing_product(reader)
-                for reader in of.active_readers(vertex)
-            )
-        }
+    if of.storage.compiler.has("operands_fused"):
+        return set(_dear_operands(of))
     found = set()
     for vertex, active in enumerate(of.active):
         readers = of.active_readers(vertex)
@@ -280,6 +268,22 @@ def _passing(of: _Vertices) -> set[int]:
         ):
             found.add(vertex)
     return found
+
+
+def _dear_operands(of: _Vertices) -> Iterator[int]:
+    """Expensive functions that products compute their operands from, as they read them (TPU)."""
+    platform = of.storage.compiler.device.platform
+    for vertex, active in enumerate(of.active):
+        if (
+            active
+            and transcendental.is_dear(of.written_by(vertex).operation, platform)
+            and not of.is_output(vertex)
+            and all(
+                of.kind(reader) is costs.Fusion.FUSIBLE or of.written_by_fusing_product(reader)
+                for reader in of.active_readers(vertex)
+            )
+        ):
+            yield vertex
 
 
 def _sooner(of: _Vertices, passing: Set[int]) -> Iterator[tuple[int, range]]:

@@ -37,9 +37,8 @@ class Named(Effect):
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes what is kept by name."""
-        if schedule is not None:
-            for vertex in self.bytes.keys() & set(kept_by_name(schedule.regions)):
-                figures.bytes[vertex] = self.bytes[vertex]
+        for vertex in self.bytes.keys() & set(kept_by_name(schedule.regions)):
+            figures.bytes[vertex] = self.bytes[vertex]
 
     def held_bytes(self, graph: Graph, schedule: Schedule) -> int:
         """Bytes by which the values kept by one checkpoint grow."""

@@ -223,7 +223,7 @@ class Operands(Effect):
             figures.bytes[vertex] += size
 
 
-def operands_stored(storage: Storage) -> Iterator[Operands]:
+def _operands(storage: Storage) -> Iterator[Operands]:
     """The operands that XLA for TPU makes of a float32 ``erfc`` and stores, rounded."""
     flow, compiler = storage.flow, storage.compiler
     if not compiler.has("operands_stored"):
@@ -255,14 +255,15 @@ def _run_again(regions: Sequence[Region], again: bool = False) -> Iterator[Regio
             yield region
 
 
-def effects(flow: Dataflow, compiler: Compiler, vertex_of: Mapping[int, int]) -> Iterator[Effect]:
-    """What depends on the schedule.
+def effects(storage: Storage) -> Iterator[Effect]:
+    """What depends on the schedule."""
+    yield from _twice(storage)
+    yield from _operands(storage)
 
-    Args:
-      flow: of the program.
-      compiler: which one it is.
-      vertex_of: for each array, its vertex.
-    """
+
+def _twice(storage: Storage) -> Iterator[Twice]:
+    """What is computed twice, and so not stored."""
+    flow, compiler, vertex_of = storage.flow, storage.compiler, storage.vertex_of
     groups, starts = {}, {}
     in_loop_too = set()
     for last, group in twice(flow.program, compiler.rules).items():

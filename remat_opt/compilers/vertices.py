@@ -360,8 +360,7 @@ def _effects(
     program, compiler = storage.flow.program, storage.compiler
     derivatives = storage.flow.linearization.derivatives
     yield from pooling.effects(program, derivatives, compiler)
-    yield from transcendental.effects(storage.flow, compiler, storage.vertex_of)
-    yield from transcendental.operands_stored(storage)
+    yield from transcendental.effects(storage)
     yield from cpu_sums.held(storage.flow, compiler, storage.vertex_of)
     if weights.weights:
         yield weights

@@ -92,10 +92,10 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
     Raises:
       RematError: something in the program cannot be written as code; the message names it.
     """
-    platform, stages = plan.platform, plan.stages
-    printer = Printer(Rules(platform=platform))
+    rules, stages = Rules(platform=plan.platform), plan.stages
     if plan.unchanged:
-        printer, stages = Printer(Rules.none(platform)), ()
+        rules, stages = Rules.none(plan.platform), ()
+    printer = Printer(rules)
     functions = printer.functions
     function = functions.name(identifier(plan.function))
     unpacked, arguments = _arguments(call, functions.distinct(_parameters(call)))

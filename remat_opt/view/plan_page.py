@@ -85,6 +85,9 @@ def _header(plan: Mapping[str, Any]) -> str:
         else _figure("as compiled", "not asked", "verify=True compiles the plan and measures it")
     )
     checkpointed = sum(stage["checkpointed"] for stage in plan["stages"])
+    regions = str(len(plan["stages"])), f"{checkpointed} of them under jax.checkpoint"
+    if plan["unchanged"]:
+        regions = "none", "the function runs as it is"
     figures = [
         _figure(
             "peak of temporaries, predicted",
@@ -109,10 +112,7 @@ def _header(plan: Mapping[str, Any]) -> str:
         ),
         _figure(
             "regions",
-            "none" if plan["unchanged"] else str(len(plan["stages"])),
-            "the function runs as it is"
-            if plan["unchanged"]
-            else f"{checkpointed} of them under jax.checkpoint",
+            *regions,
         ),
     ]
     return (
