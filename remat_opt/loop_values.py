@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from remat_opt import _jax_internals as internals
 from remat_opt import loops
-from remat_opt.compilers.model import Model
+from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.plan import LoopValue
 from remat_opt.program import bodies
 from remat_opt.program.names import Names
@@ -55,12 +55,18 @@ def _of_choice(
     """Those of one choice, branch by branch; see ``_of_loop``."""
     equation = program.equations[choice.root]
     branches = bodies.branches_of(equation, bodies.varying(program))
-    models = [loops.body_model(one, expected.compiler)[1] for one in branches]
-    forward = max(one.graph.forward_seconds for one in models)
+    # A branch that only hands on what it is given has no values.
+    models = [
+        None if computes_nothing(one) else loops.body_model(one, expected.compiler)[1]
+        for one in branches
+    ]
+    forward = max((one.graph.forward_seconds for one in models if one is not None), default=0.0)
     scale = expected.graph.seconds[expected.roots.index(choice.root)] / forward if forward else 0.0
     for number, (one, inside, branch) in enumerate(
         zip(branches, models, choice.branches, strict=True), start=1
     ):
+        if inside is None:
+            continue
         reading = _Body(
             program=one,
             model=inside,

@@ -71,6 +71,19 @@ def in_loop(w: Any, x: jax.Array, which: Any) -> jax.Array:
     return jnp.mean(lax.scan(step, x, (jnp.arange(2 * DEPTH), *w))[0] ** 2)
 
 
+def skipping(w: Any, x: jax.Array, which: Any) -> jax.Array:
+    """Layers that may be left out, alone and in a loop."""
+
+    def step(x: jax.Array, entry: Any) -> Any:
+        number, *own = entry
+        own = [one[None] for one in own]
+        kept = number % 3 != which
+        return lax.cond(kept, block(jax.nn.gelu, 0, 1), lambda w, x: x, own, x), None
+
+    x = lax.cond(which > 0, lambda w, x: x, block(jnp.tanh, 0, DEPTH), w, jnp.cos(x))
+    return jnp.mean(lax.scan(step, x, (jnp.arange(2 * DEPTH), *w))[0] ** 2)
+
+
 def agree(found: Any, expected: Any) -> None:
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
@@ -99,6 +112,7 @@ def make_plan(fn: Any = chosen, **wanted: Any) -> Plan:
         pytest.param(chosen, 0.5, marks=SLOW),
         pytest.param(nested, 0.6, marks=SLOW),
         (in_loop, 0.3),
+        (skipping, 0.5),
     ],
 )
 def test_a_budget_is_met_and_all_branches_give_the_same(loss: Any, share: float) -> None:
@@ -158,7 +172,15 @@ def test_a_plan_tells_what_branches_keep() -> None:
     assert "Choice cond in chosen (test_branches.py:" in str(plan.diff(make_plan(budget=1.0)))
 
 
-@pytest.mark.parametrize("loss", [chosen, pytest.param(nested, marks=SLOW)])
+def test_a_branch_that_only_hands_on_what_it_is_given_has_no_values() -> None:
+    plan = make_plan(skipping, budget=0.5)
+    (choice,) = (one for one in plan.loops if isinstance(one, Choice))
+    assert () in [branch.stages for branch in choice.branches]
+    parts = {value.part for value in plan.loop_values if value.loop == choice.root}
+    assert parts == {"branch 1 of 2"}
+
+
+@pytest.mark.parametrize("loss", [chosen, skipping, pytest.param(nested, marks=SLOW)])
 def test_a_plan_outlives_a_file_and_becomes_code(loss: Any) -> None:
     plan = make_plan(loss, budget=0.6)
     assert any(isinstance(one, Choice) for one in plan.loops)
