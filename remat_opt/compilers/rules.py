@@ -113,6 +113,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "Unchanged, what products read of a float32 erfc is stored.",
             since=(0, 12),
         ),
+        "flat_operands": _rule(
+            _NVIDIA,
+            "stored",
+            "flat_products",
+            "A narrow erfc of a product with several axes of rows is stored with its operand.",
+        ),
         "sums_split": _rule(
             _NVIDIA, "stored", "sums", "What long sums and something else read is stored."
         ),

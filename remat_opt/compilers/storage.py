@@ -26,6 +26,7 @@ from remat_opt.compilers import (
     batched_products,
     cpu_sums,
     draws,
+    flat_products,
     operands,
     product_sums,
     softmax,
@@ -121,6 +122,7 @@ class Storage:
         self._twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
             self._twice |= draws.words(flow)
+        self._twice |= flat_products.with_operands(flow, compiler, unchanged=unchanged)
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
         self.weights_of |= self.scores
@@ -147,7 +149,8 @@ class Storage:
 
     def named_bytes(self, value: int) -> int:
         """Bytes of a value if a checkpoint keeps it by name."""
-        if self.compiler.has("widened") or self.compiler.has("divisors"):
+        plain = self.compiler.has("widened") or self.compiler.has("divisors")
+        if plain or value in self._twice:
             return self.compiler.buffer_bytes(self.flow.program.types[value])
         return self.bytes_of(value)
 

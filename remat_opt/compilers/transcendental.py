@@ -96,9 +96,9 @@ def twice(program: Program, rules: Rules, *, in_loop: bool = False) -> dict[int,
         entry would be copied; so what begins at one as large as the result is left out.
 
     Returns:
-      By the equation that makes what a product reads, all equations that compute it from arguments
-      and results of products and reductions, in order. One of them is expensive, and nothing else
-      reads what they make on the way.
+      By the equation that makes what a product reads, all equations that compute it from arguments,
+      results of products and reductions, and smaller values, in order. One of them is expensive,
+      and nothing else reads what they make on the way.
     """
     if not rules.has("functions_again"):
         return {}
@@ -139,9 +139,10 @@ def _elementwise(
 ) -> tuple[int, ...]:
     """The elementwise equations that make a value, if nothing else reads what they make on the way.
 
-    They begin at arguments and at results of products and reductions. None if the value is made of
-    anything else.
+    They begin at arguments, at results of products and reductions, and at what is smaller than the
+    value, such as a bias. None if the value is made of anything else.
     """
+    types = program.types
     group: set[int] = set()
     last = maker.get(value, -1)
     # From the last equation back: whatever reads an equation comes before it.
@@ -164,7 +165,7 @@ def _elementwise(
             return ()
         group.add(index)
         for one in equation.value_inputs:
-            if one in maker:
+            if one in maker and types[one].size >= types[value].size:
                 heapq.heappush(pending, -maker[one])
     return tuple(sorted(group))
 
@@ -264,6 +265,7 @@ def effects(storage: Storage) -> Iterator[Effect]:
 def _twice(storage: Storage) -> Iterator[Twice]:
     """What is computed twice, and so not stored."""
     flow, compiler, vertex_of = storage.flow, storage.compiler, storage.vertex_of
+    types = flow.program.types
     groups, starts = {}, {}
     in_loop_too = set()
     for last, group in twice(flow.program, compiler.rules).items():
@@ -277,16 +279,16 @@ def _twice(storage: Storage) -> Iterator[Twice]:
         if value in vertex_of and on_the_way:
             vertex = vertex_of[value]
             read = {
-                vertex_of[flow.source[one]]
-                for index in group
-                for one in flow.program.equations[index].value_inputs
-                if flow.source[one] in vertex_of
-            }
-            read_backward = {
                 vertex_of[one]
                 for index in group
+                for one in flow.reads(index)
+                if one in vertex_of and types[one].size >= types[value].size
+            }
+            read_backward = {
+                vertex
+                for index in group
                 for one in flow.derivative_reads(index)
-                if one in vertex_of
+                for vertex in storage.holders(one)
             }
             begins_at = read.difference(on_the_way)
             if not begins_at <= read_backward:

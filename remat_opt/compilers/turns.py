@@ -8,11 +8,14 @@ comes first, and the cotangent once the operand is freed: the two are never aliv
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from remat_opt.compilers.storage import Storage
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
+
+if TYPE_CHECKING:
+    from remat_opt.compilers.storage import Storage
 
 #: Equations that give their operand another type or shape.
 _FORMS = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
@@ -50,9 +53,22 @@ def unmerged(program: Program) -> dict[int, int]:
     so is one of their cotangents. Behind a barrier, a product stays one of its own. (A gated layer
     of 1,024 and 2,730 whose gate is a ``tanh``, under a checkpoint: 379 MiB on h200, or 336.)
     """
+    return {
+        index: place for (_, place), products in _alike(program).items() for index in products[1:]
+    }
+
+
+def merged(program: Program) -> frozenset[int]:
+    """The products that are merged with others where nothing keeps them apart; see ``unmerged``."""
+    return frozenset(
+        index for products in _alike(program).values() if len(products) > 1 for index in products
+    )
+
+
+def _alike(program: Program) -> dict[tuple[int, int], list[int]]:
+    """The products of arguments that read an operand at a position, by both."""
     maker, places = program.makers(), weight_places(program)
-    seen: set[tuple[int, int]] = set()
-    found = {}
+    found: dict[tuple[int, int], list[int]] = {}
     for index, weight in places.items():
         equation, place = program.equations[index], 1 - weight
         read = equation.inputs[place]
@@ -62,9 +78,7 @@ def unmerged(program: Program) -> dict[int, int]:
                 break
             (read,) = made.value_inputs
         if isinstance(read, int) and equation.operation.primitive == "dot_general":
-            if (read, place) in seen:
-                found[index] = place
-            seen.add((read, place))
+            found.setdefault((read, place), []).append(index)
     return found
 
 

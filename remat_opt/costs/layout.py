@@ -17,7 +17,7 @@ def _movement(operation: Operation, *, bytes_read: int) -> Cost:
     )
 
 
-@register("broadcast_in_dim", "concatenate", "copy", "pad", "rev", "stack", "tile", "transpose")
+@register("broadcast_in_dim", "concatenate", "pad", "rev", "stack", "tile", "transpose")
 def rearrangement(operation: Operation) -> Cost:
     """Reads all of its inputs and writes them elsewhere."""
     return _movement(operation, bytes_read=operation.input_bytes)
@@ -45,7 +45,7 @@ def generation(operation: Operation) -> Cost:
 
 
 @register(
-    *("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy_p", "tie"),
+    *("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "tie"),
     *("random_wrap", "random_unwrap", "random_clone"),
     *("sharding_constraint", "layout_constraint", "mesh_cast", "shard_alike"),
     *("pvary", "preduced", "reduced_vary_cast", "vary_unreduced_cast"),

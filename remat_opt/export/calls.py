@@ -229,7 +229,6 @@ _WRITERS: Mapping[str, _Writer] = (
         "conv_general_dilated": _convolution,
         "convert_element_type": _convert,
         "copy": _write("jnp.copy"),
-        "copy_p": _write("jnp.copy"),
         "cumlogsumexp": _write("lax.cumlogsumexp", "axis", "reverse"),
         "cummax": _write("lax.cummax", "axis", "reverse"),
         "cummin": _write("lax.cummin", "axis", "reverse"),

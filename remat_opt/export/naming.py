@@ -18,7 +18,6 @@ _SHORT = {
     "conv_general_dilated": "conv",
     "convert_element_type": "cast",
     "cond": "chosen",
-    "copy_p": "copy",
     "custom_jvp_call": "activation",
     "dot_general": "dot",
     "dynamic_slice": "part",

@@ -8,9 +8,7 @@ from remat_opt import costs
 from remat_opt.program.record import Equation, Linearization, Program
 
 #: Equations whose result shares its operand's bytes and needs no kernel.
-ALIASES = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "name", "copy_p", "rev_bitcast"}
-)
+ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "name", "copy"})
 
 
 class Dataflow:

@@ -378,6 +378,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "scores_widened": ("h200", widened_attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
     "operands_again": ("h200", grouped_weights, narrow((SQUARE, jnp.ones((2, 64, 128))))),
     "transcendental": ("h200 v5e cpu", waves, (SQUARE, ROWS)),
+    "flat_operands": ("h200", exact_gelus, narrow(([W] * 2, jnp.ones((4, 16, 8))))),
     "sums_split": ("h200", gated_by_means, (W, jnp.ones((4096, 8)))),
     "draws_stored": ("h200", dropout, (W, X)),
     "words_stored": ("cpu", dropout, (W, X)),

@@ -70,6 +70,29 @@ def test_what_is_computed_twice() -> None:
     assert not transcendental.twice(cheap, NVIDIA)
 
 
+def test_a_bias_is_not_on_the_way() -> None:
+    """Read in several layers it is an array, which may be kept, or computed in another region."""
+
+    def loss(w, x, b):
+        y = x @ w + jnp.cumsum(b)
+        return jnp.sum((y * jnp.tanh(y)) @ w)
+
+    bias = jnp.ones(8)
+    program, found, graph = graph_of(loss, W, X, bias, device="h200")
+    (group,) = transcendental.twice(program, NVIDIA).values()
+    assert "cumsum" not in primitives(program, group)
+    (effect,) = [one for one in found.effects if isinstance(one, transcendental.Twice)]
+    told = names(graph)
+    ((last, others),) = effect.groups.items()
+    assert [told[one] for one in (*others, last)] == ["tanh", "mul"]
+    assert [told[one] for one in effect.starts[last]] == ["dot_general"]
+    figures = Figures.of(graph)
+    kept = told.index("cumsum")
+    region = Region(vertices=tuple(range(len(graph))), kept=(kept,))
+    effect.change(figures, Schedule(regions=(region,)))
+    assert figures.bytes[told.index("tanh")] == 0
+
+
 def test_what_is_read_elsewhere_too_is_computed_once() -> None:
     def loss(w, x):
         y = x @ w
