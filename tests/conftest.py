@@ -9,14 +9,16 @@ from importlib.metadata import version
 # Before anything imports jax: a test must not use an accelerator it happens to find.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the time to compile for CPU is LLVM's work on kernels. Unoptimised they run slower, but
-# XLA's own passes, and so memory and FLOPs, are those that users get. With JAX 0.10, its older way
-# to generate kernels takes half of the rest; it rounds and counts otherwise (see kernels.py).
+# XLA's own passes, and so memory and FLOPs, are those that users get. Kernels of one program go to
+# LLVM as one module, not as 32: to make these takes longer than to compile them. With JAX 0.10, its
+# older way to generate kernels takes half of the rest; it rounds and counts otherwise (kernels.py).
 # Settings that already exist come later and win. Eight devices, for meshes; what is not sharded
 # runs on the first.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_force_host_platform_device_count=8",
         *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
         os.environ.get("XLA_FLAGS", ""),
