@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
+from unittest import mock
 
 # Before anything imports jax: a test must not use an accelerator it happens to find.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,12 +31,16 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["COLUMNS"] = "120"
 
 import hypothesis
+import pytest
 
 from remat_opt import planning
 from remat_opt.recent import Recent
+from remat_opt.solvers import local_search
 
 #: How many programs stay planned; a user's process keeps fewer.
 _SWEEPS = 200
+#: Those of fast tests that do not care how good a plan is.
+_QUICK: Recent = Recent(_SWEEPS)
 
 # Derandomised, so that a run is decided by the code alone. To hunt for new examples:
 # HYPOTHESIS_PROFILE=hunt pytest tests/solvers
@@ -60,3 +66,19 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture
+def quick_search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fast tests search programs of 7 to 12 vertices as larger ones: the thorough way takes longest.
+
+    For modules that ask whether any plan is right, not whether it is the best.
+    """
+    if request.node.get_closest_marker("slow"):
+        yield
+        return
+    with (
+        mock.patch.object(local_search, "SMALL", 6),
+        mock.patch.object(planning, "_sweeps", _QUICK),
+    ):
+        yield

@@ -26,6 +26,8 @@ from tests.random_programs import (
     no_tangent,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 COUNT = 40
 #: The default run takes some of these that compile fast, and each JAX some that take two seconds.
 FAST = (10, 13, 15, 16, 26, 27)
