@@ -23,6 +23,8 @@ from remat_opt.options import objective_of
 from remat_opt.plan import Objective
 from remat_opt.program import linearization
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:
     """Sums the squares of a residual stream."""

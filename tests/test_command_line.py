@@ -7,6 +7,8 @@ import pytest
 import remat_opt
 from remat_opt import command_line, device, solvers
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SOURCE = """
 import jax, jax.numpy as jnp
 

@@ -18,6 +18,8 @@ from remat_opt.errors import BudgetError, GraphError, PlanningWarning, RewriteEr
 from remat_opt.program import tracing
 from remat_opt.transform import rewriting
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
     for _ in range(4):

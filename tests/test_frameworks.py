@@ -20,6 +20,8 @@ import remat_opt
 from remat_opt.errors import RematError, TraceError
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 STEPS = 20
 X = array("x", 32, 4, scale=1)
 Y = jnp.asarray(np.sin(2 * np.asarray(X)[:, :1]) + np.asarray(X)[:, 1:2])

@@ -7,6 +7,8 @@ import pytest
 import remat_opt
 from remat_opt.errors import PlanFileError
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
 ROWS = jax.ShapeDtypeStruct((256, 64), "float32")
 

@@ -29,6 +29,8 @@ from remat_opt import _jax_internals as internals
 from remat_opt.measurement import compilation
 from remat_opt.program import tracing
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 X5 = jnp.ones(5)
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names
 

@@ -13,6 +13,8 @@ from jax import lax
 import remat_opt
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 # So many rows that activations are larger than the weights.
 LENGTH, WIDTH, ROWS = 11, 8, 256
 W = array("w", LENGTH, WIDTH, 2 * WIDTH, scale=0.3)

@@ -27,6 +27,8 @@ from flax import nnx
 import remat_opt
 from tests.kernels import USERS_KERNELS
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 #: Decorates a loss, or returns it unchanged.
 Decorate = Callable[..., Callable[..., Any]]
 #: Takes decorator, images, labels and steps to the loss at every step.

@@ -26,6 +26,8 @@ from remat_opt.device import get_device
 from tests.devices import needs_libtpu, quick_compiles
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 P = PartitionSpec
 
 

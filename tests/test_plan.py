@@ -19,6 +19,8 @@ from remat_opt.errors import PlanFileError
 from remat_opt.plan import FORMAT, Plan
 from remat_opt.timeline import KINDS
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:
     for w in weights:

@@ -13,6 +13,8 @@ import pytest
 import remat_opt
 from remat_opt import progress
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 class Terminal(io.StringIO):
     def isatty(self):

@@ -11,6 +11,8 @@ import pytest
 import remat_opt
 from remat_opt.recent import Recent
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 def test_what_was_asked_for_the_longest_ago_goes() -> None:
     known: Recent[str, int] = Recent(2)

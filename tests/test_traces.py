@@ -17,6 +17,8 @@ import remat_opt
 from remat_opt import planning
 from remat_opt.program import tracing
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 WEIGHTS = [jnp.full((4, 4), 0.1 * n) for n in range(2)]
 X = jnp.linspace(-1, 1, 24).reshape(6, 4)
 SCALE = 1.0

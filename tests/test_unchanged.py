@@ -22,6 +22,8 @@ from remat_opt.planning import Problem
 from remat_opt.program import tracing
 from remat_opt.program.tracing import Signature
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 WEIGHTS = [jnp.full((64, 64), 0.01)] * 2
 X = jnp.ones((16, 64))
 STEPS = 12

@@ -23,6 +23,8 @@ from remat_opt.program import tracing
 from remat_opt.program.tracing import Signature
 from tests.devices import needs_cuda_plugin
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SHAPES = (
     [jax.ShapeDtypeStruct((64, 64), "float32")] * 12,
     jax.ShapeDtypeStruct((1024, 64), "float32"),

@@ -22,6 +22,8 @@ from remat_opt.program import blocks
 from remat_opt.schedule import Loop, Part, Stage
 from tests.programs import EXAMPLES, lstm
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 RANDOM = np.random.default_rng(0)
 
 

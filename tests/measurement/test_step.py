@@ -23,6 +23,8 @@ from remat_opt.program.tracing import Signature
 from remat_opt.training import training_step
 from tests.devices import needs_libtpu
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 Array = jax.ShapeDtypeStruct
 CPU = get_device("cpu")
 LAYERS = 4

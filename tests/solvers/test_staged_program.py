@@ -293,7 +293,14 @@ def flat_schedules(graph: Graph) -> Iterator[Schedule]:
 
 
 @pytest.mark.parametrize(
-    "graph", [layered("chain", 6), layered("residual", 6), layered("inception", 6)]
+    "graph",
+    [
+        layered("chain", 6),
+        *(
+            pytest.param(layered(kind, 6), marks=pytest.mark.slow)
+            for kind in ("residual", "inception")
+        ),
+    ],
 )
 def test_how_far_the_best_chain_of_regions_is_from_it(graph):
     """Brute force in place of a program restricted to chains of regions."""

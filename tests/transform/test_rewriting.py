@@ -21,6 +21,8 @@ from remat_opt.program.tracing import Signature
 from remat_opt.schedule import Stage
 from remat_opt.transform import equations, rewriting
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 X, W = jnp.ones((4, 8)), [jnp.ones((8, 8))] * 3
 
 
