@@ -217,6 +217,7 @@ def test_wrong_options_are_refused_by_the_parser(run, capsys):
     assert "argument --argnums: 'x': give positions such as 0 or 0,2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_module_from_a_shell():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "remat_opt", "devices"],

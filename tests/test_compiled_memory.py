@@ -36,8 +36,8 @@ def residual_net(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(x**2)
 
 
-def residual_net_arguments(rows: int, width: int) -> Any:
-    return [Array((width, width), "float32")] * 16, Array((rows, width), "float32")
+def residual_net_arguments(rows: int, width: int, layers: int = 10) -> Any:
+    return [Array((width, width), "float32")] * layers, Array((rows, width), "float32")
 
 
 def convolutional_net(params: Any, image: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def convolutional_net(params: Any, image: jax.Array) -> jax.Array:
     return jnp.sum(jnp.mean(x, (1, 2)) ** 2)
 
 
-def convolutional_net_arguments(batch: int, side: int, channels: int, layers: int = 8) -> Any:
+def convolutional_net_arguments(batch: int, side: int, channels: int, layers: int = 6) -> Any:
     layer = (
         Array((3, 3, channels, channels), "float32"),
         Array((channels,), "float32"),
@@ -87,17 +87,23 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "width", "least_share", "lower", "upper"),
+    ("device", "rows", "width", "layers", "least_share", "lower", "upper"),
     [
-        ("cpu", 4096, 64, 0.3, 0.99, 1.02),
+        ("cpu", 4096, 64, 10, 0.29, 0.99, 1.02),
         # Almost all of the least plan is in a TPU's vector memory, which is not known to the MiB.
-        pytest.param("v5e", 65536, 128, 0.25, 0.99, 1.1, marks=TPU),
+        pytest.param("v5e", 65536, 128, 16, 0.25, 0.99, 1.1, marks=TPU),
     ],
 )
 def test_residual_net(
-    device: str, rows: int, width: int, least_share: float, lower: float, upper: float
+    device: str,
+    rows: int,
+    width: int,
+    layers: int,
+    least_share: float,
+    lower: float,
+    upper: float,
 ) -> None:
-    args = residual_net_arguments(rows, width)
+    args = residual_net_arguments(rows, width, layers)
     unchanged = plain_bytes(residual_net, args, device)
     least = planned(residual_net, args, device)
     assert least.measured.temporary_bytes <= least_share * unchanged
@@ -114,7 +120,7 @@ def test_residual_net(
 
 def test_nested_regions_take_what_is_predicted() -> None:
     """A budget that no chain of regions meets without computing values more than once."""
-    args = residual_net_arguments(4096, 64)
+    args = residual_net_arguments(4096, 64, layers=16)
     plan = planned(residual_net, args, "cpu", budget=0.2)
     assert any(stage.inside for stage in plan.stages)
     assert max(decision.times for decision in plan.decisions) > 1
@@ -127,7 +133,7 @@ def test_nested_regions_take_what_is_predicted() -> None:
     [
         # XLA's convolutions for CPU take extra workspace, which no graph shows: the less a plan
         # takes, the larger its share.
-        ("cpu", 8, 32, 16, 8, 0.6, 0.27, 1.05, 1.35),
+        ("cpu", 8, 32, 16, 6, 0.6, 0.3, 1.1, 1.2),
         # The compiler packs loosely if the program fits the device many times over: 1.00 and 1.25
         # times what is predicted with JAX 0.10, 1.20 and 1.50 times with JAX 0.12.
         pytest.param("v5e", 64, 64, 128, 4, 0.85, 0.81, 0.95, 1.4, marks=TPU),
@@ -219,22 +225,22 @@ def test_a_little_overhead_already_helps() -> None:
 
 
 def test_a_recurrent_network_adds_its_weights_gradients_as_they_come() -> None:
-    """Without any recomputation; XLA holds a part of each step, 32 times the weights."""
+    """Without any recomputation; XLA holds a part of each step, 16 times the weights."""
 
     def recurrent(weights: Any, inputs: jax.Array) -> jax.Array:
         state = jnp.zeros((64, 256))
-        for step in range(32):
+        for step in range(16):
             state = jnp.tanh(state @ weights[0] + inputs[step] @ weights[1])
         return jnp.sum(state**2)
 
-    args = [Array((256, 256), "float32")] * 2, Array((32, 64, 256), "float32")
+    args = [Array((256, 256), "float32")] * 2, Array((16, 64, 256), "float32")
     unchanged = plain_bytes(recurrent, args, "cpu")
     as_it_is = planned(recurrent, args, "cpu", max_overhead=0.0)
     assert as_it_is.predicted.recomputed_flops == 0
-    assert as_it_is.measured.temporary_bytes < 0.3 * unchanged
+    assert as_it_is.measured.temporary_bytes < 0.34 * unchanged
     for plan in (as_it_is, planned(recurrent, args, "cpu")):
         assert any("same weights" in note for note in plan.notes)
-        assert 0.7 < plan.measured.temporary_bytes / plan.predicted.temporary_bytes < 1.3
+        assert 0.75 < plan.measured.temporary_bytes / plan.predicted.temporary_bytes < 1.05
 
 
 @pytest.mark.slow

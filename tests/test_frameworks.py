@@ -192,7 +192,7 @@ def undecorated() -> tuple[Network, list[float], float]:
 decorate = functools.partial(remat_opt.optimal_remat, device="cpu", errors="raise")
 
 
-FAST = {"in_jit", "in_value_and_grad", "with_an_optimizer"}
+FAST = {"in_jit", "with_an_optimizer"}
 
 
 @pytest.mark.parametrize(
@@ -506,6 +506,7 @@ def test_training_in_linen() -> None:
 # --- Flax is not needed -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_flax() -> None:
     code = """
         import sys

@@ -92,9 +92,9 @@ def test_the_source_of_a_loss_that_its_step_defines_takes_what_it_closes_over():
     weights, image = jax.tree.map(
         lambda one: jax.random.normal(next(keys), one.shape), (WEIGHTS, ROWS)
     )
-    run = jax.value_and_grad(source.load())
+    run = jax.jit(jax.value_and_grad(source.load()))
     found = run(weights, closed_over=[image, jnp.float32(6)])
-    expected = jax.value_and_grad(lambda weights: deep(weights, image) * 6)(weights)
+    expected = jax.jit(jax.value_and_grad(lambda weights: deep(weights, image) * 6))(weights)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jnp.allclose(one, other, rtol=1e-4, atol=1e-2)
     with pytest.raises(PlanFileError, match="another program"):

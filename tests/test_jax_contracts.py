@@ -574,6 +574,8 @@ FINGERPRINT = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_fingerprint_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str]) -> None:
     script = textwrap.dedent(FINGERPRINT)
     exec(script, {})

@@ -86,8 +86,8 @@ SLOW = pytest.mark.slow, pytest.mark.versions
 @pytest.mark.parametrize(
     "loss",
     [
-        *(counted, mapped),
-        *(pytest.param(one, marks=SLOW) for one in (unrolled, with_keys, in_batches, nested)),
+        mapped,
+        *(pytest.param(one, marks=SLOW) for one in (counted, unrolled, with_keys, in_batches, nested)),
     ],
 )
 def test_it_is_opened_and_gains(loss: Loss) -> None:

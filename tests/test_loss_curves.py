@@ -333,9 +333,9 @@ def same_losses(train: Callable[[Decorate], list[float]]) -> list[float]:
 
 
 #: Those that compile quickly. For linen and nnx, ``test_frameworks`` has small ones.
-QUICK = {"Haiku", "dataclasses and MultiSteps"}
+QUICK = {"dataclasses and MultiSteps"}
 #: Those that each JAX takes beside these.
-VERSIONS = {"Equinox without jit"}
+VERSIONS = {"Equinox without jit", "Haiku"}
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_saved_plan_is_followed(plan: Plan, tmp_path: Path) -> None:
         remat_opt.optimal_remat(layers, plan=path),
     ):
         assert fn.plan(*ARGS) == plan
-        found, expected = jax.grad(fn)(*ARGS), jax.grad(layers)(*ARGS)
+        found, expected = (jax.jit(jax.grad(one))(*ARGS) for one in (fn, layers))
         assert all(jnp.allclose(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -255,14 +255,14 @@ def test_regions_that_compute_nothing(plan: Plan) -> None:
 def test_the_work_of_reading_grows_with_the_number_of_regions(plan: Plan) -> None:
     """Calls made, not seconds."""
     calls = {}
-    for count in (5_000, 10_000):
+    for count in (1_000, 2_000):
         region = {"kept": [], "checkpointed": True, "inside": []}
         many = [{**region, "roots": [root]} for root in range(count)]
         text = resealed(plan, lambda body, many=many: body.update(stages=many))
         profile = cProfile.Profile()
         assert len(profile.runcall(Plan.from_json, text).stages) == count
         calls[count] = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    assert calls[10_000] < 2.1 * calls[5_000]
+    assert calls[2_000] < 2.1 * calls[1_000]
 
 
 def test_what_a_terminal_would_obey_is_escaped(plan: Plan) -> None:

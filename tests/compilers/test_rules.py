@@ -16,6 +16,7 @@ from jax import lax
 
 from remat_opt import compilers, loops
 from remat_opt.compilers.compiler import Compiler, Rules
+from remat_opt.compilers.model import model
 from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
 from remat_opt.errors import RematError
@@ -23,7 +24,7 @@ from remat_opt.gradients import Gradients
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from remat_opt.program.linearization import linearize
-from remat_opt.program.record import Program
+from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.solvers.base import Overhead
 from remat_opt.transform import rewriting
@@ -447,6 +448,12 @@ def traced(rule: str) -> Program:
     return tracing.trace(fn, *args)
 
 
+@functools.cache
+def linearized(rule: str) -> Linearization:
+    """What the derivatives of its equations read."""
+    return linearize(traced(rule))
+
+
 def halves(count: int) -> Schedule:
     """Two regions, the first under a checkpoint that keeps nothing."""
     middle = (count + 1) // 2
@@ -456,12 +463,13 @@ def halves(count: int) -> Schedule:
     return Schedule(regions=(first, last) if last.vertices else (first,))
 
 
-def figures(program: Program, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
-    """What a program is expected to take on a device."""
-    found = model_of(program, device, off)
-    in_step = model_of(program, device, off, Gradients.CONSUMED)
+def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
+    """What the program that shows a rule is expected to take on a device."""
+    program, linearization, compiler = traced(rule), linearized(rule), compiler_of(device, off)
+    found = model(program, linearization, compiler)
+    in_step = model(program, linearization, compiler, gradients=Gradients.CONSUMED)
     schedules = plain(found.graph), halves(len(found.graph))
-    ways = loops.ways(program, linearize(program), found, Overhead.SECONDS)
+    ways = loops.ways(program, linearization, found, Overhead.SECONDS)
     inside = [(way.stacked_bytes, way.workspace_bytes) for of_loop in ways for way in of_loop]
     peaks = *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
     return found.graph, inside, in_step.gradient_bytes, *peaks
@@ -497,10 +505,9 @@ def test_there_is_a_program_for_every_rule_and_device() -> None:
     ],
 )
 def test_switching_a_rule_off_changes_figures(rule: str, device: str) -> None:
-    program = traced(rule)
-    found = figures(program, device)
-    assert figures(program, device) == found
-    assert figures(program, device, [rule]) != found
+    found = figures(rule, device)
+    assert figures(rule, device) == found
+    assert figures(rule, device, [rule]) != found
 
 
 #: Rewrites that JAX before 0.11 does not take.
@@ -524,7 +531,6 @@ def test_switching_a_rule_off_changes_what_is_written(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_about_other_compilers_change_nothing(rule: str) -> None:
-    program = traced(rule)
     for device, platform in DEVICES.items():
         if platform not in RULES[rule].platforms:
-            assert figures(program, device, [rule]) == figures(program, device)
+            assert figures(rule, device, [rule]) == figures(rule, device)

@@ -402,6 +402,7 @@ def test_sizes_that_must_be_rounded(spread):
         assert least_within == math.inf or answer.objective <= least_within * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_the_search_stops_at_a_number_of_nodes():
     graph = layered("chain", 10)
     stopped = staged_program.least_overhead(graph, 20, node_limit=1)
