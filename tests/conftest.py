@@ -66,7 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
 
 
-
 def pytest_collection_finish() -> None:
     """What several tests plan is planned once.
 
@@ -80,7 +79,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def quick_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fast tests search programs of 7 to 12 vertices as larger ones: the thorough way takes longest.
+    """Fast tests search programs of 7 to 12 vertices as larger ones: thoroughly takes longer.
 
     For modules that ask whether any plan is right, not whether it is the best.
     """

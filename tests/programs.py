@@ -63,9 +63,15 @@ def example(build: Callable[[], Example]) -> Callable[[], Example]:
 
 
 def array(name: str, *shape: int, scale: float = 0.5) -> jax.Array:
-    """Normal numbers that depend only on the name and the shape."""
+    """Normal numbers that depend only on the name and the shape; made without a compile."""
     seed = zlib.crc32(f"{name}{shape}".encode())
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale)
+    numbers = np.random.default_rng(seed).normal(size=shape) * scale
+    return jax.device_put(numbers)
+
+
+def ones(*shape: int, dtype: Any = "float32") -> jax.Array:
+    """Like ``jnp.ones``, of which JAX compiles one for each shape."""
+    return jax.device_put(np.ones(shape, dtype))
 
 
 # --- Networks -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from remat_opt.errors import BudgetError, RematError, TraceError
 from remat_opt.options import objective_of
 from remat_opt.plan import Objective
 from remat_opt.program import linearization
+from tests.programs import ones
 
 pytestmark = pytest.mark.usefixtures("quick_search")
 
@@ -33,7 +34,7 @@ def layers(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(x**2)
 
 
-WEIGHTS, X = [jnp.ones((8, 8)) * 0.1] * 5, jnp.ones((64, 8))
+WEIGHTS, X = [ones(8, 8) * 0.1] * 5, ones(64, 8)
 
 
 def of_shape(tree: Any) -> Any:

@@ -87,7 +87,10 @@ SLOW = pytest.mark.slow, pytest.mark.versions
     "loss",
     [
         mapped,
-        *(pytest.param(one, marks=SLOW) for one in (counted, unrolled, with_keys, in_batches, nested)),
+        *(
+            pytest.param(one, marks=SLOW)
+            for one in (counted, unrolled, with_keys, in_batches, nested)
+        ),
     ],
 )
 def test_it_is_opened_and_gains(loss: Loss) -> None:

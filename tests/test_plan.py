@@ -18,6 +18,7 @@ from remat_opt.checksum import checksum_of
 from remat_opt.errors import PlanFileError
 from remat_opt.plan import FORMAT, Plan
 from remat_opt.timeline import KINDS
+from tests.programs import ones
 
 pytestmark = pytest.mark.usefixtures("quick_search")
 
@@ -29,7 +30,7 @@ def layers(weights: Any, x: jax.Array) -> jax.Array:
 
 
 #: Small weights: where ``tanh`` is 1 but for rounding, gradients are nothing but rounding.
-ARGS = [jnp.full((8, 8), 1 / 64)] * 8, jnp.ones((64, 8))
+ARGS = [jnp.full((8, 8), 1 / 64)] * 8, ones(64, 8)
 
 
 @pytest.fixture(scope="module")

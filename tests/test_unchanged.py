@@ -21,11 +21,12 @@ from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
 from remat_opt.program import tracing
 from remat_opt.program.tracing import Signature
+from tests.programs import ones
 
 pytestmark = pytest.mark.usefixtures("quick_search")
 
-WEIGHTS = [jnp.full((64, 64), 0.01)] * 2
-X = jnp.ones((16, 64))
+WEIGHTS = [0.01 * ones(64, 64)] * 2
+X = ones(16, 64)
 STEPS = 7
 
 

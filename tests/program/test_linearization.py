@@ -16,11 +16,11 @@ from remat_opt.program import linearization, tracing
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Derivative
 from remat_opt.program.tracing import Signature
-from tests.programs import EXAMPLES
+from tests.programs import EXAMPLES, ones
 
 X = jnp.linspace(0.1, 0.9, 6).reshape(2, 3)
-SQUARE = jnp.ones((3, 3))
-IMAGE, KERNEL = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2))
+SQUARE = ones(3, 3)
+IMAGE, KERNEL = ones(1, 4, 4, 2), ones(3, 3, 2, 2)
 
 
 def derivatives(fn: Callable[..., Any], *args: Any) -> dict[str, Derivative]:

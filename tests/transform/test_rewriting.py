@@ -20,10 +20,11 @@ from remat_opt.program.record import Program
 from remat_opt.program.tracing import Signature
 from remat_opt.schedule import Stage
 from remat_opt.transform import equations, rewriting
+from tests.programs import ones
 
 pytestmark = pytest.mark.usefixtures("quick_search")
 
-X, W = jnp.ones((4, 8)), [jnp.ones((8, 8))] * 3
+X, W = ones(4, 8), [ones(8, 8)] * 3
 
 
 def layers(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
@@ -479,10 +480,14 @@ def test_for_nvidia_the_gradient_of_picking_from_rows_is_elementwise(
         _, call, _ = rewritten(stages, loss, x, platform=platform)
         gradient = jax.make_jaxpr(jax.grad(call))(x)
         assert len(re.findall(r"= scatter-add\[", str(gradient))) == scatters
-        (here, slope), (there, expected) = (jax.jit(jax.value_and_grad(fn))(x) for fn in (call, loss))
+        (here, slope), (there, expected) = (
+            jax.jit(jax.value_and_grad(fn))(x) for fn in (call, loss)
+        )
         assert here == there
         assert jnp.array_equal(slope, expected)
-        found, expected = (jax.jit(lambda x, fn=fn: jax.jvp(fn, (x,), (x,))[1])(x) for fn in (call, loss))
+        found, expected = (
+            jax.jit(lambda x, fn=fn: jax.jvp(fn, (x,), (x,))[1])(x) for fn in (call, loss)
+        )
         assert jnp.allclose(found, expected, rtol=20 * jnp.finfo(dtype).eps)
         batched = jnp.stack([x, 2 * x])
         assert jnp.array_equal(*(jax.jit(jax.vmap(jax.grad(fn)))(batched) for fn in (call, loss)))
