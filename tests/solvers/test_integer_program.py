@@ -64,14 +64,14 @@ def test_best_of_all_chains_that_nest(graph: Graph) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=6))
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=60)
 def test_best_of_all_chains_on_many_graphs(graph: Graph) -> None:
     check_optimal(graph, 1)
 
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=4))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=20)
 def test_best_of_all_chains_that_nest_on_many_graphs(graph: Graph) -> None:
     check_optimal(graph, 2)
 

@@ -83,7 +83,7 @@ def test_candidates_and_budgets(graph: Graph) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=12))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=20)
 def test_candidates_and_budgets_on_many_graphs(graph: Graph) -> None:
     check_candidates(graph)
     check_monotone(graph)
@@ -197,7 +197,7 @@ def gaps(seed: int, max_vertices: int) -> tuple[float, list[float]]:
         (4, 10, 1),
         # One graph of 200, the one of seed 163, would fit in 40 bytes and is given 41.
         pytest.param(5, 200, 41 / 40, marks=pytest.mark.slow),
-        pytest.param(6, 50, 1, marks=pytest.mark.slow),
+        pytest.param(6, 30, 1, marks=pytest.mark.slow),
     ],
 )
 def test_near_the_best_of_all_schedules(max_vertices: int, count: int, least_peak: float) -> None:
