@@ -55,6 +55,13 @@ class Example:
 
 
 EXAMPLES: dict[str, Callable[[], Example]] = {}
+#: Those that take long to compile.
+DEAR = {
+    *("attention", "bfloat16", "cnn_batch_norm", "dense_blocks", "dropout_raw_key"),
+    *("dropout_typed_key", "embedding_lookup", "flax_batch_norm", "flax_nnx"),
+    *("gather_scatter_sort", "inner_derivatives", "linear_algebra", "many_elementwise"),
+    *("recurrent_unrolled", "residual_blocks", "scanned_layers", "static_arguments"),
+}
 
 
 def example(build: Callable[[], Example]) -> Callable[[], Example]:

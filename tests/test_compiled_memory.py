@@ -178,16 +178,15 @@ def attention_net(weights: Any, x: jax.Array) -> jax.Array:
 @needs_libtpu
 def test_attention_in_mixed_precision_on_a_tpu() -> None:
     layer = Array((512, 1536), "bfloat16"), Array((512, 512), "bfloat16")
-    args = [layer] * 4, Array((8, 1024, 512), "bfloat16")
+    args = [layer] * 3, Array((8, 1024, 512), "bfloat16")
     unchanged = plain_bytes(attention_net, args, "v5e")
     for options in ({}, {"max_overhead": 0.4, "overhead": "flops"}):
         plan = planned(attention_net, args, "v5e", **options)
         ratio = plan.measured.temporary_bytes / plan.predicted.temporary_bytes
-        # 0.38 to 0.40 of the unchanged function, with JAX 0.10 and 0.12. With 0.10 the first, with
-        # nested regions, takes 1.18 times what is predicted, the second 0.98. If arrays of 8 MiB
-        # lie in the way of those of 256, both may change.
+        # 0.42 and 0.45 of the unchanged function, and 1.04 and 0.98 times what is predicted, with
+        # JAX 0.10 and 0.12. If arrays of 8 MiB lie in the way of those of 256, both may change.
         assert plan.measured.temporary_bytes <= 0.5 * unchanged
-        assert 0.75 <= ratio <= 1.25, (options, ratio)
+        assert 0.85 <= ratio <= 1.15, (options, ratio)
 
 
 @pytest.mark.parametrize(

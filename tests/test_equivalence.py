@@ -34,7 +34,7 @@ from remat_opt.program.record import Program
 from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import model_of
-from tests.programs import EXAMPLES, Example, array
+from tests.programs import DEAR, EXAMPLES, Example, array
 from tests.rewritten import always_rewritten
 
 pytestmark = pytest.mark.usefixtures("quick_search")
@@ -48,13 +48,6 @@ def _rewritten() -> Iterator[None]:
         yield
 
 
-#: Examples that take long to compile.
-DEAR = {
-    *("attention", "bfloat16", "cnn_batch_norm", "dense_blocks", "dropout_raw_key"),
-    *("dropout_typed_key", "embedding_lookup", "flax_batch_norm", "flax_nnx"),
-    *("gather_scatter_sort", "inner_derivatives", "linear_algebra", "many_elementwise"),
-    *("recurrent_unrolled", "residual_blocks", "scanned_layers", "static_arguments"),
-}
 #: One for each thing that can go wrong, for tests that compile much.
 CORE = {
     *("branches", "closure_constants", "custom_jvp", "custom_vjp", "identity"),
@@ -247,7 +240,9 @@ def test_all_transformations(name: str) -> None:
 # If nothing is jitted, every operation is compiled by itself.
 @pytest.mark.parametrize(
     "name",
-    examples(sorted(CORE), fast=CORE - LOOPS - {"custom_jvp", "mlp", "stopped_gradient"}),
+    examples(
+        sorted(CORE), fast={"closure_constants", "custom_vjp", "keyword_arguments", "weak_types"}
+    ),
 )
 def test_without_jit(name: str) -> None:
     example = made(name)
@@ -732,7 +727,7 @@ def test_two_devices() -> None:
 # --- The rewritten program ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", examples(EXAMPLES, fast=EXAMPLES.keys() - DEAR))
+@pytest.mark.parametrize("name", examples(EXAMPLES, fast=CORE))
 def test_rewritten_program_is_well_formed(name: str) -> None:
     example = made(name)
     program, call = program_of(example)

@@ -206,6 +206,7 @@ def test_made_arguments_have_the_promised_shapes(family: str) -> None:
     assert types(made(family)) == types(small(family, None).arguments)
 
 
+@pytest.mark.slow
 def test_gpt_does_not_look_ahead() -> None:
     network = small("gpt", None)
     params, batch = made("gpt")
