@@ -567,11 +567,11 @@ FINGERPRINT = """
         x = jax.checkpoint(jnp.sin, policy=jax.checkpoint_policies.save_only_these_names("q"))(x)
         x = lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)
         x = x + jax.random.normal(jax.random.key(0), x.shape)
-        x = lax.conv_general_dilated(x[None, None], ones(1, 1, 2, 2), (1, 1), "SAME")[0, 0]
+        x = lax.conv_general_dilated(x[None, None], jnp.ones((1, 1, 2, 2)), (1, 1), "SAME")[0, 0]
         return jnp.sum(lax.sort(x) * jnp.cumsum(x, axis=0))
 
-    params = {"a": ones(3, 3), "b": ones(3, 3)}
-    print(tracing.trace(loss, params, ones(2, 3)).fingerprint())
+    params = {"a": jnp.ones((3, 3)), "b": jnp.ones((3, 3))}
+    print(tracing.trace(loss, params, jnp.ones((2, 3))).fingerprint())
 """
 
 
