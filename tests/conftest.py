@@ -54,9 +54,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "hunt", parent=hypothesis.settings.get_profile("ci"), derandomize=False
 )
-#: Half as many, for all tests that do not say how many.
+#: Fewer, for all tests that do not say how many.
 hypothesis.settings.register_profile(
-    "fast", parent=hypothesis.settings.get_profile("ci"), max_examples=50
+    "fast", parent=hypothesis.settings.get_profile("ci"), max_examples=30
 )
 
 

@@ -381,6 +381,9 @@ def test_the_plan_of_shapes_is_the_plan_that_the_gradient_uses() -> None:
     )
 
 
+# It clears what all tests of this process have compiled.
+@pytest.mark.slow
+@pytest.mark.versions
 def test_nothing_of_the_trace_outlives_it() -> None:
     class Big(np.ndarray):
         """An array that allows weak references."""
