@@ -25,9 +25,10 @@ from remat_opt.program.tracing import Signature
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import simulate
 from remat_opt.solvers.base import Candidate
+from tests.programs import ones
 
-X = jnp.ones((16, 8))
-W = jnp.ones((8, 8))
+X = ones(16, 8)
+W = ones(8, 8)
 
 
 def compiler_of(device: str, off: Collection[str] = ()) -> Compiler:

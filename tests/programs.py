@@ -55,6 +55,13 @@ class Example:
 
 
 EXAMPLES: dict[str, Callable[[], Example]] = {}
+#: Those that take long to compile.
+DEAR = {
+    *("attention", "bfloat16", "cnn_batch_norm", "dense_blocks", "dropout_raw_key"),
+    *("dropout_typed_key", "embedding_lookup", "flax_batch_norm", "flax_nnx"),
+    *("gather_scatter_sort", "inner_derivatives", "linear_algebra", "many_elementwise"),
+    *("recurrent_unrolled", "residual_blocks", "scanned_layers", "static_arguments"),
+}
 
 
 def example(build: Callable[[], Example]) -> Callable[[], Example]:
@@ -63,9 +70,15 @@ def example(build: Callable[[], Example]) -> Callable[[], Example]:
 
 
 def array(name: str, *shape: int, scale: float = 0.5) -> jax.Array:
-    """Normal numbers that depend only on the name and the shape."""
+    """Normal numbers that depend only on the name and the shape; made without a compile."""
     seed = zlib.crc32(f"{name}{shape}".encode())
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale)
+    numbers = np.random.default_rng(seed).normal(size=shape) * scale
+    return jax.device_put(numbers)
+
+
+def ones(*shape: int, dtype: Any = "float32") -> jax.Array:
+    """Like ``jnp.ones``, of which JAX compiles one for each shape."""
+    return jax.device_put(np.ones(shape, dtype))
 
 
 # --- Networks -----------------------------------------------------------------------------

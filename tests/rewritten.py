@@ -10,13 +10,15 @@ from remat_opt import planning
 from remat_opt.recent import Recent
 from remat_opt.schedule import plain
 
+#: Sweeps of their own: those of other tests may leave a function as it is.
+_SWEEPS: Recent = Recent(200)
+
 
 @contextlib.contextmanager
 def always_rewritten() -> Iterator[None]:
     """No plan leaves a function as it is: what recomputes nothing is written differently, too."""
     with (
         mock.patch.object(planning, "unchanged", plain),
-        # No sweep of before or for later.
-        mock.patch.object(planning, "_sweeps", Recent(16)),
+        mock.patch.object(planning, "_sweeps", _SWEEPS),
     ):
         yield

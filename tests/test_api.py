@@ -22,6 +22,9 @@ from remat_opt.errors import BudgetError, RematError, TraceError
 from remat_opt.options import objective_of
 from remat_opt.plan import Objective
 from remat_opt.program import linearization
+from tests.programs import ones
+
+pytestmark = pytest.mark.usefixtures("quick_search")
 
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:
@@ -31,7 +34,7 @@ def layers(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(x**2)
 
 
-WEIGHTS, X = [jnp.ones((8, 8)) * 0.1] * 8, jnp.ones((64, 8))
+WEIGHTS, X = [ones(8, 8) * 0.1] * 5, ones(64, 8)
 
 
 def of_shape(tree: Any) -> Any:
@@ -378,6 +381,9 @@ def test_the_plan_of_shapes_is_the_plan_that_the_gradient_uses() -> None:
     )
 
 
+# It clears what all tests of this process have compiled.
+@pytest.mark.slow
+@pytest.mark.versions
 def test_nothing_of_the_trace_outlives_it() -> None:
     class Big(np.ndarray):
         """An array that allows weak references."""

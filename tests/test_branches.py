@@ -22,6 +22,8 @@ from remat_opt.program.record import Program
 from remat_opt.schedule import Choice
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SLOW = pytest.mark.slow
 
 DEPTH, WIDTH, ROWS = 3, 32, 256

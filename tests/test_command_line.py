@@ -7,6 +7,8 @@ import pytest
 import remat_opt
 from remat_opt import command_line, device, solvers
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SOURCE = """
 import jax, jax.numpy as jnp
 
@@ -215,6 +217,7 @@ def test_wrong_options_are_refused_by_the_parser(run, capsys):
     assert "argument --argnums: 'x': give positions such as 0 or 0,2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_module_from_a_shell():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "remat_opt", "devices"],

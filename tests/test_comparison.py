@@ -15,6 +15,8 @@ from remat_opt.measurement.compilation import Measurement
 from remat_opt.program.tracing import Signature
 from tests.test_policies import NAMES
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 X = jax.ShapeDtypeStruct((32, 32), "float32")
 
 

@@ -36,8 +36,8 @@ def residual_net(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(x**2)
 
 
-def residual_net_arguments(rows: int, width: int) -> Any:
-    return [Array((width, width), "float32")] * 16, Array((rows, width), "float32")
+def residual_net_arguments(rows: int, width: int, layers: int = 10) -> Any:
+    return [Array((width, width), "float32")] * layers, Array((rows, width), "float32")
 
 
 def convolutional_net(params: Any, image: jax.Array) -> jax.Array:
@@ -87,17 +87,23 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "width", "least_share", "lower", "upper"),
+    ("device", "rows", "width", "layers", "least_share", "lower", "upper"),
     [
-        ("cpu", 4096, 64, 0.3, 0.99, 1.02),
+        ("cpu", 4096, 64, 10, 0.29, 0.99, 1.02),
         # Almost all of the least plan is in a TPU's vector memory, which is not known to the MiB.
-        pytest.param("v5e", 65536, 128, 0.25, 0.99, 1.1, marks=TPU),
+        pytest.param("v5e", 65536, 128, 16, 0.25, 0.99, 1.1, marks=TPU),
     ],
 )
 def test_residual_net(
-    device: str, rows: int, width: int, least_share: float, lower: float, upper: float
+    device: str,
+    rows: int,
+    width: int,
+    layers: int,
+    least_share: float,
+    lower: float,
+    upper: float,
 ) -> None:
-    args = residual_net_arguments(rows, width)
+    args = residual_net_arguments(rows, width, layers)
     unchanged = plain_bytes(residual_net, args, device)
     least = planned(residual_net, args, device)
     assert least.measured.temporary_bytes <= least_share * unchanged
@@ -114,7 +120,7 @@ def test_residual_net(
 
 def test_nested_regions_take_what_is_predicted() -> None:
     """A budget that no chain of regions meets without computing values more than once."""
-    args = residual_net_arguments(4096, 64)
+    args = residual_net_arguments(4096, 64, layers=16)
     plan = planned(residual_net, args, "cpu", budget=0.2)
     assert any(stage.inside for stage in plan.stages)
     assert max(decision.times for decision in plan.decisions) > 1
@@ -172,16 +178,15 @@ def attention_net(weights: Any, x: jax.Array) -> jax.Array:
 @needs_libtpu
 def test_attention_in_mixed_precision_on_a_tpu() -> None:
     layer = Array((512, 1536), "bfloat16"), Array((512, 512), "bfloat16")
-    args = [layer] * 4, Array((8, 1024, 512), "bfloat16")
+    args = [layer] * 3, Array((8, 1024, 512), "bfloat16")
     unchanged = plain_bytes(attention_net, args, "v5e")
     for options in ({}, {"max_overhead": 0.4, "overhead": "flops"}):
         plan = planned(attention_net, args, "v5e", **options)
         ratio = plan.measured.temporary_bytes / plan.predicted.temporary_bytes
-        # 0.38 to 0.40 of the unchanged function, with JAX 0.10 and 0.12. With 0.10 the first, with
-        # nested regions, takes 1.18 times what is predicted, the second 0.98. If arrays of 8 MiB
-        # lie in the way of those of 256, both may change.
+        # 0.42 and 0.45 of the unchanged function, and 1.04 and 0.98 times what is predicted, with
+        # JAX 0.10 and 0.12. If arrays of 8 MiB lie in the way of those of 256, both may change.
         assert plan.measured.temporary_bytes <= 0.5 * unchanged
-        assert 0.75 <= ratio <= 1.25, (options, ratio)
+        assert 0.85 <= ratio <= 1.15, (options, ratio)
 
 
 @pytest.mark.parametrize(

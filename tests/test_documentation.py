@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Their blocks compile several programs: some seconds each. Only JAX can break what they show.
 SLOW = frozenset(
     {"README.md", "docs/tutorial.md", "docs/how_to/budget.md", "docs/how_to/flax.md"}
-    | {"docs/how_to/mesh.md"}
+    | {"docs/how_to/mesh.md", "docs/how_to/equinox.md", "docs/how_to/look.md"}
 )
 
 _BLOCK = re.compile(
@@ -127,6 +127,8 @@ def test_pictures_show_what_the_solvers_answer():
 
 @needs_libtpu
 @pytest.mark.tpu
+@pytest.mark.slow
+@pytest.mark.versions
 def test_the_explanation_on_its_page_is_what_the_command_prints(monkeypatch, capsys):
     """All of it with the version that it was made with; with others, only the top."""
     pytest.importorskip("optax")

@@ -17,6 +17,8 @@ from jax.experimental import checkify, io_callback
 import remat_opt
 from remat_opt.errors import BudgetError
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 WEIGHTS = [np.linspace(-1, 1, 256, dtype="float32").reshape(16, 16) * s for s in (0.1, 0.2, 0.3)]
 BATCH = np.linspace(-1, 1, 1024, dtype="float32").reshape(64, 16)
 SCALAR = jax.ShapeDtypeStruct((), "float32")

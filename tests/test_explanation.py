@@ -16,6 +16,8 @@ from remat_opt.measurement import compilation
 from remat_opt.view import explanation_text
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 S = jax.ShapeDtypeStruct
 WIDTH = 128
 

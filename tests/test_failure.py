@@ -17,6 +17,9 @@ from remat_opt import failure, planning
 from remat_opt.errors import BudgetError, GraphError, PlanningWarning, RewriteError
 from remat_opt.program import tracing
 from remat_opt.transform import rewriting
+from tests.programs import ones
+
+pytestmark = pytest.mark.usefixtures("quick_search")
 
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -25,7 +28,7 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(x)
 
 
-ARGS = jnp.ones((8, 8)) * 0.1, jnp.ones((4, 8))
+ARGS = ones(8, 8) * 0.1, ones(4, 8)
 
 
 def broken(*_: Any, **__: Any) -> Any:

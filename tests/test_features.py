@@ -7,6 +7,8 @@ import pytest
 from tests import feature_table, framework_features  # noqa: F401 - adds rows
 from tests.features import FEATURES, Feature, find
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 def _id(feature: Feature) -> str:
     return f"{feature.group}: {feature.name}"

@@ -20,6 +20,8 @@ import remat_opt
 from remat_opt.errors import RematError, TraceError
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 STEPS = 20
 X = array("x", 32, 4, scale=1)
 Y = jnp.asarray(np.sin(2 * np.asarray(X)[:, :1]) + np.asarray(X)[:, 1:2])
@@ -190,7 +192,7 @@ def undecorated() -> tuple[Network, list[float], float]:
 decorate = functools.partial(remat_opt.optimal_remat, device="cpu", errors="raise")
 
 
-FAST = {"in_jit", "in_value_and_grad", "with_an_optimizer"}
+FAST = {"in_jit", "with_an_optimizer"}
 
 
 @pytest.mark.parametrize(
@@ -504,6 +506,7 @@ def test_training_in_linen() -> None:
 # --- Flax is not needed -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_flax() -> None:
     code = """
         import sys

@@ -12,6 +12,8 @@ from remat_opt.device import get_device
 from remat_opt.gradients import Gradients, ParameterGradient, Wait, workspace_bytes
 from remat_opt.program import tracing
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 TWO = (
     ParameterGradient(first=3, last=3, bytes=5),
     ParameterGradient(first=1, last=2, bytes=2),

@@ -23,6 +23,8 @@ from remat_opt.gradients import Gradients
 from remat_opt.program.linearization import linearize
 from remat_opt.program.tracing import Signature, trace
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 Body = Callable[..., jax.Array]
 W = np.linspace(-1, 1, 4 * 16 * 64, dtype="float32").reshape(4, 16, 64) * 0.2
 X = np.linspace(-1, 1, 32 * 16, dtype="float32").reshape(32, 16)

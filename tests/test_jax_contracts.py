@@ -28,8 +28,11 @@ from remat_opt import _jax_checkpoints, _jax_meshes
 from remat_opt import _jax_internals as internals
 from remat_opt.measurement import compilation
 from remat_opt.program import tracing
+from tests.programs import ones
 
-X5 = jnp.ones(5)
+pytestmark = pytest.mark.usefixtures("quick_search")
+
+X5 = ones(5)
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names
 
 
@@ -572,6 +575,8 @@ FINGERPRINT = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_fingerprint_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str]) -> None:
     script = textwrap.dedent(FINGERPRINT)
     exec(script, {})

@@ -17,6 +17,8 @@ from remat_opt.plan import FORMAT, Plan
 from remat_opt.schedule import Loop
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 LENGTH, WIDTH, ROWS = 13, 32, 256
 W = (
     array("up", LENGTH, WIDTH, 4 * WIDTH, scale=1 / 6),

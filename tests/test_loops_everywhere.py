@@ -13,6 +13,8 @@ from jax import lax
 import remat_opt
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 # So many rows that activations are larger than the weights.
 LENGTH, WIDTH, ROWS = 11, 8, 256
 W = array("w", LENGTH, WIDTH, 2 * WIDTH, scale=0.3)
@@ -84,8 +86,11 @@ SLOW = pytest.mark.slow, pytest.mark.versions
 @pytest.mark.parametrize(
     "loss",
     [
-        *(counted, mapped),
-        *(pytest.param(one, marks=SLOW) for one in (unrolled, with_keys, in_batches, nested)),
+        mapped,
+        *(
+            pytest.param(one, marks=SLOW)
+            for one in (counted, unrolled, with_keys, in_batches, nested)
+        ),
     ],
 )
 def test_it_is_opened_and_gains(loss: Loss) -> None:

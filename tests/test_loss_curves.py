@@ -27,6 +27,8 @@ from flax import nnx
 import remat_opt
 from tests.kernels import USERS_KERNELS
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 #: Decorates a loss, or returns it unchanged.
 Decorate = Callable[..., Callable[..., Any]]
 #: Takes decorator, images, labels and steps to the loss at every step.
@@ -331,9 +333,9 @@ def same_losses(train: Callable[[Decorate], list[float]]) -> list[float]:
 
 
 #: Those that compile quickly. For linen and nnx, ``test_frameworks`` has small ones.
-QUICK = {"Haiku", "dataclasses and MultiSteps"}
+QUICK = {"dataclasses and MultiSteps"}
 #: Those that each JAX takes beside these.
-VERSIONS = {"Equinox without jit"}
+VERSIONS = {"Equinox without jit", "Haiku"}
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from remat_opt.device import get_device
 from tests.devices import needs_libtpu, quick_compiles
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 P = PartitionSpec
 
 
@@ -88,6 +90,8 @@ def test_predictions_are_what_a_device_takes(fn: Callable[..., Any], auto: Mesh)
     assert "All figures are for one of the 8 devices of the mesh (data 8)." in plan.notes
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_the_budget_of_a_device_is_met(auto: Mesh) -> None:
     args = on(auto, WEIGHTS), on(auto, X, "data")
     whole = remat_opt.measure(jax.grad(loss), WEIGHTS, X).temporary_bytes

@@ -9,6 +9,8 @@ from remat_opt.errors import CallError, RematError
 from remat_opt.misuse import entry_point
 from remat_opt.testing import check_plan
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SHAPE = jax.ShapeDtypeStruct((16, 16), "float32")
 
 

@@ -25,6 +25,8 @@ from remat_opt.solvers.base import Candidate, Overhead, judge
 from remat_opt.solvers.catalogue import Portfolio
 from tests.compiler_graphs import model_of
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SLOW = [pytest.mark.slow, pytest.mark.versions]
 NAMES = (
     "dots_saveable",

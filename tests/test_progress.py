@@ -13,6 +13,8 @@ import pytest
 import remat_opt
 from remat_opt import progress
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 class Terminal(io.StringIO):
     def isatty(self):
@@ -101,7 +103,7 @@ def test_long_work_says_what_it_is(terminal, monkeypatch):
     """Planning and compiling; shown or not, the plan is the same."""
 
     def loss(w, x):
-        for _ in range(12):
+        for _ in range(7):
             x = jnp.sin(x @ w)
         return jnp.sum(x)
 

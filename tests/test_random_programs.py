@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from tests.random_programs import (
     no_tangent,
 )
 
-COUNT = 40
+pytestmark = pytest.mark.usefixtures("quick_search")
+
+COUNT = 36
 #: The default run takes some of these that compile fast, and each JAX some that take two seconds.
 FAST = (10, 13, 15, 16, 26, 27)
 VERSIONS = (3, 8, 9, 14, 17, 19, 22, 24, 32, 39)
@@ -118,10 +121,16 @@ def test_a_hunt_is_taken_up_where_it_was_cut_off(
 # --- Programs that once failed ------------------------------------------------------------
 
 
-def same(fn: Callable[..., Any], transform: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """The decorated function gives the same as the function, for all devices."""
+def same(
+    fn: Callable[..., Any],
+    transform: Callable[..., Any],
+    *args: Any,
+    devices: Sequence[str] = DEVICES,
+    **options: Any,
+) -> None:
+    """The decorated function gives the same as the function, for these devices."""
     expected = jax.jit(transform(fn))(*args)
-    for device in DEVICES:
+    for device in devices:
         ours = remat_opt.optimal_remat(fn, device=device, errors="raise", **options)
         assert differences(expected, jax.jit(transform(ours))(*args), 1e-9) == []
 
@@ -135,15 +144,21 @@ def layers(w: Any, x: Any) -> Any:
 W, X = [np.ones((16, 16)) * 0.1] * 3, np.linspace(-1, 1, 512).reshape(32, 16)
 
 
-def test_frozen_layers() -> None:
-    same(layers, lambda f: jax.grad(lambda a: f([a, *W[1:]], X)), W[0])
-    same(layers, lambda f: jax.grad(lambda a: f([*W[:-1], a], X)), W[0])
-    same(layers, jax.grad, W, X, argnums=(0, 1))
-    same(layers, lambda f: jax.grad(f, argnums=1), W, X)
+@pytest.mark.parametrize(
+    "devices",
+    [DEVICES[:1], pytest.param(DEVICES, marks=[pytest.mark.slow, pytest.mark.versions])],
+    ids=["one device", "all devices"],
+)
+def test_frozen_layers(devices: Sequence[str]) -> None:
+    everywhere = functools.partial(same, layers, devices=devices)
+    everywhere(lambda f: jax.grad(lambda a: f([a, *W[1:]], X)), W[0])
+    everywhere(lambda f: jax.grad(lambda a: f([*W[:-1], a], X)), W[0])
+    everywhere(jax.grad, W, X, argnums=(0, 1))
+    everywhere(lambda f: jax.grad(f, argnums=1), W, X)
     ours = remat_opt.optimal_remat(layers, device="h200", errors="raise")
     alone = jax.grad(lambda a: ours([a, *W[1:]], X))(W[0])
     assert differences(jax.grad(lambda a: layers([a, *W[1:]], X))(W[0]), alone, 1e-9) == []
-    same(layers, lambda f: lambda a: jax.jvp(f, (a, X), (a, X)), W)
+    everywhere(lambda f: lambda a: jax.jvp(f, (a, X), (a, X)), W)
 
 
 def test_statistics_as_masks() -> None:

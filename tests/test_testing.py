@@ -13,6 +13,8 @@ from remat_opt.errors import CompileError, PlanFileError, RematError
 from remat_opt.measurement.step import Step
 from remat_opt.testing import check_plan, verdict
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
 
 

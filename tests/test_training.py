@@ -13,6 +13,8 @@ import pytest
 from remat_opt.errors import RematError
 from remat_opt.training import training_step
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 OPTIMIZER = optax.adam(1e-2)
 W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 X = jnp.linspace(0.0, 1.0, 32).reshape(8, 4)

@@ -21,10 +21,13 @@ from remat_opt.plan import Objective, Plan
 from remat_opt.planning import Problem
 from remat_opt.program import tracing
 from remat_opt.program.tracing import Signature
+from tests.programs import ones
 
-WEIGHTS = [jnp.full((64, 64), 0.01)] * 2
-X = jnp.ones((16, 64))
-STEPS = 12
+pytestmark = pytest.mark.usefixtures("quick_search")
+
+WEIGHTS = [0.01 * ones(64, 64)] * 2
+X = ones(16, 64)
+STEPS = 7
 
 
 def loss(weights: Any, x: jax.Array) -> jax.Array:
@@ -113,6 +116,8 @@ def test_it_compiles_to_what_the_function_itself_does(verify: Any) -> None:
     assert in_step.measured.temporary_bytes == itself.temporary_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_a_budget_that_it_misses_as_compiled_is_met_by_another(tmp_path: Path) -> None:
     # A model that says too little of the function as it is: the compiler knows better.
     problem = problem_of("cpu")

@@ -23,10 +23,14 @@ from remat_opt.program import tracing
 from remat_opt.program.tracing import Signature
 from tests.devices import needs_cuda_plugin
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SHAPES = (
     [jax.ShapeDtypeStruct((64, 64), "float32")] * 12,
     jax.ShapeDtypeStruct((1024, 64), "float32"),
 )
+#: For the real compiler.
+SMALL = [jax.ShapeDtypeStruct((64, 64), "float32")] * 6, SHAPES[1]
 
 
 def layers(weights: Any, x: jax.Array) -> jax.Array:
@@ -186,8 +190,14 @@ def test_a_limit_on_the_overhead_holds(problem: planning.Problem) -> None:
     assert len(compiler.given) > 1
 
 
-def test_with_the_real_compiler() -> None:
-    plan = remat_opt.make_plan(layers, *SHAPES, budget=0.5, device="cpu", verify="compile")
+@pytest.fixture(scope="module")
+def chosen() -> Plan:
+    """Chosen by compiling, with the real compiler."""
+    return remat_opt.make_plan(layers, *SMALL, budget=0.5, device="cpu", verify="compile")
+
+
+def test_with_the_real_compiler(chosen: Plan) -> None:
+    plan = chosen
     assert plan.measured is not None
     assert plan.budget_bytes is not None
     assert plan.measured.temporary_bytes <= plan.budget_bytes
@@ -212,7 +222,7 @@ def test_nothing_differentiated_is_an_error_here_too() -> None:
 
 # --- In the decorator ---------------------------------------------------------------------
 
-WEIGHTS = [jnp.full((64, 64), 0.01)] * 6
+WEIGHTS = [jnp.full((64, 64), 0.01)] * 5
 X = jnp.linspace(-1.0, 1.0, 256 * 64).reshape(256, 64)
 VERIFIED: Any = {"budget": 0.6, "device": "cpu", "verify": "compile"}
 
@@ -236,6 +246,22 @@ def agree(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.max(np.abs(other)))
 
 
+def test_once_for_a_program_under_some_traces(compiled: list[Measurement]) -> None:
+    fn = remat_opt.optimal_remat(layers, **VERIFIED)
+    gradient = jax.grad(fn)
+    agree(jax.jit(gradient)(WEIGHTS, X), jax.jit(jax.grad(layers))(WEIGHTS, X))
+    count = len(compiled)
+    assert count > 0
+    jax.eval_shape(gradient, WEIGHTS, X)
+    jax.eval_shape(jax.vmap(gradient, in_axes=(None, 0)), WEIGHTS, jnp.stack([X, X]))
+    plan = fn.plan(WEIGHTS, X)
+    assert len(compiled) == count
+    assert plan.measured in compiled
+    assert plan.measured.temporary_bytes <= plan.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.versions
 def test_once_for_a_program_under_any_trace(compiled: list[Measurement]) -> None:
     fn = remat_opt.optimal_remat(layers, **VERIFIED)
     gradient = jax.grad(fn)
@@ -419,7 +445,7 @@ def test_the_last_prediction_is_what_is_compiled(device: str) -> None:
 
 
 def test_what_was_learnt_is_known_to_the_next_call() -> None:
-    problem, compiled = told(*SHAPES, device="cpu")
+    problem, compiled = told(*SMALL, device="cpu")
     memory = verification.Memory(problem.program, problem.device, "a step of this test")
     assert memory.recall() is None
     objective = Objective(budget_bytes=half(problem))
@@ -472,8 +498,8 @@ def test_a_file_of_what_was_learnt(tmp_path: Path) -> None:
         remat_opt.optimal_remat(layers, plan=plan, learnt=path)
 
 
-def test_memory_over_time_as_compiled_is_shown() -> None:
-    plan = remat_opt.make_plan(layers, *SHAPES, budget=0.6, device="cpu", verify="compile")
+def test_memory_over_time_as_compiled_is_shown(chosen: Plan) -> None:
+    plan = chosen
     assert 0 < len(plan.as_compiled) <= 200
     assert Plan.from_json(plan.to_json()) == plan
     text = " ".join(repr(plan).split())

@@ -13,6 +13,8 @@ from jax import lax
 import remat_opt
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 WEIGHTS = [array(f"w{n}", 16, 16, scale=0.25) for n in range(4)]
 X = array("x", 64, 16, scale=1)
 

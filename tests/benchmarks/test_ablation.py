@@ -20,8 +20,9 @@ from remat_opt.plan import Objective
 from remat_opt.program import tracing
 from remat_opt.program.linearization import linearize
 from remat_opt.schedule import Region, Schedule
+from tests.programs import ones
 
-W, X = [jnp.ones((64, 64))] * 4, jnp.ones((512, 64))
+W, X = [ones(64, 64)] * 4, ones(512, 64)
 
 
 def loss(weights: Any, x: jax.Array) -> jax.Array:

@@ -13,6 +13,9 @@ from benchmarks import networks
 #: Batches small enough to run.
 SMALL = {"routed_by_gathers": 64, "segment_messages": 32}
 
+#: Those that take longest to trace.
+DEAR = {"associative_recurrence", "flax_lstm", "flax_minimal"}
+
 
 def test_they_are_a_set_of_their_own() -> None:
     names = set(networks.IDIOMS)
@@ -22,7 +25,13 @@ def test_they_are_a_set_of_their_own() -> None:
     assert {networks.set_of(name) for name in networks.JUDGED} == {"judged"}
 
 
-@pytest.mark.parametrize("name", networks.IDIOMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name
+        for name in networks.IDIOMS
+    ],
+)
 def test_loss_is_a_float32_scalar_that_every_parameter_bears_on(name: str) -> None:
     network = networks.build(name, networks.default_batch(name))
     loss, gradient = jax.eval_shape(jax.value_and_grad(network.loss_fn), *network.arguments)

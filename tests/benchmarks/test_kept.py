@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from benchmarks.kept import Kept
 from remat_opt.measurement import compilation
+from tests.programs import ones
 
-X = jnp.ones((64, 64))
+X = ones(64, 64)
 
 
 def test_measurements_outlive_the_run(tmp_path: Path) -> None:

@@ -172,12 +172,12 @@ def test_gpt_parameters_are_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("resnet50", 16),
+        pytest.param("resnet50", 16, marks=pytest.mark.slow),
         ("resnet18", 8),
         pytest.param("densenet121", 58, marks=pytest.mark.slow),
         pytest.param("inception_v3", 11, marks=pytest.mark.slow),
         ("unet", 9),
-        ("vit_b16", 12),
+        pytest.param("vit_b16", 12, marks=pytest.mark.slow),
         ("lstm", 64),
         ("gpt", 12),
     ],
@@ -206,16 +206,18 @@ def test_made_arguments_have_the_promised_shapes(family: str) -> None:
     assert types(made(family)) == types(small(family, None).arguments)
 
 
+@pytest.mark.slow
 def test_gpt_does_not_look_ahead() -> None:
     network = small("gpt", None)
     params, batch = made("gpt")
     # Larger embeddings, so that logits differ by more than rounding.
     params = {**params, "tokens": 50 * params["tokens"]}
 
+    loss = jax.jit(network.loss_fn)
+
     def first_position(tokens: jax.Array) -> float:
         # Only the first target differs, so every other position's loss drops out.
         first, second = (batch["targets"].at[:, 0].set(target) for target in (3, 7))
-        loss = jax.jit(network.loss_fn)
         return float(
             loss(params, {"tokens": tokens, "targets": first})
             - loss(params, {"tokens": tokens, "targets": second})

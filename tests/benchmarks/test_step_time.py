@@ -133,6 +133,8 @@ def test_a_variant_that_fails_has_a_row_that_says_why(
     assert all("median_seconds" in row for label, row in rows.items() if label not in errors)
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_the_state_goes_from_variant_to_variant() -> None:
     case = Case(network="residual_mlp", step="adam", small=True)
     subject = Subject(case)

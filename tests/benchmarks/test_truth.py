@@ -41,6 +41,8 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> truth.Subject:
     return truth.Subject("recurrent", "cpu", "gradient")
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_a_function_as_it_is_is_compiled_without_what_transform_writes_differently(
     subject: truth.Subject,
 ) -> None:

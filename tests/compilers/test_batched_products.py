@@ -15,12 +15,13 @@ from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule
 from tests.compiler_graphs import changed, graph_of, model_of, names, storage_of
 from tests.devices import needs_cuda_plugin
+from tests.programs import ones
 
 SLOW = [pytest.mark.slow, pytest.mark.versions]
 
 BATCH, TOKENS, GROUPS, HEADS, DEPTH = 2, 16, 3, 4, 8
-QUERIES = jnp.ones((BATCH, TOKENS, GROUPS, HEADS, DEPTH))
-KEYS = jnp.ones((BATCH, TOKENS, GROUPS, DEPTH))
+QUERIES = ones(BATCH, TOKENS, GROUPS, HEADS, DEPTH)
+KEYS = ones(BATCH, TOKENS, GROUPS, DEPTH)
 SCORES = 4 * BATCH * TOKENS * TOKENS * GROUPS * HEADS
 
 

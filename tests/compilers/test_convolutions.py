@@ -11,8 +11,9 @@ from jax import lax
 from remat_opt.compilers.convolutions import Padded
 from remat_opt.schedule import Region, Schedule, plain
 from tests.compiler_graphs import changed, graph_of, names, whole
+from tests.programs import ones
 
-IMAGES, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+IMAGES, KERNEL = ones(2, 8, 8, 4), ones(3, 3, 4, 4)
 
 
 def convolution(kernel: jax.Array, x: jax.Array, stride: int = 1) -> jax.Array:

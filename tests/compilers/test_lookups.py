@@ -15,8 +15,9 @@ from remat_opt.compilers.model import Model
 from remat_opt.gradients import Gradients
 from remat_opt.program import tracing
 from tests.compiler_graphs import model_of, names, storage_of, wide_zeros
+from tests.programs import ones
 
-TABLE, TOKENS, W = jnp.ones((64, 8)), jnp.arange(16), jnp.ones((8, 8))
+TABLE, TOKENS, W = ones(64, 8), jnp.arange(16), ones(8, 8)
 NARROW = TABLE.astype(jnp.bfloat16)
 
 

@@ -16,6 +16,7 @@ from tests.compiler_graphs import (
     names,
     whole,
 )
+from tests.programs import ones
 
 
 def pooling_loss(activation, strides, padding="VALID"):
@@ -33,7 +34,7 @@ def pooling_loss(activation, strides, padding="VALID"):
 APART, OVERLAPPING = (1, 2, 2, 1), (1, 1, 1, 1)
 
 
-IMAGES, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+IMAGES, KERNEL = ones(2, 8, 8, 4), ones(3, 3, 4, 4)
 
 
 def test_zeros_are_shared_with_a_pooling_of_overlapping_windows() -> None:

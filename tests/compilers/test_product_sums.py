@@ -13,8 +13,9 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.product_sums import biases, stored_sums, sums_in_products
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import tracing
+from tests.programs import ones
 
-X, W, B = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.ones(8)
+X, W, B = ones(4, 8), ones(8, 8), ones(8)
 
 
 def two(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jax import lax
 
 from remat_opt import compilers, loops
 from remat_opt.compilers.compiler import Compiler, Rules
+from remat_opt.compilers.model import model
 from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
 from remat_opt.errors import RematError
@@ -23,11 +24,12 @@ from remat_opt.gradients import Gradients
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from remat_opt.program.linearization import linearize
-from remat_opt.program.record import Program
+from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.solvers.base import Overhead
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import compiler_of, cross_entropy, model_of, two_layers
+from tests.programs import ones
 
 ROOM = Path(compilers.__file__).parent
 KINDS = {"stored", "cotangents", "beside", "heap", "time", "rewrite"}
@@ -107,9 +109,9 @@ def test_arrays_are_padded_to_tiles_where_that_is_a_rule() -> None:
 
 # ------------------------------------------------------------------------- a program for each
 
-W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
-SQUARE, ROWS = jnp.ones((128, 128)), jnp.ones((256, 128))
-IMAGES, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+W, X = ones(8, 8), ones(16, 8)
+SQUARE, ROWS = ones(128, 128), ones(256, 128)
+IMAGES, KERNEL = ones(2, 8, 8, 4), ones(3, 3, 4, 4)
 
 
 def pooled_rows(weights, x):
@@ -370,37 +372,37 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
     "operands_rounded": ("v5e", pooled_rows, ([SQUARE], ROWS)),
     "forms_completed": ("v5e", biased_queries, ([SQUARE] * 2, ROWS)),
-    "concatenations": ("v5e", joined_twice, (jnp.ones((1024, 1024)), jnp.ones((256, 1024)))),
+    "concatenations": ("v5e", joined_twice, (ones(1024, 1024), ones(256, 1024))),
     "tiles": ("v5e", two_layers, ([W, W], X)),
-    "matrix_axes": ("v5e", heads, (W, jnp.ones((128, 24, 8)))),
+    "matrix_axes": ("v5e", heads, (W, ones(128, 24, 8))),
     "lanes": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
-    "softmax": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
-    "scores_widened": ("h200", widened_attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
-    "operands_again": ("h200", grouped_weights, narrow((SQUARE, jnp.ones((2, 64, 128))))),
+    "softmax": ("v5e", attention, narrow((SQUARE, ones(2, 256, 128)))),
+    "scores_widened": ("h200", widened_attention, narrow((SQUARE, ones(2, 256, 128)))),
+    "operands_again": ("h200", grouped_weights, narrow((SQUARE, ones(2, 64, 128)))),
     "transcendental": ("h200 v5e cpu", waves, (SQUARE, ROWS)),
-    "flat_operands": ("h200", exact_gelus, narrow(([W] * 2, jnp.ones((4, 16, 8))))),
-    "sums_split": ("h200", gated_by_means, (W, jnp.ones((4096, 8)))),
+    "flat_operands": ("h200", exact_gelus, narrow(([W] * 2, ones(4, 16, 8)))),
+    "sums_split": ("h200", gated_by_means, (W, ones(4096, 8))),
     "draws_stored": ("h200", dropout, (W, X)),
     "words_stored": ("cpu", dropout, (W, X)),
     "rows_computed": ("cpu", converted_table, (ROWS, jnp.arange(16))),
-    "slices_read_parts": ("h200 v5e", gates, (jnp.ones((128, 256)), ROWS)),
+    "slices_read_parts": ("h200 v5e", gates, (ones(128, 256), ROWS)),
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
     "sums_in_products": ("v5e", summed_products, ([SQUARE] * 2, ROWS)),
     "stored_for_sums": ("cpu", normalised, (W, X)),
-    "divisors": ("cpu", divided, (W, jnp.ones((4, 8, 8)))),
+    "divisors": ("cpu", divided, (W, ones(4, 8, 8))),
     "widened": ("cpu", recurrent, narrow((W, X))),
     "cotangents_fused": ("v5e", cross_entropy, (SQUARE, ROWS)),
     "cotangents_rounded": ("v5e", activated, ([SQUARE] * 2, ROWS)),
     "factors_share": ("v5e", gated_products, ([SQUARE] * 3, ROWS)),
     "products_stay": ("h200", activated, ([W, W], X)),
-    "orders": ("h200", grouped, (SQUARE, jnp.ones((2, 64, 128)))),
+    "orders": ("h200", grouped, (SQUARE, ones(2, 64, 128))),
     "algorithms": ("h200", by_algorithm, (W, X)),
     "logits_shifted": ("h200", log_softmax_loss, (W, X)),
     "operands_stored": ("v5e", exact_gelus, ([SQUARE] * 2, ROWS)),
     "cotangents_pass": ("h200 v5e", waves, (SQUARE, ROWS)),
     "zeros_first": ("cpu", looked_up, ((ROWS, SQUARE), jnp.arange(16))),
-    "entries_rounded": ("v5e", stacked, (jnp.ones((6, 128, 128)), ROWS)),
+    "entries_rounded": ("v5e", stacked, (ones(6, 128, 128), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
     "squares": ("h200", similar, (W, X)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
@@ -412,8 +414,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_first": ("h200", two_layers, ([W, W], X)),
     "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
     "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),
-    "transposed_cotangents": ("cpu", recurrent, (W, jnp.ones((2, 16, 8)))),
-    "entries_sliced": ("h200", stacked, (jnp.ones((6, 128, 128)), ROWS)),
+    "transposed_cotangents": ("cpu", recurrent, (W, ones(2, 16, 8))),
+    "entries_sliced": ("h200", stacked, (ones(6, 128, 128), ROWS)),
     "entries_in_place": ("v5e", stacked_gates, (stack, many_rows)),
     "copies": ("v5e", recurrent, (wide, wide)),
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
@@ -432,10 +434,10 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
     "starts_wait": ("h200", towers, ([SQUARE] * 4, ROWS)),
-    "loops_in_turn": ("v5e", stack_and_head, ((jnp.ones((6, 128, 128)), SQUARE), ROWS)),
+    "loops_in_turn": ("v5e", stack_and_head, ((ones(6, 128, 128), SQUARE), ROWS)),
     "functions_again": ("h200", activated_twice, ([W, W], X)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),
-    "maxima_stored": ("v5e", attention, narrow((SQUARE, jnp.ones((2, 256, 128))))),
+    "maxima_stored": ("v5e", attention, narrow((SQUARE, ones(2, 256, 128)))),
     "boundaries_stored": ("cpu", two_layers, ([W, W], X)),
     "parts_in_turn": ("cpu", recurrent, (W, X)),
 }
@@ -448,6 +450,12 @@ def traced(rule: str) -> Program:
     return tracing.trace(fn, *args)
 
 
+@functools.cache
+def linearized(rule: str) -> Linearization:
+    """What the derivatives of its equations read."""
+    return linearize(traced(rule))
+
+
 def halves(count: int) -> Schedule:
     """Two regions, the first under a checkpoint that keeps nothing."""
     middle = (count + 1) // 2
@@ -457,12 +465,13 @@ def halves(count: int) -> Schedule:
     return Schedule(regions=(first, last) if last.vertices else (first,))
 
 
-def figures(program: Program, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
-    """What a program is expected to take on a device."""
-    found = model_of(program, device, off)
-    in_step = model_of(program, device, off, Gradients.CONSUMED)
+def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
+    """What the program that shows a rule is expected to take on a device."""
+    program, linearization, compiler = traced(rule), linearized(rule), compiler_of(device, off)
+    found = model(program, linearization, compiler)
+    in_step = model(program, linearization, compiler, gradients=Gradients.CONSUMED)
     schedules = plain(found.graph), halves(len(found.graph))
-    ways = loops.ways(program, linearize(program), found, Overhead.SECONDS)
+    ways = loops.ways(program, linearization, found, Overhead.SECONDS)
     inside = [(way.stacked_bytes, way.workspace_bytes) for of_loop in ways for way in of_loop]
     peaks = *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
     return found.graph, inside, in_step.gradient_bytes, *peaks
@@ -498,10 +507,9 @@ def test_there_is_a_program_for_every_rule_and_device() -> None:
     ],
 )
 def test_switching_a_rule_off_changes_figures(rule: str, device: str) -> None:
-    program = traced(rule)
-    found = figures(program, device)
-    assert figures(program, device) == found
-    assert figures(program, device, [rule]) != found
+    found = figures(rule, device)
+    assert figures(rule, device) == found
+    assert figures(rule, device, [rule]) != found
 
 
 #: Rewrites that JAX before 0.11 does not take.
@@ -525,7 +533,6 @@ def test_switching_a_rule_off_changes_what_is_written(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_about_other_compilers_change_nothing(rule: str) -> None:
-    program = traced(rule)
     for device, platform in DEVICES.items():
         if platform not in RULES[rule].platforms:
-            assert figures(program, device, [rule]) == figures(program, device)
+            assert figures(rule, device, [rule]) == figures(rule, device)

@@ -13,8 +13,9 @@ from remat_opt.program.linearization import linearize
 from remat_opt.schedule import plain
 from remat_opt.simulator import simulate
 from tests.compiler_graphs import compiler_of, graph_of, model_of, names
+from tests.programs import ones
 
-W, X = jnp.ones((64, 64)), jnp.ones((256, 64))
+W, X = ones(64, 64), ones(256, 64)
 
 
 def skips(weights: list[jax.Array], x: jax.Array) -> jax.Array:

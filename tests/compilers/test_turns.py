@@ -18,8 +18,9 @@ from remat_opt.transform import turns
 from remat_opt.transform.steps import prepared
 from tests.compiler_graphs import InStep, W, X, graph_of, names
 from tests.devices import needs_cuda_plugin
+from tests.programs import ones
 
-WIDE = jnp.ones((8, 32)), jnp.ones((32, 8))
+WIDE = ones(8, 32), ones(32, 8)
 NVIDIA = Rules(platform="cuda")
 
 

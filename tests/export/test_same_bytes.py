@@ -12,6 +12,8 @@ from tests.devices import needs_cuda_plugin, needs_libtpu
 from tests.lowered import operations
 from tests.programs import lstm
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 Array = jax.ShapeDtypeStruct
 
 

@@ -17,6 +17,8 @@ import remat_opt
 from remat_opt import _jax_checkpoints
 from remat_opt.errors import RematError
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 S = jax.ShapeDtypeStruct
 W, X = S((8, 64, 64), "float32"), S((2048, 64), "float32")
 LAYOUT = ("NHWC", "HWIO", "NHWC")

@@ -174,6 +174,8 @@ class TestArguments:
         assert record.device_bytes == (record.argument_bytes + record.temporary_bytes)
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize("device", AWAY)
 def test_offloaded_residuals_are_host_bytes(device: str) -> None:
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(

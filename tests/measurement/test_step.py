@@ -23,6 +23,8 @@ from remat_opt.program.tracing import Signature
 from remat_opt.training import training_step
 from tests.devices import needs_libtpu
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 Array = jax.ShapeDtypeStruct
 CPU = get_device("cpu")
 LAYERS = 4
@@ -292,20 +294,26 @@ def test_recomputation_is_a_share_of_all_forward_passes() -> None:
     assert shares["nothing_saveable"] == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_plan_chosen_in_a_step() -> None:
+def test_a_plan_made_in_a_step_is_that_of_its_loss() -> None:
     loss = decorated()
     update = jax.jit(adam_step(loss).fn, donate_argnums=(0, 1))
-    make = functools.partial(
-        remat_opt.make_plan, update, WEIGHTS, STATE, X, device="cpu", budget=0.4
-    )
-    predicted = make()
+    predicted = remat_opt.make_plan(update, WEIGHTS, STATE, X, device="cpu", budget=0.4)
     alone = remat_opt.make_plan(loss, WEIGHTS, X, device="cpu", budget=0.4)
     assert predicted.stages == alone.stages
     assert predicted.predicted == alone.predicted
     assert predicted.fingerprint == loss.program(WEIGHTS, X).fingerprint()
     assert predicted.measured is None
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+def test_a_plan_chosen_in_a_step() -> None:
+    loss = decorated()
+    update = jax.jit(adam_step(loss).fn, donate_argnums=(0, 1))
     plain = adam_step(loss).measure(as_it_is, None, CPU).temporary_bytes
-    chosen = make(verify="compile")
+    chosen = remat_opt.make_plan(
+        *(update, WEIGHTS, STATE, X), device="cpu", budget=0.4, verify="compile"
+    )
     assert chosen.measured is not None
     assert chosen.budget_bytes == round(0.4 * plain)
     assert chosen.measured.temporary_bytes <= chosen.budget_bytes
@@ -318,6 +326,8 @@ def test_a_plan_chosen_in_a_step() -> None:
     assert found.temporary_bytes == chosen.measured.temporary_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 def test_a_loss_that_the_step_defines_anew_each_time() -> None:
     """As in Flax's training loops: under ``jax.jit``, around what the step has at hand."""
 
@@ -438,10 +448,11 @@ def test_auxiliary_outputs_and_static_arguments_in_a_step() -> None:
 def test_values_in_a_step_are_those_of_the_plain_loss() -> None:
     signature = Signature()
     loss = decorated(budget=0.4)
-    update = jax.jit(training_step(loss, ADAM))
+    optimizer = optax.sgd(0.1)
+    update = jax.jit(training_step(loss, optimizer))
     key = jax.random.key(0)
     weights = jax.tree.map(lambda one: 0.1 * jax.random.normal(key, one.shape), WEIGHTS)
-    args = weights, ADAM.init(weights), jax.random.normal(key, X.shape)
+    args = weights, optimizer.init(weights), jax.random.normal(key, X.shape)
     with running(as_it_is):
         expected = update(*args)
     ways = [checkpointed(NOTHING, signature), checkpointed_per_block(NOTHING, signature)]

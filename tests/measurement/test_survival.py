@@ -17,6 +17,8 @@ from remat_opt.plan import Plan
 from remat_opt.recomputation import Recomputation, is_recomputation
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 SLOW = [pytest.mark.slow, pytest.mark.versions]
 DEVICES = [
     "cpu",

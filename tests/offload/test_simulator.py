@@ -193,7 +193,6 @@ def test_the_referee_sees_what_is_wrong():
     )
 
 
-@hypothesis.settings(max_examples=100)
 @hypothesis.given(cases(whole=False))
 def test_fractional_simulation_equals_the_equations(case):
     check_simulation(Transfers.FRACTIONAL, *case)

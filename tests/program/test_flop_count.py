@@ -10,6 +10,8 @@ from remat_opt import _jax_internals as internals
 from remat_opt.errors import TraceError
 from remat_opt.program.flop_count import forward_flops, gradient_flops
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 N = 32
 MATRIX = jax.ShapeDtypeStruct((N, N), "float32")
 PRODUCT = 2 * N**3

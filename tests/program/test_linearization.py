@@ -16,11 +16,11 @@ from remat_opt.program import linearization, tracing
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Derivative
 from remat_opt.program.tracing import Signature
-from tests.programs import EXAMPLES
+from tests.programs import DEAR, EXAMPLES, ones
 
 X = jnp.linspace(0.1, 0.9, 6).reshape(2, 3)
-SQUARE = jnp.ones((3, 3))
-IMAGE, KERNEL = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2))
+SQUARE = ones(3, 3)
+IMAGE, KERNEL = ones(1, 4, 4, 2), ones(3, 3, 2, 2)
 
 
 def derivatives(fn: Callable[..., Any], *args: Any) -> dict[str, Derivative]:
@@ -321,7 +321,10 @@ def test_extents_do_not_matter_where_an_operand_is_repeated(
     assert linearize(program) == shared
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in EXAMPLES],
+)
 def test_sharing_changes_no_derivative(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = EXAMPLES[name]()
     options = {

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from remat_opt.program.references import references
+from tests.programs import ones
 
 SCALE = 2.0
-TABLES = [jnp.ones(3), jnp.zeros(3)]
+TABLES = [ones(3), jnp.zeros(3)]
 NUMBERS = np.ones(3)
 OWN = types.ModuleType("own")
 OWN.__file__ = "/somewhere/own.py"

@@ -19,6 +19,8 @@ from remat_opt.program.record import Constant, Program
 from remat_opt.program.static_leaves import release
 from remat_opt.program.tracing import Signature
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 def primitives(program: Program) -> list[str]:
     return [equation.operation.primitive for equation in program.equations]

@@ -65,7 +65,7 @@ def test_figures_are_the_referees(graph: Graph, seed: int) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=16), st.integers(0, 10**6))
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=200)
 def test_figures_are_the_referees_on_many_graphs(graph: Graph, seed: int) -> None:
     check_figures(graph, seed)
 

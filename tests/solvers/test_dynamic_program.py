@@ -102,13 +102,13 @@ def check_exhaustive(graph):
 
 
 @given(oracle.paper_graphs())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_exact(graph):
     check_exact(graph)
 
 
 @given(oracle.paper_graphs())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_approximate(graph):
     check_approximate(graph)
 

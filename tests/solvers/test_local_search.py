@@ -42,14 +42,14 @@ def check_improved(graph: Graph) -> None:
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 def test_what_is_found_is_legal_and_no_worse(graph: Graph) -> None:
     check_improved(graph)
 
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=10))
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=30)
 def test_what_is_found_is_legal_and_no_worse_on_many_graphs(graph: Graph) -> None:
     check_improved(graph)
 

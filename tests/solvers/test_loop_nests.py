@@ -74,7 +74,7 @@ def add_up(pieces: Sequence[Piece], length: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("length", [97, 1003])
+@pytest.mark.parametrize("length", [97, pytest.param(1003, marks=pytest.mark.slow)])
 def test_parts_add_up_and_are_few(length: int) -> None:
     found = list(loop_nests.nests(chain(length)))
     assert all(add_up(pieces, length) for pieces in found)

@@ -74,7 +74,7 @@ def check_monotone(graph: Graph) -> None:
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 def test_candidates_and_budgets(graph: Graph) -> None:
     """Candidates are legal, their figures the referee's, and larger budgets never cost more."""
     check_candidates(graph)
@@ -83,26 +83,36 @@ def test_candidates_and_budgets(graph: Graph) -> None:
 
 @pytest.mark.slow
 @hypothesis.given(graphs(max_vertices=12))
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=20)
 def test_candidates_and_budgets_on_many_graphs(graph: Graph) -> None:
     check_candidates(graph)
     check_monotone(graph)
 
 
-@pytest.mark.parametrize("graph", INSTANCES.values(), ids=INSTANCES)
+@pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param(
+            graph,
+            id=name,
+            marks=[] if name in ("chain_9", "network_3", "residual_9") else pytest.mark.slow,
+        )
+        for name, graph in INSTANCES.items()
+    ],
+)
 def test_candidates_and_budgets_on_the_instances(graph: Graph) -> None:
     check_candidates(graph)
     check_monotone(graph)
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=5)
 def test_second_call_finds_the_same(graph: Graph) -> None:
     assert frontier(graph) == frontier(graph)
 
 
 @hypothesis.given(graphs(max_vertices=7))
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=5)
 def test_unit_of_bytes_decides_nothing(graph: Graph) -> None:
     """A power of two scales exactly, so the schedules must be the same."""
     factor = 1 << 20
@@ -184,10 +194,10 @@ def gaps(seed: int, max_vertices: int) -> tuple[float, list[float]]:
 @pytest.mark.parametrize(
     ("max_vertices", "count", "least_peak"),
     [
-        (4, 20, 1),
+        (4, 10, 1),
         # One graph of 200, the one of seed 163, would fit in 40 bytes and is given 41.
         pytest.param(5, 200, 41 / 40, marks=pytest.mark.slow),
-        pytest.param(6, 50, 1, marks=pytest.mark.slow),
+        pytest.param(6, 30, 1, marks=pytest.mark.slow),
     ],
 )
 def test_near_the_best_of_all_schedules(max_vertices: int, count: int, least_peak: float) -> None:

@@ -27,7 +27,7 @@ def check(graph, seed):
 
 
 @given(oracle.any_graphs(max_vertices=9), st.integers(0, 5))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_valid_and_repeatable(graph, seed):
     check(graph, seed)
 

@@ -293,7 +293,14 @@ def flat_schedules(graph: Graph) -> Iterator[Schedule]:
 
 
 @pytest.mark.parametrize(
-    "graph", [layered("chain", 6), layered("residual", 6), layered("inception", 6)]
+    "graph",
+    [
+        layered("chain", 6),
+        *(
+            pytest.param(layered(kind, 6), marks=pytest.mark.slow)
+            for kind in ("residual", "inception")
+        ),
+    ],
 )
 def test_how_far_the_best_chain_of_regions_is_from_it(graph):
     """Brute force in place of a program restricted to chains of regions."""
@@ -395,6 +402,7 @@ def test_sizes_that_must_be_rounded(spread):
         assert least_within == math.inf or answer.objective <= least_within * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_the_search_stops_at_a_number_of_nodes():
     graph = layered("chain", 10)
     stopped = staged_program.least_overhead(graph, 20, node_limit=1)

@@ -60,7 +60,7 @@ def test_a_schedule_is_spread_with_the_regions_inside() -> None:
 
 
 @hypothesis.given(graphs(), st.data())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=50)
 def test_schedules_of_the_trunk_are_schedules_of_the_graph(
     graph: Graph, data: st.DataObject
 ) -> None:

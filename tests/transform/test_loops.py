@@ -19,6 +19,8 @@ from remat_opt.schedule import Loop, Part, Stage
 from remat_opt.transform.rewriting import rewrite
 from tests.programs import array
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 W = array("w", 7, 4, 4, scale=0.3)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 Loss = Callable[..., jax.Array]
