@@ -186,6 +186,8 @@ def _trace_derivatives(items: Sequence[tuple[Equation, tuple[int, ...]]]) -> lis
     closed, shapes = internals.make_jaxpr(residuals, *arguments)
     _, _, inputs, equations, outputs = internals.parts(closed)
     makers = {variable: made for made in equations for variable in made.outvars}
+    # Residuals of a large body share most of what they are made of.
+    opaque: dict[int, bool] = {}
     derivatives = []
     input_start = output_start = 0
     for (equation, _), given, (primal_shapes, residual_shapes) in zip(
@@ -198,7 +200,7 @@ def _trace_derivatives(items: Sequence[tuple[Equation, tuple[int, ...]]]) -> lis
         output_start = primal_end + len(residual_shapes)
         own_residuals = outputs[primal_end:output_start]
         derivatives.append(
-            _read_residuals(equation, own_inputs, own_outputs, own_residuals, makers)
+            _read_residuals(equation, own_inputs, own_outputs, own_residuals, makers, opaque)
         )
     return _without_zero_derivatives(items, derivatives)
 
@@ -236,8 +238,18 @@ def _read_residuals(
     outputs: Sequence[Any],
     residuals: Sequence[Any],
     makers: dict[Any, Any],
+    opaque: dict[int, bool],
 ) -> Derivative:
-    """Follows residuals back to the equation's inputs and outputs."""
+    """Follows residuals back to the equation's inputs and outputs.
+
+    Args:
+      equation: the equation.
+      inputs: the variables of its inputs.
+      outputs: those of its outputs.
+      residuals: those of its residuals.
+      makers: for each variable, the traced equation that makes it.
+      opaque: by identity, whether a traced equation is a kernel of its own, as far as known.
+    """
     value_positions = [p for p, atom in enumerate(equation.inputs) if isinstance(atom, int)]
     input_position = dict(zip(inputs, value_positions, strict=True))
     output_position = {
@@ -268,8 +280,10 @@ def _read_residuals(
                 reached_outputs.add(output_position[variable])
             else:
                 maker = makers[variable]
-                kind = costs.cost(operation(maker)).fusion
-                cheap &= kind is not costs.Fusion.OPAQUE and id(maker) not in own
+                if id(maker) not in opaque:
+                    kind = costs.cost(operation(maker)).fusion
+                    opaque[id(maker)] = kind is costs.Fusion.OPAQUE
+                cheap &= not opaque[id(maker)] and id(maker) not in own
                 pending += maker.invars
         if reached_outputs and equation.derivative_compares:
             # The output is computed again from the inputs, not read from a kept copy.

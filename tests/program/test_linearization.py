@@ -214,6 +214,37 @@ def test_like_equations_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert counts == [4]
 
 
+def test_what_residuals_share_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a physics engine has thousands of residuals, each made by what made the others."""
+
+    @jax.custom_jvp
+    def chain(x):
+        for _ in range(20):
+            x = jnp.sin(x)
+        return x
+
+    @chain.defjvp
+    def _(primals, tangents):
+        def unrolled(x):
+            for _ in range(20):
+                x = jnp.sin(x)
+            return x
+
+        return jax.jvp(unrolled, primals, tangents)
+
+    asked: list[str] = []
+    cost = linearization.costs.cost
+
+    def counted(operation):
+        asked.append(operation.primitive)
+        return cost(operation)
+
+    monkeypatch.setattr(linearization.costs, "cost", counted)
+    (derivative,) = linearize(tracing.trace(chain, jnp.ones(()))).derivatives.values()
+    assert derivative.inputs == (0,)
+    assert 20 <= asked.count("sin") + asked.count("cos") <= 40
+
+
 def test_functions_of_the_same_name_are_not_taken_for_each_other() -> None:
     def make(reads):
         @jax.custom_vjp
