@@ -114,7 +114,7 @@ def make_plan(fn: Any = chosen, **wanted: Any) -> Plan:
         pytest.param(chosen, 0.5, marks=SLOW),
         pytest.param(nested, 0.6, marks=SLOW),
         (in_loop, 0.3),
-        (skipping, 0.5),
+        pytest.param(skipping, 0.5, marks=SLOW),
     ],
 )
 def test_a_budget_is_met_and_all_branches_give_the_same(loss: Any, share: float) -> None:
