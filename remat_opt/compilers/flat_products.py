@@ -16,7 +16,7 @@ along the last axis, such as a bias, do not hinder it, nor do sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
@@ -25,59 +25,57 @@ from remat_opt.operation import ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
 
 
-def with_operands(flow: Dataflow, compiler: Compiler, *, unchanged: bool) -> set[int]:
+def with_operands(flow: Dataflow, compiler: Compiler) -> dict[int, bool]:
     """The results of narrow ``erfc`` that are stored with what they are computed from.
 
     Args:
       flow: of the program.
       compiler: which one it is.
-      unchanged: whether nothing is rewritten for it. Products that are merged into one are sliced,
-        and not reshaped.
+
+    Returns:
+      For each, whether it is so in the unchanged function, too. There, products that are merged
+      into one are sliced, and not reshaped.
     """
     if not compiler.has("flat_operands"):
-        return set()
-    apart = merged(flow.program) if unchanged else frozenset()
-    return {value for value, product in _erfcs(flow) if product not in apart}
-
-
-def depend_on_merging(flow: Dataflow, compiler: Compiler) -> bool:
-    """Whether ``with_operands`` is something else for the unchanged function."""
-    return with_operands(flow, compiler, unchanged=True) != with_operands(
-        flow, compiler, unchanged=False
-    )
-
-
-def _erfcs(flow: Dataflow) -> Iterator[tuple[int, int]]:
-    """The results of narrow ``erfc``, each with the equation of the product before it."""
-    types = flow.program.types
-    narrow = {
+        return {}
+    equations = flow.program.equations
+    narrow = [
         index
-        for index, equation in enumerate(flow.program.equations)
+        for index, equation in enumerate(equations)
         if equation.operation.primitive == "erfc"
         and equation.operation.inputs[0].dtype in ("bfloat16", "float16")
         and flow.derivative_reads(index)
-    }
+    ]
     if not narrow:
-        return
+        return {}
     readers: dict[int, list[int]] = {}
-    for index in range(len(flow.program.equations)):
+    for index in range(len(equations)):
         for value in flow.reads(index) if not flow.is_alias(index) else ():
             readers.setdefault(value, []).append(index)
-    for index in sorted(narrow):
-        for operand in flow.reads(index):
-            value = operand
-            while value in flow.maker:
-                maker = flow.maker[value]
-                operation = flow.program.equations[maker].operation
-                if operation.primitive == "dot_general":
-                    if value != operand and _is_reshaped(operation):
-                        yield flow.program.equations[index].outputs[0], maker
-                    break
-                read = _whole(flow, maker)
-                moves = len(read) == 1 and types[read[0]].size == types[value].size
-                if not moves or not all(_moves(flow, one) for one in readers.get(read[0], ())):
-                    break
-                (value,) = read
+    apart = merged(flow.program)
+    return {
+        equations[index].outputs[0]: product not in apart
+        for index in narrow
+        for operand in flow.reads(index)
+        if (product := _product(flow, operand, readers)) is not None
+    }
+
+
+def _product(flow: Dataflow, operand: int, readers: Mapping[int, Sequence[int]]) -> int | None:
+    """The equation of the product whose reshape moves behind an operand, if there is one."""
+    types, value = flow.program.types, operand
+    while value in flow.maker:
+        maker = flow.maker[value]
+        operation = flow.program.equations[maker].operation
+        if operation.primitive == "dot_general":
+            return maker if value != operand and _is_reshaped(operation) else None
+        read = _whole(flow, maker)
+        if len(read) != 1 or types[read[0]].size != types[value].size:
+            return None
+        (value,) = read
+        if not all(_moves(flow, one) for one in readers.get(value, ())):
+            return None
+    return None
 
 
 def _is_reshaped(operation: Operation) -> bool:

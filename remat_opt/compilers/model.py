@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
-from remat_opt.compilers import flat_products, scheduling
+from remat_opt.compilers import scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results
@@ -164,11 +164,7 @@ def model(
     flow = Dataflow(program, linearization)
     storage = Storage(flow, compiler)
     as_it_is = None
-    if (
-        storage.stores_maxima
-        or storage.product_sums
-        or flat_products.depend_on_merging(flow, compiler)
-    ):
+    if storage.stores_maxima or storage.product_sums or storage.splits_products:
         as_it_is = _built(Storage(flow, compiler, unchanged=True), gradients, None)
     return _built(storage, gradients, as_it_is)
 

@@ -65,6 +65,7 @@ class Storage:
       completed: for what a product writes, the form stored in its place.
       batched_reads: how batched products read elementwise operands.
       product_sums: the sums of two products that are stored, with the products.
+      splits_products: whether more is stored because rewriting keeps products apart.
       stored: the values that are arrays.
       leaves: for each fused value, the arrays and arguments it is computed from.
       roots: the equations that make arrays, or have effects, ascending.
@@ -122,7 +123,9 @@ class Storage:
         self._twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
             self._twice |= draws.words(flow)
-        self._twice |= flat_products.with_operands(flow, compiler, unchanged=unchanged)
+        flat = flat_products.with_operands(flow, compiler)
+        self._twice |= {value for value, always in flat.items() if always or not unchanged}
+        self.splits_products = not all(flat.values())
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
         self.weights_of |= self.scores
@@ -149,8 +152,7 @@ class Storage:
 
     def named_bytes(self, value: int) -> int:
         """Bytes of a value if a checkpoint keeps it by name."""
-        plain = self.compiler.has("widened") or self.compiler.has("divisors")
-        if plain or value in self._twice:
+        if value in self._twice or any(map(self.compiler.has, ("widened", "divisors"))):
             return self.compiler.buffer_bytes(self.flow.program.types[value])
         return self.bytes_of(value)
 

@@ -110,10 +110,7 @@ def _header(plan: Mapping[str, Any]) -> str:
             format_bytes(predicted["kept_bytes"]),
             f"in {plan_words.counted(kept, 'value')}",
         ),
-        _figure(
-            "regions",
-            *regions,
-        ),
+        _figure("regions", *regions),
     ]
     return (
         f"<header><h2>{escape(plan_words.title(plan))}</h2>"

@@ -71,7 +71,7 @@ def test_what_is_computed_twice() -> None:
 
 
 def test_a_bias_is_not_on_the_way() -> None:
-    """Read in several layers it is an array, which may be kept, or computed in another region."""
+    """It may be an array, kept by name or computed in another region."""
 
     def loss(w, x, b):
         y = x @ w + jnp.cumsum(b)
