@@ -10,7 +10,7 @@ from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Program
 
 #: Operations after which a value is still the product, or a part of it.
-_PARTS = frozenset({"convert_element_type", "reshape", "slice", "split", "squeeze"})
+_PARTS = frozenset({"convert_element_type", "reshape", "slice", "split", "squeeze", "unstack"})
 #: Operations after which a value is still a bias.
 _SHAPED = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 _SUMS = frozenset({"add", "add_any", "sub"})
@@ -94,29 +94,37 @@ def stored_sums(program: Program, rules: Rules) -> Iterator[tuple[int, tuple[int
 
 
 def sums_in_products(program: Program) -> dict[int, int]:
-    """For the results of products that are only added to other products, the sum of them all.
+    """For the results of products that are only added to other products, the sums they go into.
 
-    XLA for TPU adds one product to another as it writes the latter, and stores only the sum. A
-    bias, a conversion or a reshape may come between a product and the sum.
+    XLA for TPU adds to a product what was summed before it as it writes the product, and stores
+    only the sum. So in a sum of many, each product but the first writes the sum so far. A bias, a
+    conversion or a reshape may come between a product and the sum.
     """
     reads = Counter(program.output_values)
     for equation in program.equations:
         reads.update(equation.value_inputs)
     given = shaped(program, program.arguments)
-    #: For each value that is a sum of products, or one of them, what the products write.
-    terms: dict[int, tuple[int, ...]] = {}
+    #: For each value that is a product, or a sum of products, the products that write it.
+    writers: dict[int, tuple[int, ...]] = {}
+    sums: set[int] = set()
     found: dict[int, int] = {}
     for equation in program.equations:
         primitive = equation.operation.primitive
         read = [value for value in equation.value_inputs if value not in given]
         if primitive in PRODUCTS:
-            terms[equation.outputs[0]] = (equation.outputs[0],)
-        elif (primitive in _SUMS or primitive in _SHAPED - {"broadcast_in_dim"}) and all(
-            value in terms and reads[value] == 1 for value in read
+            writers[equation.outputs[0]] = (equation.outputs[0],)
+        elif (
+            read
+            and (primitive in _SUMS or primitive in _SHAPED - {"broadcast_in_dim"})
+            and all(value in writers and reads[value] == 1 for value in read)
         ):
-            parts = tuple(part for value in read for part in terms[value])
-            if parts:
-                terms[equation.outputs[0]] = parts
+            # Of two sums the later one is not stored by itself.
+            new = [value for value in read if value not in sums] or [max(read)]
+            written = tuple(product for value in new for product in writers[value])
+            (result,) = equation.outputs
+            writers[result] = written
             if len(read) > 1:
-                found.update(dict.fromkeys(parts, equation.outputs[0]))
+                found.update(dict.fromkeys(written, result))
+            if len(read) > 1 or not sums.isdisjoint(read):
+                sums.add(result)
     return found

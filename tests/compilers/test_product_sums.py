@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.product_sums import biases, stored_sums, sums_in_products
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import tracing
+from tests.compiler_graphs import model_of, names
 from tests.programs import ones
 
 X, W, B = ones(4, 8), ones(8, 8), ones(8)
@@ -99,13 +101,37 @@ def test_products_that_others_are_added_to(fn: Callable[..., Any], products: int
     maker = program.makers()
     assert len(found) == products
     assert {program.equations[maker[one]].operation.primitive for one in found} <= PRODUCTS
-    for made in set(found.values()):
-        # It is what the tanh reads.
-        assert [
-            equation.operation.primitive
-            for equation in program.equations
-            if made in equation.value_inputs
-        ] == ["tanh"]
+    # Each sum but the last is added to another; that one is what the tanh reads.
+    reading = {
+        made: [e.operation.primitive for e in program.equations if made in e.value_inputs]
+        for made in sorted(set(found.values()))
+    }
+    *before, last = reading.values() or [["tanh"]]
+    assert last == ["tanh"]
+    assert before == ([["sub"]] if fn is all_in_one else [])
+
+
+def test_a_sum_of_many_products_is_written_by_one_after_the_other() -> None:
+    """Skips that are summed at the end: no product waits for the others."""
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        skips = jnp.zeros(())
+        for w in weights:
+            x = jnp.tanh(x @ w)
+            skips = skips + x @ w
+        return jnp.sum(jnp.tanh(skips))
+
+    weights = [W] * 4
+    program = tracing.trace(loss, weights, X)
+    found = sums_in_products(program)
+    assert len(found) == 4
+    # The first two products write one sum, each of the others one of its own.
+    assert len(set(found.values())) == 3
+    graph = model_of(program, "v5e").graph
+    sums = [vertex for vertex, name in enumerate(names(graph)) if name == "add"]
+    # Each reads the one before it, and what its own product multiplies.
+    assert [len(graph.predecessors[vertex]) for vertex in sums] == [2, 2, 2]
+    assert all(one in graph.predecessors[two] for one, two in itertools.pairwise(sums))
 
 
 def test_what_is_put_out_is_no_part_of_a_sum() -> None:
