@@ -195,7 +195,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _NVIDIA | _TPU | _CPU, "cotangents", "sums", "The terms of a sum share one cotangent."
         ),
         "squares": _rule(
-            _NVIDIA, "cotangents", "sums", "A value multiplied by itself has two cotangents."
+            _NVIDIA | _TPU | _CPU,
+            "cotangents",
+            "sums",
+            "A value multiplied by itself has two cotangents.",
         ),
         "broadcast_cotangents": _rule(
             _CPU, "cotangents", "cotangents", "A value that is only summed has no stored cotangent."

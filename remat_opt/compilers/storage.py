@@ -367,7 +367,8 @@ class Storage:
                 continue
             outputs = self.flow.program.equations[index].outputs
             if not stored.isdisjoint(outputs) or self.flow.opaque(index):
-                reached = {index}
+                # A product that reads a value from both sides counts as two.
+                reached = {index, ~index} if sums.is_square(self.flow, index) else {index}
             else:
                 reached = set().union(*(roots.get(value, ()) for value in outputs))
             for value in self.flow.reads(index):

@@ -6,7 +6,8 @@ cotangent, and a branch shares that of the residual stream it is added to. An ad
 readers gets a separate array once their contributions are added.
 
 A product of an array with itself, as of features with one another, makes that array's cotangent a
-sum of two products. Both are written before they are added.
+sum of two products. Both are written before they are added. XLA for TPU adds the first as it writes
+the second, so there are two arrays only if the sum is rounded.
 
 XLA for NVIDIA takes a sum in two steps if more than 1,024 entries lie between two other axes, as
 over the pixels of each image and channel: a mean that gates an activation, or instance
@@ -110,12 +111,18 @@ def squares(
       compiler: the compiler.
     """
     for index in flow.linearization.derivatives if compiler.has("squares") else ():
-        equation = flow.program.equations[index]
-        (result, *_) = equation.outputs
-        if equation.operation.primitive == "dot_general" and result in vertex_of:
-            read = [flow.source[one] for one in equation.value_inputs]
-            if len(read) == 2 and read[0] == read[1] and read[0] in vertex_of:
-                yield vertex_of[result], vertex_of[read[0]]
+        if is_square(flow, index):
+            equation = flow.program.equations[index]
+            result, read = equation.outputs[0], flow.source[equation.value_inputs[0]]
+            if result in vertex_of and read in vertex_of:
+                yield vertex_of[result], vertex_of[read]
+
+
+def is_square(flow: Dataflow, index: int) -> bool:
+    """Whether an equation is a product of matrices of a value with itself."""
+    equation = flow.program.equations[index]
+    read = [flow.source[one] for one in equation.value_inputs]
+    return equation.operation.primitive == "dot_general" and len(read) == 2 and read[0] == read[1]
 
 
 def stored(flow: Dataflow, compiler: Compiler) -> set[int]:

@@ -304,7 +304,12 @@ def _workspaces(
         for vertex in range(until, len(own)):
             own[vertex] += size
     for vertex, operand in sums.squares(storage.flow, storage.vertex_of, compiler):
-        own[vertex] += of_cotangents.sizes[operand]
+        size = of_cotangents.sizes[operand]
+        if compiler.has("sums_in_products"):
+            # The second product adds the first to itself, in its place unless it rounds the sum.
+            full = sum(map(storage.read_bytes, drafts[operand].active))
+            size = full if size < full else 0
+        own[vertex] += size
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(storage.flow, root, compiler)
