@@ -17,7 +17,7 @@ from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Program
 
 #: What a product sees through: its operand is assembled as it is read.
-_MOVES = frozenset({"concatenate", "slice"})
+_MOVES = frozenset({"concatenate", "slice", "stack"})
 
 
 def as_operand(kind: ArrayType) -> ArrayType:

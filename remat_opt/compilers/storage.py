@@ -47,7 +47,10 @@ _REREAD_LIMIT = 1.25
 _CONE_LIMIT = 64
 
 #: Equations that read no more than they return.
-_SLICES = frozenset({"slice", "split", "dynamic_slice"})
+#: Equations that put arrays side by side.
+_ASSEMBLED = frozenset({"concatenate", "stack"})
+
+_SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
 
 
 class Storage:
@@ -357,7 +360,7 @@ class Storage:
 
     def _put_together(self, operation: Operation) -> bool:
         """Whether a result is stored as soon as it is read twice."""
-        return self.compiler.has("concatenations") and operation.primitive == "concatenate"
+        return self.compiler.has("concatenations") and operation.primitive in _ASSEMBLED
 
     def _reader_counts(self, stored: Set[int]) -> dict[int, int]:
         """How many vertices (counted up to 2) would read each fused value."""

@@ -261,8 +261,11 @@ _WRITERS: Mapping[str, _Writer] = (
         "sort": _sort,
         "split": _write("lax.split", "sizes", "axis"),
         "squeeze": _write("lax.squeeze", "dimensions"),
+        "stack": _listed("lax.stack", "axis"),
         "stop_gradient": _write("lax.stop_gradient"),
+        "tile": _write("lax.tile", "reps"),
         "transpose": _write("lax.transpose", "permutation"),
+        "unstack": _write("lax.unstack", "axis"),
     }
     | {
         f"reduce_{kind}": _write(f"lax.reduce_{kind}", "axes")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.compiler_graphs import (
     W,
@@ -94,6 +96,21 @@ def test_a_tpu_stores_a_concatenation_that_is_read_twice() -> None:
         of_both = functools.partial(loss, normalised=normalised)
         _, _, graph = graph_of(of_both, w, x, device=device)
         assert ("concatenate" in names(graph)) is stored, (device, normalised)
+
+
+@pytest.mark.parametrize("together", [jnp.stack, jnp.concatenate])
+def test_a_tpu_stores_what_is_put_together_and_multiplied_by_itself(together: Any) -> None:
+    """Like the features of a recommender, all of them with one another."""
+
+    def loss(w, x, other):
+        side = together([x, x @ w]).reshape(2, *x.shape)
+        products = jnp.einsum("iab,jab->ija", side, side if other is None else other)
+        return jnp.sum(jnp.tanh(products))
+
+    w, x = jnp.ones((128, 128)), jnp.ones((256, 128))
+    for device, other, stored in (("v5e", None, True), ("v5e", jnp.ones((2, 256, 128)), False)):
+        _, _, graph = graph_of(functools.partial(loss, other=other), w, x, device=device)
+        assert any(name in ("stack", "concatenate") for name in names(graph)) is stored
 
 
 def test_reshapes_are_other_names_of_the_same_bytes() -> None:
