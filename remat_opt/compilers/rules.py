@@ -325,7 +325,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "What starts from arguments waits for what is before it in the plan.",
         ),
         "functions_again": _rule(
-            _NVIDIA,
+            _NVIDIA | _CPU,
             "rewrite",
             "transcendental",
             "An expensive function before a product is computed twice, and not stored.",
