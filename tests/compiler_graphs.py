@@ -113,15 +113,16 @@ def cross_entropy(w: jax.Array, x: jax.Array, dtype: str | None = None) -> jax.A
 
 
 class InStep:
-    """A function in a step that consumes its gradients, on an H200 that is not there.
+    """A function in a step that consumes its gradients, on a device that is not there.
 
     Args:
       fn: a loss.
       arguments: their shapes.
+      device: name of the device.
     """
 
-    def __init__(self, fn: Callable[..., Any], *arguments: Any) -> None:
-        self._fn, self._device = fn, get_device("h200")
+    def __init__(self, fn: Callable[..., Any], *arguments: Any, device: str = "h200") -> None:
+        self._fn, self._device = fn, get_device(device)
         self._arguments, self._tree = jax.tree.flatten(arguments)
         self._objective = Objective(gradients=Gradients.CONSUMED)
         self._program = tracing.trace(fn, *arguments)

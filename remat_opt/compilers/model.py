@@ -164,7 +164,7 @@ def model(
     flow = Dataflow(program, linearization)
     storage = Storage(flow, compiler)
     as_it_is = None
-    if storage.stores_maxima or storage.product_sums or storage.splits_products:
+    if storage.rewritten:
         as_it_is = _built(Storage(flow, compiler, unchanged=True), gradients, None)
     return _built(storage, gradients, as_it_is)
 

@@ -35,7 +35,8 @@ class Rewrites:
     Attributes:
       apart: equations whose constants the compiler is not to share.
       waiting: equations whose derivative must not start before their cotangent is there.
-      picking: gathers whose gradient is to be elementwise, with the dtype of what they are to read.
+      picking: gathers whose gradient is to be elementwise.
+      summing: gathers of one element of each row that are to be sums over rows.
       whole: equations whose results are to be stored as arrays.
       partner: for the first of two products that are summed up the second.
       unmerged: for products that must not be merged with an earlier one, the position of the input
@@ -55,7 +56,8 @@ class Rewrites:
 
     apart: frozenset[int]
     waiting: frozenset[int]
-    picking: Mapping[int, str]
+    picking: frozenset[int]
+    summing: frozenset[int]
     whole: frozenset[int]
     partner: Mapping[int, int]
     unmerged: Mapping[int, int]
@@ -100,6 +102,7 @@ def rewrites(
         ),
         waiting=frozenset(pooling.searches(program) if rules.has("searches_wait") else ()),
         picking=row_gathers.picking(program, rules),
+        summing=row_gathers.summing(program, rules),
         whole=frozenset({*sums, *maxima}),
         partner={min(pair): max(pair) for pair in sums.values()}
         if rules.has("partners_wait")

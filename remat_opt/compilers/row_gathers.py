@@ -6,8 +6,10 @@ a second array twice as large. The gradient of picking can also be written eleme
 where an index says. ``transform`` does so, and the cotangent is rounded as it is written (2,048
 rows of 32,000 logits on h200: 285 MiB instead of 410).
 
-XLA for TPU stores rounded logits also in float32, for a gather that reads them in that form. There,
-``transform`` picks from the rounded ones (``picking``).
+XLA for TPU stores what a gather reads: logits that a product wrote in bfloat16 also in float32, or
+a whole ``log_softmax``. Picking can be written as a sum, too: over a row of which all but the
+picked element is set to zero. That is a part of the kernels that sum exponentials, and reads what
+they read. ``transform`` does so there.
 """
 
 from __future__ import annotations
@@ -24,43 +26,42 @@ from remat_opt.schedule import Schedule
 
 if TYPE_CHECKING:
     from remat_opt.compilers.storage import Storage
-
-#: For each dtype, those that can hold all its values.
-_WIDER = {
-    "bfloat16": ("float32", "float64"),
-    "float16": ("float32", "float64"),
-    "float32": ("float64",),
-}
+    from remat_opt.program.dataflow import Dataflow
 
 
-def picking(program: Program, rules: Rules) -> dict[int, str]:
-    """The gathers to write differently, each with the dtype it should read.
+def picking(program: Program, rules: Rules) -> frozenset[int]:
+    """The gathers whose gradient is to be written elementwise."""
+    if not rules.has("rows_picked"):
+        return frozenset()
+    return frozenset(index for index, _ in _row_gathers(program, program.makers()))
 
-    If a rule says so, that is the one before a conversion to a wider one.
-    """
+
+def summing(program: Program, rules: Rules) -> frozenset[int]:
+    """The gathers that are to be written as sums: of numbers that a program computes."""
+    if not rules.has("picks_summed"):
+        return frozenset()
     maker = program.makers()
-    found = {}
-    for index, equation in _row_gathers(program, maker):
-        dtype = equation.operation.inputs[0].dtype
-        narrow = _before_conversion(program, maker, equation.inputs[0])
-        if narrow is not None and rules.has("picked_narrow"):
-            found[index] = narrow
-        elif rules.has("rows_picked"):
-            found[index] = dtype
-    return found
+    return frozenset(
+        index
+        for index, equation in _row_gathers(program, maker)
+        if equation.inputs[0] in maker
+        and "float" in equation.operation.inputs[0].dtype
+        and _fills_nan(equation.operation.params["fill_value"])
+    )
 
 
-def _before_conversion(program: Program, maker: Mapping[int, int], value: object) -> str | None:
-    """The dtype that a value was converted from, if nothing was lost."""
-    made = _made(program, maker, value)
-    if made is None:
-        return None
-    if made.operation.primitive == "reshape":
-        return _before_conversion(program, maker, made.inputs[0])
-    if made.operation.primitive != "convert_element_type":
-        return None
-    (before,), (after,) = made.operation.inputs, made.operation.outputs
-    return before.dtype if after.dtype in _WIDER.get(before.dtype, ()) else None
+def stored(flow: Dataflow, rules: Rules) -> set[int]:
+    """What gathers read that are not written as sums, and is stored for them."""
+    if not rules.has("picked_stored"):
+        return set()
+    equations = flow.program.equations
+    read = (equations[index].inputs[0] for index in summing(flow.program, rules))
+    return {flow.source[value] for value in read if isinstance(value, int)}
+
+
+def _fills_nan(value: float | None) -> bool:
+    """Whether NaN is what stands in for elements that are not there, if anything."""
+    return value is None or math.isnan(value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

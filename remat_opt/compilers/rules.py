@@ -89,10 +89,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _NVIDIA, "stored", "softmax", "A softmax of narrower scores stores its exponentials."
         ),
         "logits_shifted": _rule(
-            _NVIDIA,
+            _NVIDIA | _TPU,
             "stored",
             "softmax",
-            "Labels are gathered from logits that are stored minus their row's maximum.",
+            "A log-softmax stores its logits minus the maximum of their row.",
+        ),
+        "picked_stored": _rule(
+            _TPU, "stored", "row_gathers", "Unchanged, what is picked from rows is stored."
         ),
         "operands_again": _rule(
             _NVIDIA,
@@ -300,8 +303,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "rows_picked": _rule(
             _NVIDIA, "rewrite", "row_gathers", "The gradient of picking from rows is elementwise."
         ),
-        "picked_narrow": _rule(
-            _TPU, "rewrite", "row_gathers", "What is picked is picked before it is widened."
+        "picks_summed": _rule(
+            _TPU, "rewrite", "row_gathers", "Picking from a row is a sum over it."
         ),
         "parts_added": _rule(
             _NVIDIA | _TPU | _CPU,
@@ -319,13 +322,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),
         "starts_wait": _rule(
-            _NVIDIA,
+            _NVIDIA | _CPU,
             "rewrite",
             "turns",
             "What starts from arguments waits for what is before it in the plan.",
         ),
         "functions_again": _rule(
-            _NVIDIA | _CPU,
+            _NVIDIA,
             "rewrite",
             "transcendental",
             "An expensive function before a product is computed twice, and not stored.",

@@ -98,6 +98,8 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     for equation, maxima in _exponentials(program, maker):
         (exponentials,) = equation.outputs
         waiting = _waiting(program, exponentials, maker, arrays) if narrow else exponentials
+        if not narrow and _are_scores_narrow(program, exponentials, maker):
+            continue
         if waiting is None:
             continue
         if sums := list(_sums(program, exponentials, readers)):
@@ -141,14 +143,24 @@ def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
     maker, readers = program.makers(), program.readers()
     for equation, _ in _exponentials(program, maker):
         (value,) = equation.value_inputs
-        if program.types[value].shape[-1] <= _LONGEST_ROW and _is_picked_from(
-            program, value, maker, readers
-        ):
-            logits = program.equations[maker[value]].value_inputs[0]
-            made = program.equations[maker[logits]] if logits in maker else None
-            if made is not None and made.operation.primitive == "convert_element_type":
-                (logits,) = made.value_inputs
+        logits = program.equations[maker[value]].value_inputs[0]
+        made = program.equations[maker[logits]] if logits in maker else None
+        if made is not None and made.operation.primitive == "convert_element_type":
+            (logits,) = made.value_inputs
+        if rules.platform == "tpu":
+            wide = program.types[logits].bytes >= program.types[value].bytes
+            found = wide and _is_subtracted_from(program, value, readers)
+        else:
+            short = program.types[value].shape[-1] <= _LONGEST_ROW
+            found = short and _is_picked_from(program, value, maker, readers)
+        if found:
             yield value, logits
+
+
+def _is_subtracted_from(program: Program, value: int, readers: Mapping[int, Sequence[int]]) -> bool:
+    """Whether something is subtracted from a value, as in a ``log_softmax``."""
+    reading = (program.equations[index] for index in readers.get(value, ()))
+    return any(one.operation.primitive == "sub" and one.inputs[0] == value for one in reading)
 
 
 def _is_picked_from(
@@ -257,6 +269,13 @@ def _waiting(
         return exponentials
     is_product = program.equations[maker[origin]].operation.primitive == "dot_general"
     return None if is_product else origin
+
+
+def _are_scores_narrow(program: Program, exponentials: int, maker: Mapping[int, int]) -> bool:
+    """Whether a product writes the scores narrower than their exponentials are."""
+    origin = _origin(program, exponentials, maker, {"dot_general"})
+    types = program.types
+    return origin is not None and types[origin].bytes < types[exponentials].bytes
 
 
 def _origin(

@@ -29,6 +29,7 @@ from remat_opt.compilers import (
     flat_products,
     operands,
     product_sums,
+    row_gathers,
     softmax,
     sums,
     transcendental,
@@ -46,10 +47,10 @@ _REREAD_LIMIT = 1.25
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
 
-#: Equations that read no more than they return.
 #: Equations that put arrays side by side.
 _ASSEMBLED = frozenset({"concatenate", "stack"})
 
+#: Equations that read no more than they return.
 _SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
 
 
@@ -68,7 +69,7 @@ class Storage:
       completed: for what a product writes, the form stored in its place.
       batched_reads: how batched products read elementwise operands.
       product_sums: the sums of two products that are stored, with the products.
-      splits_products: whether more is stored because rewriting keeps products apart.
+      rewritten: whether rewriting changes what is stored.
       stored: the values that are arrays.
       leaves: for each fused value, the arrays and arguments it is computed from.
       roots: the equations that make arrays, or have effects, ascending.
@@ -107,8 +108,8 @@ class Storage:
                 flow, compiler, set(softmax.exponentials(program)), self.weights_of
             )
         )
-        found = product_sums.stored_sums(program, compiler.rules)
-        self.product_sums = {} if unchanged else dict(found)
+        stored_sums = dict(product_sums.stored_sums(program, compiler.rules))
+        self.product_sums = {} if unchanged else stored_sums
         self._rounded: dict[int, int] = {}
         self.completed: dict[int, int] = {}
         self._product_of: dict[int, int] = {}
@@ -128,7 +129,9 @@ class Storage:
             self._twice |= draws.words(flow)
         flat = flat_products.with_operands(flow, compiler)
         self._twice |= {value for value, always in flat.items() if always or not unchanged}
-        self.splits_products = not all(flat.values())
+        picked = row_gathers.stored(flow, compiler.rules)
+        self._picked = picked if unchanged else set()
+        self.rewritten = bool(self.stores_maxima or stored_sums or picked or not all(flat.values()))
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
         self.weights_of |= self.scores
@@ -269,6 +272,7 @@ class Storage:
         forced |= transcendental.stored(self.flow, self.compiler)
         forced |= sums.stored(self.flow, self.compiler)
         forced |= draws.stored(self.flow, self.compiler)
+        forced |= self._picked
         for index in self.product_sums:
             forced.update(self.flow.program.equations[index].outputs)
         forced.update(self.weights_of)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.lax import GatherScatterMode
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.rewrites import Rewrites
@@ -18,7 +19,7 @@ from remat_opt.export import kept, support
 from remat_opt.export.calls import Call, bound, call
 from remat_opt.export.functions import Functions
 from remat_opt.export.layout import INDENT, assigned, listed, wrapped
-from remat_opt.export.literals import UnprintableError, constant_text, quoted
+from remat_opt.export.literals import UnprintableError, constant_text, quoted, text
 from remat_opt.export.naming import Distinct, rule_name, value_names, word_of
 from remat_opt.export.reading import (
     has_usual_type,
@@ -245,11 +246,13 @@ class Equations:
             lines = assigned(results, Call(self._custom_jvp(equation, apart=True), tuple(inputs)))
         elif ways is not None and index in ways.picking:
             operands = self._lambda(equation, ("operand", "indices"))
-            clip = equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP
-            given = [operands, *inputs, str(clip)]
-            if ways.picking[index] != equation.operation.inputs[0].dtype:
-                given.append(quoted(ways.picking[index]))
-            lines = assigned(results, Call(self.helper(support.picked), tuple(given)), one=True)
+            given = (operands, *inputs, str(_has_mode(equation, GatherScatterMode.CLIP)))
+            lines = assigned(results, Call(self.helper(support.picked), given), one=True)
+        elif ways is not None and index in ways.summing:
+            modes = GatherScatterMode.CLIP, GatherScatterMode.FILL_OR_DROP
+            shape = text(equation.operation.outputs[0].shape)
+            given = (*inputs, shape, *(str(_has_mode(equation, mode)) for mode in modes))
+            lines = assigned(results, Call(self.helper(support.summed), given), one=True)
         elif waiting:
             operands = self._lambda(equation, tuple(f"x{n}" for n in range(len(inputs))))
             lines = assigned(results, Call(f"jax.checkpoint({operands})", tuple(inputs)), one=True)
@@ -409,3 +412,8 @@ class Equations:
 
         key = f"custom_jvp {apart} {equation.parameters} {kinds}"
         return self.functions.once(key, wanted, write)
+
+
+def _has_mode(equation: Equation, mode: GatherScatterMode) -> bool:
+    """Whether a gather treats indices that are out of bounds in this way."""
+    return bool(equation.jax_equation.params["mode"] == mode)

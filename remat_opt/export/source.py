@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path as File
 from typing import Any
 
@@ -135,7 +135,8 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
         constants=program.constant_values,
         closed_over=program.closed_over_names,
     )
-    _check(found, program, call)
+    otherwise = {"gather"} if support.summed.__name__ in functions.helpers else set()
+    _check(found, program, call, _GROUPING | otherwise)
     return found
 
 
@@ -327,8 +328,8 @@ _GROUPING = frozenset(
 )
 
 
-def _check(source: Source, program: Program, call: Call) -> None:
-    """Raises RematError unless the code has the equations and the results of the program."""
+def _check(source: Source, program: Program, call: Call, but: Set[str]) -> None:
+    """Raises RematError unless the code has the program's equations, but for some, and results."""
     leaves = jax.tree.leaves((call.args, call.kwargs))
     kinds = [
         leaf if isinstance(leaf, jax.ShapeDtypeStruct) else internals.type_of(leaf)
@@ -350,7 +351,7 @@ def _check(source: Source, program: Program, call: Call) -> None:
     wanted: Counter[str] = Counter()
     for equation in program.equations:
         wanted.update(_of_one(equation.jax_equation))
-    missing = [name for name, count in sorted((wanted - found).items()) if name not in _GROUPING]
+    missing = [name for name, count in sorted((wanted - found).items()) if name not in but]
     outputs = [array_type(shape) for shape in jax.tree.leaves(shapes)]
     expected = [
         array_type(jax.typeof(atom.value)) if not isinstance(atom, int) else program.types[atom]

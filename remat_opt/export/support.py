@@ -95,34 +95,42 @@ def weight_first(product: Callable[[Any, Any], Any], weight: int, *operands: Any
     return run(operands[weight], operands[1 - weight])
 
 
-def picked(
-    gather: Callable[[Any, Any], Any], operand: Any, indices: Any, clip: bool, dtype: str = ""
-) -> Any:
-    """A gather of one entry from every row, from what the operand was converted from.
-
-    Its gradient is elementwise.
-    """
+def picked(gather: Callable[[Any, Any], Any], operand: Any, indices: Any, clip: bool) -> Any:
+    """A gather of one entry from every row; its gradient is elementwise."""
 
     @jax.custom_jvp
     def pick(operand: Any, indices: Any) -> Any:
-        return gather(operand.astype(dtype or operand.dtype), indices).astype(operand.dtype)
+        return gather(operand, indices)
 
     def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
         operand, indices = primals
         result = pick(operand, indices)
         if isinstance(tangents[0], SymbolicZero):
             return result, zero_of(result)
-        axis = operand.ndim - 1
-        # With indices into all axes, the last one's is last.
-        chosen = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
-        if clip:
-            chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
-        here = lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen
-        moved = jnp.sum(jnp.where(here, tangents[0], 0), axis=axis)
+        moved = jnp.sum(jnp.where(chosen(operand, indices, clip), tangents[0], 0), axis=-1)
         return result, moved.reshape(result.shape).astype(result.dtype)
 
     pick.defjvp(rule, symbolic_zeros=True)
     return pick(operand, indices)
+
+
+def summed(operand: Any, indices: Any, shape: tuple[int, ...], clip: bool, fill: bool) -> Any:
+    """One entry of every row, as a sum over the row; NaN or the nearest if there is none."""
+    result = jnp.sum(jnp.where(chosen(operand, indices, not fill), operand, 0), axis=-1)
+    if not clip:
+        inside = jnp.any(chosen(operand, indices, False), axis=-1)
+        result = jnp.where(inside, result, jnp.nan if fill else lax.stop_gradient(result))
+    return result.reshape(shape).astype(operand.dtype)
+
+
+def chosen(operand: Any, indices: Any, clip: bool) -> Any:
+    """Where the entries are that indices into rows mean."""
+    axis = operand.ndim - 1
+    # With indices into all axes, the last one's is last.
+    place = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
+    if clip:
+        place = jnp.clip(place, 0, operand.shape[axis] - 1)
+    return lax.broadcasted_iota(place.dtype, operand.shape, axis) == place
 
 
 def kept(name: str, equation: Callable[..., Any], derivatives: Sequence[Any], *inputs: Any) -> Any:

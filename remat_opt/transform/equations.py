@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.lax import GatherScatterMode
 
 from remat_opt import _jax_internals as internals
 from remat_opt.program.record import Equation
@@ -86,7 +87,9 @@ def run_one(
     elif index in rewriting.ways.apart:
         results = internals.bind_apart(equation.jax_equation, equation.name_stack, inputs)
     elif index in rewriting.ways.picking:
-        results = _run_picking(equation, inputs, rewriting.ways.picking[index])
+        results = [_run_picking(equation, *inputs)]
+    elif index in rewriting.ways.summing:
+        results = [_run_summing(equation, *inputs)]
     elif waiting:
         # A checkpoint's derivative waits for its cotangent; nothing needs to be recomputed.
         results = jax.checkpoint(run)(*inputs)
@@ -99,38 +102,53 @@ def run_one(
     return named_as(results) if named else results
 
 
-def _run_picking(equation: Equation, inputs: Sequence[Any], dtype: str) -> list[Any]:
-    """Runs a gather from rows so that its gradient is elementwise (``row_gathers``).
-
-    Args:
-      equation: the gather.
-      inputs: its inputs.
-      dtype: the dtype to read in, which can hold the operand's values.
-    """
+def _run_picking(equation: Equation, operand: Any, indices: Any) -> Any:
+    """Runs a gather from rows so that its gradient is elementwise (``row_gathers``)."""
 
     @jax.custom_jvp
     def pick(operand: Any, indices: Any) -> Any:
-        # XLA removes the two conversions.
-        read = operand.astype(dtype), indices
-        (result,) = internals.bind(equation.jax_equation, equation.name_stack, read)
-        return result.astype(operand.dtype)
+        (result,) = internals.bind(equation.jax_equation, equation.name_stack, (operand, indices))
+        return result
 
     def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
         operand, indices = primals
         result = pick(operand, indices)
         if isinstance(tangents[0], SymbolicZero):
             return result, internals.zero_tangent(result)
-        axis = operand.ndim - 1
-        # With indices into all axes, the last one's is last.
-        chosen = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
-        if equation.jax_equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-            chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
-        here = jax.lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen
-        picked = jnp.sum(jnp.where(here, tangents[0], 0), axis=axis)
+        here = _chosen(operand, indices, clip=_mode(equation) == GatherScatterMode.CLIP)
+        picked = jnp.sum(jnp.where(here, tangents[0], 0), axis=-1)
         return result, picked.reshape(result.shape).astype(result.dtype)
 
     pick.defjvp(rule, symbolic_zeros=True)
-    return [pick(*inputs)]
+    return pick(operand, indices)
+
+
+def _run_summing(equation: Equation, operand: Any, indices: Any) -> Any:
+    """Runs a gather from rows as a sum over them (``row_gathers``)."""
+    mode = _mode(equation)
+    fills = mode == GatherScatterMode.FILL_OR_DROP
+    here = _chosen(operand, indices, clip=not fills)
+    picked = jnp.sum(jnp.where(here, operand, 0), axis=-1)
+    if mode != GatherScatterMode.CLIP:
+        # Where nothing is picked, there is no gradient either.
+        inside = jnp.any(_chosen(operand, indices, clip=False), axis=-1)
+        picked = jnp.where(inside, picked, jnp.nan if fills else jax.lax.stop_gradient(picked))
+    return picked.reshape(equation.operation.outputs[0].shape).astype(operand.dtype)
+
+
+def _mode(equation: Equation) -> GatherScatterMode:
+    """What a gather does with indices that are out of bounds."""
+    return GatherScatterMode.from_any(equation.jax_equation.params["mode"])
+
+
+def _chosen(operand: Any, indices: Any, *, clip: bool) -> Any:
+    """Whether each element of a gather's operand is picked."""
+    axis = operand.ndim - 1
+    # With indices into all axes, the last one's is last.
+    chosen = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
+    if clip:
+        chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
+    return jax.lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen
 
 
 def _run_weight_first(

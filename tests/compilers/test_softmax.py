@@ -113,6 +113,30 @@ def test_a_gpu_stores_exponentials_or_the_function_that_caps_scores(way: str, wa
     assert sum(size == of.bytes[vertex] for size in of.bytes) == 1
 
 
+def test_a_tpu_stores_scores_that_a_product_writes_narrower_than_exponentials() -> None:
+    program = traced(widened_loss, W, X, way="plain")
+    assert not list(softmax.rounded(program, Rules(platform="tpu")))
+    found = model_of(program, "v5e")
+    assert found.as_it_is is None
+    kinds = [label for label in found.labels if "[2,3,8,8]" in label]
+    assert kinds == ["dot_general bf16[2,3,8,8]"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tpu_stores_wide_logits_of_a_log_softmax_minus_their_maximum(dtype: str) -> None:
+    def smoothed(w: jax.Array, x: jax.Array) -> jax.Array:
+        logits = (x @ w).astype(dtype).astype(jnp.float32)
+        return jnp.sum(jnp.sin(x) @ jnp.sin(w) * jax.nn.log_softmax(logits))
+
+    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+        logits = (x @ w).astype(dtype).astype(jnp.float32)
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1))
+
+    w, x = jnp.ones((128, 256)), jnp.ones((256, 128))
+    for fn, stored in ((smoothed, dtype == "float32"), (plain, False)):
+        assert ("sub f32[256,256]" in graph(fn, w, x, device="v5e").labels) is stored, fn
+
+
 def test_what_becomes_of_other_scores_than_the_maxima_are_of_is_not_found() -> None:
     def fn(w, x):
         scores = (x @ w).astype(jnp.float32)
