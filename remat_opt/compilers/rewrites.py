@@ -49,6 +49,7 @@ class Rewrites:
       twice: by their last, equations that run again once for a product and once for their own
         derivatives.
       stored: whether a checkpointed region's outputs must be stored.
+      together: whether a region's outputs must all exist before the next one begins.
       starts: products that read nothing of those before them, and must wait for them all the same.
       in_turn: whether every product waits until the parts of its weight's gradient from later
         products are added.
@@ -68,6 +69,7 @@ class Rewrites:
     before_loops: bool
     twice: Mapping[int, tuple[int, ...]]
     stored: bool
+    together: bool
     starts: frozenset[int]
     in_turn: bool
 
@@ -117,6 +119,7 @@ def rewrites(
         if recomputes or runs_again
         else {},
         stored=rules.has("boundaries_stored"),
+        together=rules.has("outputs_together"),
         starts=turns.starts(program) if recomputes and rules.has("starts_wait") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
     )

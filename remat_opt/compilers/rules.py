@@ -342,6 +342,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "boundaries_stored": _rule(
             _CPU, "rewrite", "rewrites", "The outputs of a region are stored."
         ),
+        "outputs_together": _rule(
+            _TPU, "rewrite", "rewrites", "No output of a region is put off until later ones ran."
+        ),
         "parts_in_turn": _rule(
             _CPU, "rewrite", "rewrites", "Products wait until later parts are added."
         ),

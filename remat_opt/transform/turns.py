@@ -106,8 +106,11 @@ def in_turn(
     for number, step in enumerate(steps):
         before = _in_order(rewriting, steps[number - 1], step) if number else []
         after = _renewed(rewriting, step, number, last_reader)
+        made = [v for v in step.outputs if last_reader.get(v, 0) > number]
         if rewriting.ways.stored and step.checkpointed:
-            after[:0] = [[v] for v in step.outputs if last_reader.get(v, 0) > number]
+            after[:0] = [[v] for v in made]
+        elif rewriting.ways.together and len(made) > 1:
+            after[:0] = [made]
         yield step, [before] if before else [], after
 
 
