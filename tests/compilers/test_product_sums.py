@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.product_sums import biases, stored_sums, sums_in_products
 from remat_opt.operation import PRODUCTS
 from remat_opt.program import tracing
-from tests.compiler_graphs import model_of, names
+from tests.compiler_graphs import InStep, model_of, names
+from tests.devices import needs_libtpu
 from tests.programs import ones
 
 X, W, B = ones(4, 8), ones(8, 8), ones(8)
@@ -154,3 +156,28 @@ def test_what_is_added_to_a_product_is_its_bias() -> None:
     order = [equation.operation.primitive for equation in program.equations]
     products = [index for index, primitive in enumerate(order) if primitive in PRODUCTS]
     assert biases(program) == dict.fromkeys(products[:2], program.arguments[1])
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.tpu
+@needs_libtpu
+def test_skips_are_added_in_turn_on_a_tpu() -> None:
+    """XLA would add them all at the end, and hold what they are computed from until then."""
+
+    def loss(weights: list[Any], x: jax.Array) -> jax.Array:
+        skips = jnp.zeros(())
+        for gated, skip, out in weights:
+            inside, gate = jnp.split(x @ gated, 2, axis=-1)
+            y = jnp.tanh(inside) * jax.nn.sigmoid(gate)
+            skips = skips + y @ skip
+            x = x + y @ out
+        return jnp.mean(jax.nn.relu(skips) ** 2)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    weights = [(shape((128, 256)), shape((128, 512)), shape((128, 128)))] * 8
+    step = InStep(loss, weights, shape((131_072, 128)), device="v5e")
+    plan = step.plan()
+    said = plan.predicted.temporary_bytes
+    assert said < 0.5 * step.problem.unchanged.peak_bytes
+    assert 0.8 * said < step.compiled_bytes(plan) <= said

@@ -440,6 +440,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "partners_wait": ("h200", summed_products, ([W, W], X)),
     "maxima_stored": ("v5e", attention, narrow((SQUARE, ones(2, 256, 128)))),
     "boundaries_stored": ("cpu", two_layers, ([W, W], X)),
+    "outputs_together": ("v5e", skips, ([SQUARE] * 3, ROWS)),
     "parts_in_turn": ("cpu", recurrent, (W, X)),
 }
 

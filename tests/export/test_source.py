@@ -214,7 +214,7 @@ def test_code_read_back_gives_the_same_gradient():
 
 @pytest.mark.parametrize(
     ("fn", "device", "written"),
-    [(gated_layers, "h200", "stored(sin"), (rounded_logits, "v5e", '"bfloat16"')],
+    [(gated_layers, "h200", "stored(sin"), (rounded_logits, "v5e", "summed(")],
 )
 def test_what_is_written_in_another_way_gives_the_same_gradient(fn, device, written):
     args = [array(8, 8)] * 8, array(256, 8)
