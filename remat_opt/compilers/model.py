@@ -44,7 +44,8 @@ class Model:
       as_it_is: the same for the unchanged function, if rewriting changes what is stored.
       results: the gradients whose result buffers hold arrays until they are written.
       early: the bytes of arrays that gradients begin as, and that are there in the forward pass.
-      converted: weights that are converted before their turn (``scheduling.early``).
+      converted: weights that are converted before their turn (``scheduling.early``), and what the
+        unchanged function starts with (``scheduling.started``).
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
       is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
@@ -166,7 +167,13 @@ def model(
     as_it_is = None
     if storage.rewritten:
         as_it_is = _built(Storage(flow, compiler, unchanged=True), gradients, None)
-    return _built(storage, gradients, as_it_is)
+    found = _built(storage, gradients, as_it_is)
+    graph = found.graph
+    if started := tuple(scheduling.started(storage, graph.bytes, graph.predecessors)):
+        before = as_it_is or found
+        as_it_is = dataclasses.replace(before, converted=(*before.converted, *started))
+        found = dataclasses.replace(found, as_it_is=as_it_is)
+    return found
 
 
 def computes_nothing(program: Program) -> bool:

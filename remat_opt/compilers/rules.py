@@ -261,6 +261,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),
+        "starts_first": _rule(
+            _CPU, "beside", "scheduling", "Unchanged, what no product leads to runs first."
+        ),
         "conversions_first": _rule(
             _NVIDIA, "beside", "scheduling", "Weights are converted before what is larger runs."
         ),

@@ -1,6 +1,9 @@
-"""What XLA for NVIDIA runs earlier or later than the program has it, and holds meanwhile.
+"""What compilers run earlier or later than the program has it, and hold meanwhile.
 
-Of everything that can run, its scheduler runs what frees most memory, less what it allocates.
+XLA for CPU runs everything as soon as it can. So a function starts with what no product leads to:
+all rows that are looked up in tables, and all random numbers.
+
+XLA for NVIDIA, of everything that can run, runs what frees most memory, less what it allocates.
 
 *   To the scheduler, an update allocates the parameter and both of Adam's moments anew: it does not
     know that they take the place of donated ones. So an update runs only when everything else would
@@ -16,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from remat_opt.compilers.storage import Storage
 from remat_opt.gradients import Wait
+from remat_opt.operation import PRODUCTS
 
 #: What an update writes, in sizes of the parameter: the parameter, and Adam's two moments.
 _WRITTEN = 3
@@ -74,6 +78,41 @@ def early(storage: Storage, allocated: Sequence[int]) -> Iterator[tuple[int, int
                 if allocated[before] > allocated[vertex]:
                     yield before, vertex - 1, allocated[vertex]
                     break
+
+
+def first(storage: Storage) -> frozenset[int]:
+    """The vertices that the unchanged function starts with: no product leads to them."""
+    if not storage.compiler.has("starts_first"):
+        return frozenset()
+    equations = storage.flow.program.equations
+    led: set[int] = set()
+    for equation in equations:
+        if equation.operation.primitive in PRODUCTS or not led.isdisjoint(equation.value_inputs):
+            led.update(equation.outputs)
+    return frozenset(
+        vertex
+        for vertex, root in enumerate(storage.roots)
+        if led.isdisjoint(equations[root].outputs)
+    )
+
+
+def started(
+    storage: Storage, allocated: Sequence[int], predecessors: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, int]]:
+    """What is there before its turn because the function starts with it; like ``early``.
+
+    What only other such vertices read is gone once all of them have run.
+    """
+    vertices = first(storage)
+    wait = {
+        read
+        for vertex, values in enumerate(predecessors)
+        for read in values
+        if vertex not in vertices
+    }
+    for vertex in sorted(vertices):
+        if vertex and allocated[vertex]:
+            yield 0, vertex - 1 if vertex in wait else 0, allocated[vertex]
 
 
 def _read_as(storage: Storage) -> dict[int, int]:

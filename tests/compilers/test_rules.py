@@ -300,6 +300,14 @@ def similar(w, x):
     return jnp.sum(jnp.sin(features.T @ features))
 
 
+def bags(weights, tables, ids):
+    """Summed rows of tables, added in one layer after the other."""
+    x = jnp.ones((ids.shape[1], weights[0].shape[0]))
+    for w, table, rows in zip(weights, tables, ids, strict=True):
+        x = jnp.sin(x @ w + jnp.sum(table[rows], axis=1))
+    return jnp.sum(x)
+
+
 def skips(weights, x):
     added = jnp.cos(x)
     for w in weights:
@@ -422,6 +430,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "vector_memory": ("v5e", recurrent, (wide, wide)),
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
     "conversions_first": ("h200", similarities_first, ([SQUARE] * 4, narrow(ROWS))),
+    "starts_first": ("cpu", bags, ([SQUARE] * 2, [ones(64, 128)] * 2, ones(2, 256, 4, dtype=int))),
     "updates_wait": ("h200", two_layers, ([SQUARE] * 4, ROWS[:8])),
     "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
     "convolution_time": ("h200", convolutions, (KERNEL, IMAGES)),

@@ -1,4 +1,4 @@
-"""What waits for its turn on NVIDIA, and what does not."""
+"""What runs before or after its turn, and what does not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from remat_opt.gradients import Gradients
 from remat_opt.program import tracing
-from tests.compiler_graphs import model_of
+from tests.compiler_graphs import model_of, names
 
 SIDE, LAYERS = 256, 6
 SIZE = 4 * SIDE * SIDE
+IDS = jnp.zeros((32, 4), int)
 
 
 def losses(narrow: bool = False):
@@ -86,3 +87,30 @@ def test_elsewhere_weights_are_converted_in_turn(device: str) -> None:
 
 def test_where_nothing_is_converted_nothing_is_early() -> None:
     assert converted(SIDE + 8, narrow=False)[0] == ()
+
+
+def test_a_cpu_starts_with_what_no_product_leads_to() -> None:
+    """Rows that are looked up for later layers are there before the first product."""
+
+    def loss(weights: list[jax.Array], tables: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w, table in zip(weights, tables, strict=True):
+            x = jnp.sin(x @ w + jnp.sum(table[IDS], axis=1))
+        return jnp.sum(x)
+
+    weights, tables = [jnp.ones((8, 8))] * 3, [jnp.ones((16, 8))] * 3
+    program = tracing.trace(loss, weights, tables, jnp.ones((32, 8)))
+    found = model_of(program, "cpu")
+    assert found.as_it_is is not None
+    rows, sums = 32 * 4 * 8 * 4, 32 * 8 * 4
+    first = [one for one in found.as_it_is.converted if one[2] in (rows, sums)]
+    gathers, totals = (
+        [v for v, name in enumerate(names(found.graph)) if name == kind][:3]
+        for kind in ("gather", "reduce_sum")
+    )
+    # The sums wait for their layers; the rows are gone once they are summed.
+    assert sorted(first) == sorted(
+        [(0, 0, rows) for _ in gathers] + [(0, vertex - 1, sums) for vertex in totals]
+    )
+    assert found.converted == ()
+    for device, off in (("h200", []), ("cpu", ["starts_first"])):
+        assert model_of(program, device, off).as_it_is is None
