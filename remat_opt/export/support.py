@@ -128,6 +128,7 @@ def chosen(operand: Any, indices: Any, clip: bool) -> Any:
     axis = operand.ndim - 1
     # With indices into all axes, the last one's is last.
     place = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
+    place = place.astype(jnp.promote_types(place.dtype, jnp.int32))
     if clip:
         place = jnp.clip(place, 0, operand.shape[axis] - 1)
     return lax.broadcasted_iota(place.dtype, operand.shape, axis) == place

@@ -146,6 +146,8 @@ def _chosen(operand: Any, indices: Any, *, clip: bool) -> Any:
     axis = operand.ndim - 1
     # With indices into all axes, the last one's is last.
     chosen = indices.reshape(*operand.shape[:-1], -1)[..., -1:]
+    # Rows may be longer than small integers can count.
+    chosen = chosen.astype(jnp.promote_types(chosen.dtype, jnp.int32))
     if clip:
         chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
     return jax.lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen

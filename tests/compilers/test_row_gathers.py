@@ -115,6 +115,22 @@ def test_the_elementwise_gradient_is_the_gathers(
     np.testing.assert_allclose(jax.grad(run)(W), jax.grad(loss)(W), rtol=1e-6)
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_labels_may_be_of_a_type_that_cannot_count_a_row(platform: Platform) -> None:
+    """Byte labels among 300 words: the 256th and the first are different ones."""
+    labels = jnp.arange(4, dtype="uint8")
+    x = jnp.sin(jnp.arange(32.0)).reshape(4, 8)
+    wide = jnp.sin(jnp.arange(8 * 300.0)).reshape(8, 300)
+
+    def loss(w: jax.Array) -> jax.Array:
+        logits = jax.nn.log_softmax(x @ (w @ wide))
+        return jnp.sum(jax.vmap(lambda row, label: row[label])(logits, labels))
+
+    run = rewritten(loss, platform)
+    np.testing.assert_allclose(run(W), loss(W), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(run)(W), jax.grad(loss)(W), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("pick", PICKS)
 def test_a_sum_picks_what_the_gather_picks(
     pick: Callable[[jax.Array, jax.Array], jax.Array],
