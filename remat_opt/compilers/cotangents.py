@@ -201,8 +201,9 @@ def _fused(of: _Vertices) -> set[int]:
 
     If products compute their operands as they read them, a cotangent that comes only out of
     reductions (a small array, broadcast, times what is stored) needs no buffer: that of a
-    cross-entropy's logits, for example. One that a product writes does. That of scores is computed
-    from that of their exponentials (``softmax``).
+    cross-entropy's logits, for example, also where labels' elements are picked by a gather. One
+    that a product writes does. That of scores is computed from that of their exponentials
+    (``softmax``).
     """
     if not of.storage.compiler.has("cotangents_fused"):
         return set()
@@ -219,7 +220,7 @@ def _fused(of: _Vertices) -> set[int]:
             (product or of.kind(vertex) is costs.Fusion.FUSIBLE)
             and readers
             and all(
-                of.kind(reader) is costs.Fusion.REDUCTION
+                of.computes_rows(reader)
                 or (
                     of.kind(reader) is costs.Fusion.FUSIBLE
                     and (reader in fused or reader in exponentials)

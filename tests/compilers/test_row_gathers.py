@@ -18,7 +18,7 @@ from remat_opt.device import Platform
 from remat_opt.program import tracing
 from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
-from tests.compiler_graphs import InStep, W, X
+from tests.compiler_graphs import InStep, W, X, model_of
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
 ROWS = jnp.zeros(X.shape[0], int)
@@ -73,6 +73,24 @@ def test_picking_from_what_is_computed_is_a_sum_on_a_tpu() -> None:
         for platform in ("cuda", "cpu"):
             assert not summing(program, Rules(platform=platform))
         assert not picking(program, Rules(platform="cpu"))
+
+
+def test_on_a_tpu_logits_that_are_picked_from_have_no_cotangent_array() -> None:
+    """However the picked element is shaped before it is subtracted, as in optax."""
+
+    def loss(w: jax.Array, x: jax.Array, entropy: Callable[..., jax.Array]) -> jax.Array:
+        return jnp.mean(entropy((x @ w).astype(jnp.bfloat16).astype(jnp.float32), ROWS))
+
+    for entropy in (
+        optax.softmax_cross_entropy_with_integer_labels,
+        lambda y, labels: jax.nn.logsumexp(y, -1) - y[jnp.arange(len(labels)), labels],
+    ):
+        program = tracing.trace(functools.partial(loss, entropy=entropy), W, X)
+        found = model_of(program, "v5e")
+        assert found.as_it_is is not None
+        for graph in (found.graph, found.as_it_is.graph):
+            assert max(graph.bytes) >= 2 * len(X) * W.shape[1]
+            assert max(graph.cotangent_bytes) < 2 * len(X) * W.shape[1]
 
 
 PICKS = [
