@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from remat_opt.compilers.storage import Storage
+from remat_opt.compilers.turns import led_to
 from remat_opt.gradients import Wait
 from remat_opt.operation import PRODUCTS
 
@@ -80,30 +81,22 @@ def early(storage: Storage, allocated: Sequence[int]) -> Iterator[tuple[int, int
                     break
 
 
-def first(storage: Storage) -> frozenset[int]:
-    """The vertices that the unchanged function starts with: no product leads to them."""
-    if not storage.compiler.has("starts_first"):
-        return frozenset()
-    equations = storage.flow.program.equations
-    led: set[int] = set()
-    for equation in equations:
-        if equation.operation.primitive in PRODUCTS or not led.isdisjoint(equation.value_inputs):
-            led.update(equation.outputs)
-    return frozenset(
-        vertex
-        for vertex, root in enumerate(storage.roots)
-        if led.isdisjoint(equations[root].outputs)
-    )
-
-
 def started(
     storage: Storage, allocated: Sequence[int], predecessors: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """What is there before its turn because the function starts with it; like ``early``.
+    """What is there before its turn because the unchanged function starts with it; like ``early``.
 
-    What only other such vertices read is gone once all of them have run.
+    No product leads to it. What only other such vertices read is gone once all of them have run.
     """
-    vertices = first(storage)
+    if not storage.compiler.has("starts_first"):
+        return
+    program = storage.flow.program
+    led = led_to(program, PRODUCTS)
+    vertices = {
+        vertex
+        for vertex, root in enumerate(storage.roots)
+        if led.isdisjoint(program.equations[root].outputs)
+    }
     wait = {
         read
         for vertex, values in enumerate(predecessors)

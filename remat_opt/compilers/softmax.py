@@ -16,6 +16,8 @@ exist, and as long as they are kept they split the free memory around them. Twel
 MiB with maxima kept under one checkpoint for every two or three layers, 1,162 without; with an
 update of donated parameters in the same program, 1,568 and 1,214.
 
+Scores that a product writes in bfloat16 wait themselves on TPU, and no barrier is needed.
+
 XLA for NVIDIA stores the exponentials if the scores are narrower than they are, as those of a
 product in bfloat16 that are widened for the softmax: then it is they that wait for the backward
 pass, and take twice the bytes of the scores. Scores that a product writes in float32 wait
@@ -33,7 +35,8 @@ H100 a few rows that are no power of two long are stored, which is not modelled.
 Likewise it stores what a ``log_softmax`` exponentiates, the logits minus the maximum of their row,
 if labels' elements are gathered from the result and a row fits into one block of threads. (4,096
 rows of 8,192 bfloat16 logits and their loss: 204 MiB, 140 if the loss is a ``logsumexp`` minus
-labels' logits, as in optax.)
+labels' logits, as in optax.) XLA for TPU stores it of logits that are as wide, whatever is done
+with the result.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ class Softmax:
 def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     """Each softmax whose weights are narrower than its exponentials when products read them.
 
-    For XLA for NVIDIA those whose scores are narrower, too; none for XLA for CPU.
+    For XLA for NVIDIA those whose scores are narrower, too, for XLA for TPU the others; none for
+    XLA for CPU.
     """
     narrow = rules.has("scores_widened")
     if not (narrow or rules.has("softmax")):
@@ -97,9 +101,11 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     arrays = {"dot_general", *(dear(rules.platform) if rules.has("transcendental") else ())}
     for equation, maxima in _exponentials(program, maker):
         (exponentials,) = equation.outputs
-        waiting = _waiting(program, exponentials, maker, arrays) if narrow else exponentials
-        if not narrow and _are_scores_narrow(program, exponentials, maker):
-            continue
+        if narrow:
+            waiting = _waiting(program, exponentials, maker, arrays)
+        else:
+            scores = _origin(program, exponentials, maker, {"dot_general"})
+            waiting = None if _is_narrower(program, scores, exponentials) else exponentials
         if waiting is None:
             continue
         if sums := list(_sums(program, exponentials, readers)):
@@ -265,17 +271,15 @@ def _waiting(
     origin = _origin(program, exponentials, maker, arrays)
     if origin is None:
         return None
-    if program.types[origin].bytes < program.types[exponentials].bytes:
+    if _is_narrower(program, origin, exponentials):
         return exponentials
     is_product = program.equations[maker[origin]].operation.primitive == "dot_general"
     return None if is_product else origin
 
 
-def _are_scores_narrow(program: Program, exponentials: int, maker: Mapping[int, int]) -> bool:
-    """Whether a product writes the scores narrower than their exponentials are."""
-    origin = _origin(program, exponentials, maker, {"dot_general"})
-    types = program.types
-    return origin is not None and types[origin].bytes < types[exponentials].bytes
+def _is_narrower(program: Program, scores: int | None, exponentials: int) -> bool:
+    """Whether an array of scores, if there is one, takes less than their exponentials."""
+    return scores is not None and program.types[scores].bytes < program.types[exponentials].bytes
 
 
 def _origin(

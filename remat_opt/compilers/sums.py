@@ -121,8 +121,10 @@ def squares(
 def is_square(flow: Dataflow, index: int) -> bool:
     """Whether an equation is a product of matrices of a value with itself."""
     equation = flow.program.equations[index]
-    read = [flow.source[one] for one in equation.value_inputs]
-    return equation.operation.primitive == "dot_general" and len(read) == 2 and read[0] == read[1]
+    if equation.operation.primitive != "dot_general" or len(equation.value_inputs) != 2:
+        return False
+    left, right = (flow.source[one] for one in equation.value_inputs)
+    return left == right
 
 
 def stored(flow: Dataflow, compiler: Compiler) -> set[int]:

@@ -7,7 +7,7 @@ comes first, and the cotangent once the operand is freed: the two are never aliv
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import TYPE_CHECKING
 
 from remat_opt.operation import PRODUCTS
@@ -88,16 +88,25 @@ def starts(program: Program) -> frozenset[int]:
     They are where a second tower begins, for instance. XLA may run it before the first, whatever
     the order of the program.
     """
-    led: set[int] = set()
-    found: list[int] = []
-    for index, equation in enumerate(program.equations):
-        is_led = not led.isdisjoint(equation.value_inputs)
-        if not is_led and equation.operation.primitive in PRODUCTS | {"gather"}:
-            found.append(index)
-            is_led = True
-        if is_led:
-            led.update(equation.outputs)
+    primitives = PRODUCTS | {"gather"}
+    led = led_to(program, primitives)
+    found = [
+        index
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive in primitives and led.isdisjoint(equation.value_inputs)
+    ]
     return frozenset(found[1:])
+
+
+def led_to(program: Program, primitives: Set[str]) -> set[int]:
+    """The results of some operations, and everything that is computed from them."""
+    found: set[int] = set()
+    for equation in program.equations:
+        if equation.operation.primitive in primitives or not found.isdisjoint(
+            equation.value_inputs
+        ):
+            found.update(equation.outputs)
+    return found
 
 
 def apart(

@@ -32,7 +32,7 @@ from remat_opt.export.reading import (
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Atom, Equation, Program
 from remat_opt.schedule import Choice, Loop
-from remat_opt.transform.equations import stands_in
+from remat_opt.transform.equations import has_mode, stands_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,12 +246,12 @@ class Equations:
             lines = assigned(results, Call(self._custom_jvp(equation, apart=True), tuple(inputs)))
         elif ways is not None and index in ways.picking:
             operands = self._lambda(equation, ("operand", "indices"))
-            given = (operands, *inputs, str(_has_mode(equation, GatherScatterMode.CLIP)))
+            given = (operands, *inputs, str(has_mode(equation, GatherScatterMode.CLIP)))
             lines = assigned(results, Call(self.helper(support.picked), given), one=True)
         elif ways is not None and index in ways.summing:
             modes = GatherScatterMode.CLIP, GatherScatterMode.FILL_OR_DROP
             shape = text(equation.operation.outputs[0].shape)
-            given = (*inputs, shape, *(str(_has_mode(equation, mode)) for mode in modes))
+            given = (*inputs, shape, *(str(has_mode(equation, mode)) for mode in modes))
             lines = assigned(results, Call(self.helper(support.summed), given), one=True)
         elif waiting:
             operands = self._lambda(equation, tuple(f"x{n}" for n in range(len(inputs))))
@@ -412,8 +412,3 @@ class Equations:
 
         key = f"custom_jvp {apart} {equation.parameters} {kinds}"
         return self.functions.once(key, wanted, write)
-
-
-def _has_mode(equation: Equation, mode: GatherScatterMode) -> bool:
-    """Whether a gather treats indices that are out of bounds in this way."""
-    return bool(equation.jax_equation.params["mode"] == mode)

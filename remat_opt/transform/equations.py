@@ -115,7 +115,7 @@ def _run_picking(equation: Equation, operand: Any, indices: Any) -> Any:
         result = pick(operand, indices)
         if isinstance(tangents[0], SymbolicZero):
             return result, internals.zero_tangent(result)
-        here = _chosen(operand, indices, clip=_mode(equation) == GatherScatterMode.CLIP)
+        here = _chosen(operand, indices, clip=has_mode(equation, GatherScatterMode.CLIP))
         picked = jnp.sum(jnp.where(here, tangents[0], 0), axis=-1)
         return result, picked.reshape(result.shape).astype(result.dtype)
 
@@ -125,20 +125,19 @@ def _run_picking(equation: Equation, operand: Any, indices: Any) -> Any:
 
 def _run_summing(equation: Equation, operand: Any, indices: Any) -> Any:
     """Runs a gather from rows as a sum over them (``row_gathers``)."""
-    mode = _mode(equation)
-    fills = mode == GatherScatterMode.FILL_OR_DROP
+    fills = has_mode(equation, GatherScatterMode.FILL_OR_DROP)
     here = _chosen(operand, indices, clip=not fills)
     picked = jnp.sum(jnp.where(here, operand, 0), axis=-1)
-    if mode != GatherScatterMode.CLIP:
+    if not has_mode(equation, GatherScatterMode.CLIP):
         # Where nothing is picked, there is no gradient either.
         inside = jnp.any(_chosen(operand, indices, clip=False), axis=-1)
         picked = jnp.where(inside, picked, jnp.nan if fills else jax.lax.stop_gradient(picked))
     return picked.reshape(equation.operation.outputs[0].shape).astype(operand.dtype)
 
 
-def _mode(equation: Equation) -> GatherScatterMode:
-    """What a gather does with indices that are out of bounds."""
-    return GatherScatterMode.from_any(equation.jax_equation.params["mode"])
+def has_mode(equation: Equation, mode: GatherScatterMode) -> bool:
+    """Whether a gather treats indices that are out of bounds in this way."""
+    return bool(equation.jax_equation.params["mode"] == mode)
 
 
 def _chosen(operand: Any, indices: Any, *, clip: bool) -> Any:

@@ -100,7 +100,8 @@ def in_turn(
     cotangent (``summed``). So the cotangent is summed step by step. XLA would hold every reader's
     contribution, or whatever it is a slice of, until the last has arrived, and then add them all at
     once. Arguments pass the barrier together with what the step passes on: their contributions,
-    which nothing else waits for, are added before the step's own turn comes.
+    which nothing else waits for, are added before the step's own turn comes. What a step makes for
+    later ones passes a barrier as well where rules say so: each value alone, or all together.
     """
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):

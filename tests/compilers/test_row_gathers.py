@@ -23,6 +23,8 @@ from tests.devices import needs_cuda_plugin, needs_libtpu
 
 ROWS = jnp.zeros(X.shape[0], int)
 IN_PAIRS = ROWS.reshape(2, 8)
+#: Labels below zero and beyond the end, too.
+OUTSIDE = jnp.arange(-3, len(X) - 3)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +124,9 @@ def test_the_elementwise_gradient_is_the_gathers(
     pick: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> None:
     """For labels below zero and beyond the end, too."""
-    labels = jnp.arange(-3, len(X) - 3)
 
     def loss(w: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(pick(jax.nn.log_softmax(X @ w), labels)))
+        return jnp.sum(jnp.sin(pick(jax.nn.log_softmax(X @ w), OUTSIDE)))
 
     run = rewritten(loss, "cuda")
     assert "scatter" in str(jax.make_jaxpr(jax.grad(loss))(W))
@@ -154,11 +155,10 @@ def test_a_sum_picks_what_the_gather_picks(
     pick: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> None:
     """For labels below zero and beyond the end, too, and beside infinities."""
-    labels = jnp.arange(-3, len(X) - 3)
 
     def rows(w: jax.Array) -> jax.Array:
         logits = X @ w
-        return pick(jax.nn.log_softmax(jnp.where(logits > 1, logits, -jnp.inf)), labels)
+        return pick(jax.nn.log_softmax(jnp.where(logits > 1, logits, -jnp.inf)), OUTSIDE)
 
     def loss(w: jax.Array) -> jax.Array:
         found = rows(w)
