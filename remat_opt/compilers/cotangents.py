@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import batched_products, operands, row_gathers, sums, transcendental
+from remat_opt.compilers import batched_products, joins, operands, row_gathers, sums, transcendental
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
 from remat_opt.compilers.storage import Storage
 from remat_opt.program.record import Equation
@@ -143,7 +143,7 @@ def cotangents(
         | {vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
         sooner={
             vertex: (sizes[vertex], steps)
-            for vertex, steps in _sooner(of, passing - shared.holders)
+            for vertex, steps in _sooner(of, passing - shared.holders - set(_pieces(of)))
             if vertex not in no_arrays
         },
         handed_in_bytes={v: size for v, size in _in_full(of, sizes) if v not in narrow}
@@ -243,7 +243,7 @@ def _passing(of: _Vertices) -> set[int]:
     if not of.storage.compiler.has("cotangents_pass"):
         return set()
     if of.storage.compiler.has("operands_fused"):
-        return set(_dear_operands(of))
+        return {*_dear_operands(of), *_pieces(of)}
     found = set()
     for vertex, active in enumerate(of.active):
         readers = of.active_readers(vertex)
@@ -287,6 +287,21 @@ def _dear_operands(of: _Vertices) -> Iterator[int]:
             yield vertex
 
 
+def _pieces(of: _Vertices) -> Iterator[int]:
+    """Elementwise pieces of a concatenation that a product reads, and nothing else (TPU).
+
+    The product's kernel, or that which reads a piece of the whole, writes the cotangent of what the
+    piece is computed from.
+    """
+    for vertex in of.storage.vertices_of(joins.stored(of.storage.flow, of.storage.compiler)):
+        if (
+            of.kind(vertex) is costs.Fusion.FUSIBLE
+            and not of.is_output(vertex)
+            and len(of.active_readers(vertex)) == 1
+        ):
+            yield vertex
+
+
 def _sooner(of: _Vertices, passing: Set[int]) -> Iterator[tuple[int, range]]:
     """Vertices that only something whose cotangent passes reads last, and the steps until that.
 
@@ -309,9 +324,12 @@ def _rounded(of: _Vertices) -> Iterator[int]:
     """
     if not of.storage.compiler.has("cotangents_rounded"):
         return
+    pieces = set(_pieces(of))
     for vertex in range(len(of.active)):
         if operands.rounds_operands(of.written_by(vertex).operation) and not of.is_output(vertex):
             readers = of.active_readers(vertex)
+            if len(readers) == 1 and readers[0] in pieces:
+                readers = of.active_readers(readers[0])
             if len(readers) == 1 and of.written_by_fusing_product(readers[0]):
                 yield vertex
 

@@ -10,7 +10,15 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from remat_opt.compilers import pooling, product_sums, row_gathers, softmax, transcendental, turns
+from remat_opt.compilers import (
+    joins,
+    pooling,
+    product_sums,
+    row_gathers,
+    softmax,
+    transcendental,
+    turns,
+)
 from remat_opt.compilers.compiler import Rules
 from remat_opt.program.record import Program
 
@@ -37,6 +45,8 @@ class Rewrites:
       waiting: equations whose derivative must not start before their cotangent is there.
       picking: gathers whose gradient is to be elementwise.
       summing: gathers of one element of each row that are to be sums over rows.
+      joined: for products, the concatenation that each reads, if its pieces are to have cotangents
+        of their own.
       whole: equations whose results are to be stored as arrays.
       partner: for the first of two products that are summed up the second.
       unmerged: for products that must not be merged with an earlier one, the position of the input
@@ -59,6 +69,7 @@ class Rewrites:
     waiting: frozenset[int]
     picking: frozenset[int]
     summing: frozenset[int]
+    joined: Mapping[int, joins.Join]
     whole: frozenset[int]
     partner: Mapping[int, int]
     unmerged: Mapping[int, int]
@@ -105,6 +116,7 @@ def rewrites(
         waiting=frozenset(pooling.searches(program) if rules.has("searches_wait") else ()),
         picking=row_gathers.picking(program, rules),
         summing=row_gathers.summing(program, rules),
+        joined=joins.written_in_pieces(program, rules),
         whole=frozenset({*sums, *maxima}),
         partner={min(pair): max(pair) for pair in sums.values()}
         if rules.has("partners_wait")

@@ -72,6 +72,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "concatenations": _rule(
             _TPU, "stored", "storage", "A concatenation that is read twice is stored."
         ),
+        "pieces_stored": _rule(
+            _TPU,
+            "stored",
+            "joins",
+            "If a product reads a concatenation, its pieces are stored.",
+        ),
         "tiles": _rule(_TPU, "stored", "compiler", "Arrays are padded to tiles of 8 x 128 words."),
         "matrix_axes": _rule(
             _TPU, "stored", "matrix_axes", "The axes of batched matrices are stored innermost."
@@ -206,6 +212,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "broadcast_cotangents": _rule(
             _CPU, "cotangents", "cotangents", "A value that is only summed has no stored cotangent."
         ),
+        "whole_cotangents": _rule(
+            _TPU,
+            "cotangents",
+            "joins",
+            "Unchanged, the cotangent of a concatenation that a product reads is one array.",
+        ),
         # -------------------------------------------------------------------------- beside
         "pooling_zeros": _rule(
             _NVIDIA, "beside", "pooling", "Max pooling's gradient shares zeros with a relu."
@@ -309,6 +321,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "picks_summed": _rule(
             _TPU, "rewrite", "row_gathers", "Picking from a row is a sum over it."
         ),
+        "pieces_apart": _rule(
+            _TPU,
+            "rewrite",
+            "joins",
+            "The pieces of an operand that is a concatenation have cotangents of their own.",
+        ),
         "parts_added": _rule(
             _NVIDIA | _TPU | _CPU,
             "rewrite",
@@ -325,7 +343,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),
         "starts_wait": _rule(
-            _NVIDIA | _CPU,
+            _NVIDIA | _TPU | _CPU,
             "rewrite",
             "turns",
             "What starts from arguments waits for what is before it in the plan.",

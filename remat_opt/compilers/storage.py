@@ -27,6 +27,7 @@ from remat_opt.compilers import (
     cpu_sums,
     draws,
     flat_products,
+    joins,
     operands,
     product_sums,
     row_gathers,
@@ -272,6 +273,7 @@ class Storage:
         forced |= transcendental.stored(self.flow, self.compiler)
         forced |= sums.stored(self.flow, self.compiler)
         forced |= draws.stored(self.flow, self.compiler)
+        forced |= joins.stored(self.flow, self.compiler)
         forced |= self._picked
         for index in self.product_sums:
             forced.update(self.flow.program.equations[index].outputs)

@@ -12,6 +12,7 @@ from remat_opt.compilers import (
     convolutions,
     copies,
     cpu_sums,
+    joins,
     lookups,
     overwriting,
     pooling,
@@ -379,6 +380,7 @@ def _effects(
         yield convolutions.Padded(copies=padded, alone=convolutions.alone(padded, graph.needs))
     if outside := _outside_checkpoints(storage, of_cotangents):
         yield OutsideCheckpoints(workspace_bytes=outside)
+    yield from joins.effects(storage, graph.predecessors, [draft.active for draft in drafts])
     yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())

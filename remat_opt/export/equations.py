@@ -13,6 +13,7 @@ import jax
 from jax.lax import GatherScatterMode
 
 from remat_opt import _jax_internals as internals
+from remat_opt.compilers.joins import Join
 from remat_opt.compilers.rewrites import Rewrites
 from remat_opt.errors import RematError
 from remat_opt.export import kept, support
@@ -47,6 +48,8 @@ class Turn:
       waited: values that must exist before the inputs go on; None if these do not wait.
       unmerged: the position of the input that is read behind a barrier.
       weight: the position of the input whose gradient comes first.
+      read: the inputs, if some are those of another equation (``Step.read_by``).
+      join: the concatenation whose pieces are read in its place.
     """
 
     named: bool = False
@@ -56,6 +59,8 @@ class Turn:
     waited: tuple[int, ...] | None = None
     unmerged: int | None = None
     weight: int | None = None
+    read: tuple[tuple[int, int], ...] | None = None
+    join: Join | None = None
 
 
 _FREE = Turn()
@@ -120,7 +125,10 @@ class Equations:
           RematError: it cannot be written as code.
         """
         equation, names = scope.program.equations[index], scope.names
-        inputs = [self.atom(scope, equation, place) for place in range(len(equation.inputs))]
+        own = tuple((index, place) for place in range(len(equation.inputs)))
+        read = [(scope.program.equations[one], place) for one, place in turn.read or own]
+        inputs = [self.atom(scope, one, place) for one, place in read]
+        atoms = [one.inputs[place] for one, place in read]
         lines: list[str] = []
 
         def behind(
@@ -132,7 +140,7 @@ class Equations:
             """A function passes on the inputs; all but these values get new names."""
             given = (*(inputs[place] for place in places), *others)
             for place in places:
-                if equation.inputs[place] not in rebound:
+                if atoms[place] not in rebound:
                     inputs[place] = scope.distinct.name("tied", numbered=True)
             results = [*(inputs[place] for place in places), *("_" for _ in others)]
             lines.extend(assigned(results, Call(self.helper(fn), given)))
@@ -147,7 +155,7 @@ class Equations:
                 behind(everywhere, support.stored, *(names[value] for value in turn.waited))
             if turn.unmerged is not None:
                 behind((turn.unmerged,), support.stored)
-            lines += self._one(scope, index, inputs, named=turn.named, weight=turn.weight)
+            lines += self._one(scope, index, inputs, turn)
         except UnprintableError as error:
             raise RematError(
                 f"{where_from(equation) or 'The program'}: {equation.operation.primitive} cannot "
@@ -230,15 +238,14 @@ class Equations:
 
     # --- one equation ------------------------------------------------------------------------
 
-    def _one(
-        self, scope: Scope, index: int, inputs: list[str], *, named: bool, weight: int | None
-    ) -> list[str]:
+    def _one(self, scope: Scope, index: int, inputs: list[str], turn: Turn) -> list[str]:
         """The lines of one equation, as ``transform.equations.run_one`` runs it."""
         equation = scope.program.equations[index]
-        ways = scope.ways
+        ways, named, weight, join = scope.ways, turn.named, turn.weight, turn.join
         results = [scope.names[value] for value in equation.outputs]
         waiting = ways is not None and index in ways.waiting
-        if named and stands_in(equation, scope.summed, waiting=waiting, weight=weight):
+        own_rule = waiting or weight is not None or join is not None
+        if named and stands_in(equation, scope.summed, own_rule=own_rule):
             return kept.lines(self, scope, index, inputs, results)
         if index in scope.loops:
             lines = assigned(results, self._opened(scope, index, inputs))
@@ -256,6 +263,13 @@ class Equations:
         elif waiting:
             operands = self._lambda(equation, tuple(f"x{n}" for n in range(len(inputs))))
             lines = assigned(results, Call(f"jax.checkpoint({operands})", tuple(inputs)), one=True)
+        elif join is not None:
+            axis = scope.program.equations[join.equation].operation.params["dimension"]
+            operands = self._lambda(equation, ("a", "b"))
+            stop = len(inputs) - (1 - join.place)
+            pieces, (other,) = inputs[join.place : stop], [*inputs[: join.place], *inputs[stop:]]
+            given = (operands, *map(text, (join.place, axis, join.axis)), other, *pieces)
+            lines = assigned(results, Call(self.helper(support.in_pieces), given), one=True)
         elif weight is not None:
             operands = self._lambda(equation, ("a", "b"))
             lines = assigned(

@@ -90,6 +90,8 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
             waited=waited,
             unmerged=ways.unmerged.get(index),
             weight=ways.weight_place.get(index) if index in waits.inputs else None,
+            read=step.read_by(program, index) if index in step.joined else None,
+            join=step.joined.get(index),
         )
         known.update(program.equations[index].outputs)
     return found
@@ -206,7 +208,9 @@ class Region:
 
     def _reads(self, index: int) -> tuple[int, ...]:
         turn = self.turns[index]
-        read = self._program.equations[index].value_inputs
+        equations = self._program.equations
+        atoms = (equations[one].inputs[p] for one, p in self.step.read_by(self._program, index))
+        read = [atom for atom in atoms if isinstance(atom, int)]
         return (*read, *(turn.waited or ()), *sorted(turn.behind))
 
     def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:

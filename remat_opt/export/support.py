@@ -95,6 +95,41 @@ def weight_first(product: Callable[[Any, Any], Any], weight: int, *operands: Any
     return run(operands[weight], operands[1 - weight])
 
 
+def in_pieces(
+    product: Callable[[Any, Any], Any],
+    place: int,
+    axis: int,
+    summed_with: int,
+    other: Any,
+    *pieces: Any,
+) -> Any:
+    """A product of joined pieces and another operand; each piece has a cotangent of its own."""
+
+    def of_two(operand: Any, other: Any) -> Any:
+        return product(operand, other) if place == 0 else product(other, operand)
+
+    @jax.custom_jvp
+    def run(other: Any, *pieces: Any) -> Any:
+        return of_two(lax.concatenate(pieces, axis), other)
+
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        result = run(*primals)
+        other, *pieces = primals
+        moved, stop = [], 0
+        for piece, tangent in zip(pieces, tangents[1:], strict=True):
+            start, stop = stop, stop + piece.shape[axis]
+            if not isinstance(tangent, SymbolicZero):
+                moved.append(
+                    of_two(tangent, lax.slice_in_dim(other, start, stop, axis=summed_with))
+                )
+        if not isinstance(tangents[0], SymbolicZero):
+            moved.append(of_two(lax.concatenate(pieces, axis), tangents[0]))
+        return result, sum(moved[1:], moved[0]) if moved else zero_of(result)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(other, *pieces)
+
+
 def picked(gather: Callable[[Any, Any], Any], operand: Any, indices: Any, clip: bool) -> Any:
     """A gather of one entry from every row; its gradient is elementwise."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.lax import GatherScatterMode
 
 from remat_opt import _jax_internals as internals
+from remat_opt.compilers.joins import Join
 from remat_opt.program.record import Equation
 from remat_opt.transform.barriers import stored
 from remat_opt.transform.steps import Rewriting
@@ -29,7 +31,7 @@ def name_of(root: int, position: int, within: str = "") -> str:
     return f"remat_opt_{within}{root}_{position}"
 
 
-def stands_in(equation: Equation, summed: Set[int], *, waiting: bool, weight: int | None) -> bool:
+def stands_in(equation: Equation, summed: Set[int], *, own_rule: bool) -> bool:
     """Whether an equation's named outputs should stand in for it in its own derivative.
 
     A name on something without a derivative must be visible: JAX's partial evaluation does not look
@@ -38,12 +40,11 @@ def stands_in(equation: Equation, summed: Set[int], *, waiting: bool, weight: in
     Args:
       equation: whose outputs carry names.
       summed: the values that derivatives are taken of, or with respect to.
-      waiting: whether its derivative waits for its cotangent.
-      weight: for a product, the position of the input whose gradient comes first, if any; the
-        derivative of a product reads no output.
+      own_rule: whether it is written with a derivative of its own that reads no output: one that
+        waits for its cotangent, or a product's.
     """
     varies = not summed.isdisjoint(equation.value_inputs)
-    return varies and equation.derivative_reads_kept and not waiting and weight is None
+    return varies and equation.derivative_reads_kept and not own_rule
 
 
 def arrays_of(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -63,6 +64,7 @@ def run_one(
     *,
     named: bool,
     weight: int | None = None,
+    join: Join | None = None,
 ) -> list[Any]:
     """Runs an equation, its outputs named or not.
 
@@ -72,11 +74,13 @@ def run_one(
       inputs: its inputs.
       named: whether a policy asks for its outputs.
       weight: for a product, the position of the input whose gradient comes first, if any.
+      join: for a product, the concatenation whose pieces are inputs in its place, if any.
     """
     equation = rewriting.program.equations[index]
     named_as = functools.partial(_all_named, index, rewriting.within)
     waiting = index in rewriting.ways.waiting
-    if named and stands_in(equation, rewriting.summed, waiting=waiting, weight=weight):
+    own_rule = waiting or weight is not None or join is not None
+    if named and stands_in(equation, rewriting.summed, own_rule=own_rule):
         return _run_kept(equation, inputs, named_as)
 
     def run(*given: Any) -> list[Any]:
@@ -93,6 +97,8 @@ def run_one(
     elif waiting:
         # A checkpoint's derivative waits for its cotangent; nothing needs to be recomputed.
         results = jax.checkpoint(run)(*inputs)
+    elif join is not None:
+        results = _run_joined(run, rewriting.program.equations[join.equation], join, inputs)
     elif weight is not None:
         results = _run_weight_first(run, inputs, weight)
     else:
@@ -150,6 +156,52 @@ def _chosen(operand: Any, indices: Any, *, clip: bool) -> Any:
     if clip:
         chosen = jnp.clip(chosen, 0, operand.shape[axis] - 1)
     return jax.lax.broadcasted_iota(chosen.dtype, operand.shape, axis) == chosen
+
+
+def _run_joined(
+    run: Callable[..., list[Any]], concatenation: Equation, join: Join, inputs: Sequence[Any]
+) -> list[Any]:
+    """Runs a product of a concatenation so that each piece has a cotangent of its own (``joins``).
+
+    Args:
+      run: the product.
+      concatenation: the concatenation.
+      join: how the product reads it.
+      inputs: those of the product, with the pieces in the place of the concatenation.
+    """
+    axis = concatenation.operation.params["dimension"]
+    sizes = [kind.shape[axis] for kind in concatenation.operation.inputs]
+    of_operand = slice(join.place, join.place + len(sizes))
+
+    def of_two(operand: Any, other: Any) -> Any:
+        (result,) = run(*((operand, other) if join.place == 0 else (other, operand)))
+        return result
+
+    def joined(pieces: Sequence[Any]) -> Any:
+        (whole,) = internals.bind(concatenation.jax_equation, concatenation.name_stack, pieces)
+        return whole
+
+    @jax.custom_jvp
+    def product(other: Any, *pieces: Any) -> Any:
+        return of_two(joined(pieces), other)
+
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        result = product(*primals)
+        other, *pieces = primals
+        moved = []
+        for start, size, tangent in zip(
+            itertools.accumulate(sizes, initial=0), sizes, tangents[1:], strict=False
+        ):
+            if not isinstance(tangent, SymbolicZero):
+                part = jax.lax.slice_in_dim(other, start, start + size, axis=join.axis)
+                moved.append(of_two(tangent, part))
+        if not isinstance(tangents[0], SymbolicZero):
+            moved.append(of_two(joined(pieces), tangents[0]))
+        return result, sum(moved[1:], moved[0]) if moved else internals.zero_tangent(result)
+
+    product.defjvp(rule, symbolic_zeros=True)
+    (other,) = (*inputs[: of_operand.start], *inputs[of_operand.stop :])
+    return [product(other, *inputs[of_operand])]
 
 
 def _run_weight_first(

@@ -294,14 +294,13 @@ def _runner(
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]
-        inputs = [
-            environment[atom] if isinstance(atom, int) else atom.value for atom in equation.inputs
-        ]
+        atoms = [program.equations[one].inputs[p] for one, p in step.read_by(program, index)]
+        inputs = [environment[atom] if isinstance(atom, int) else atom.value for atom in atoms]
         if index in before:
             inputs = list(behind_barrier(*inputs))
             environment.update(
                 (atom, value)
-                for atom, value in zip(equation.inputs, inputs, strict=True)
+                for atom, value in zip(atoms, inputs, strict=True)
                 if atom in before[index]
             )
         elif index in tied and index not in rewriting.ways.weight_place:
@@ -316,7 +315,14 @@ def _runner(
             place = rewriting.ways.unmerged[index]
             (inputs[place],) = stored(inputs[place])
         weight = rewriting.ways.weight_place.get(index) if index in tied else None
-        results = run_one(rewriting, index, inputs, named=index in step.named, weight=weight)
+        results = run_one(
+            rewriting,
+            index,
+            inputs,
+            named=index in step.named,
+            weight=weight,
+            join=step.joined.get(index),
+        )
         environment.update(zip(equation.outputs, results, strict=True))
         if index in behind:
             tie((*equation.outputs, *behind[index]), environment)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.joins import Join
 from remat_opt.compilers.rewrites import Place, Rewrites, rewrites
 from remat_opt.program import bodies
 from remat_opt.program.record import Program
@@ -27,6 +28,8 @@ class Step:
       inside: steps to run in place of ``equations``.
       twice: some of its equations, in groups that follow one another: each is under one more
         checkpoint, which keeps nothing (``Rewrites.twice``).
+      joined: for products, the concatenation in whose place they read its pieces. It is none of the
+        equations.
     """
 
     equations: tuple[int, ...]
@@ -37,12 +40,24 @@ class Step:
     checkpointed: bool
     inside: tuple[Step, ...]
     twice: tuple[tuple[int, ...], ...] = ()
+    joined: Mapping[int, Join] = dataclasses.field(default_factory=dict)
 
     def all_equations(self) -> Iterator[int]:
         """Its equations, and those of the steps inside."""
         yield from self.equations
         for step in self.inside:
             yield from step.all_equations()
+
+    def read_by(self, program: Program, index: int) -> tuple[tuple[int, int], ...]:
+        """The inputs of one of its equations, each as an equation and a position among its inputs.
+
+        They are the equation's own, but for a concatenation in whose place its pieces are read.
+        """
+        own = [(index, place) for place in range(len(program.equations[index].inputs))]
+        if (join := self.joined.get(index)) is not None:
+            count = len(program.equations[join.equation].inputs)
+            own[join.place : join.place + 1] = [(join.equation, place) for place in range(count)]
+        return tuple(own)
 
     def inputs_for(self, program: Program, equations: Iterable[int]) -> tuple[int, ...]:
         """What some of its equations read of its inputs, perhaps through others."""
@@ -93,6 +108,7 @@ def prepared(
     ways = rewrites(program, rules, recomputes=recomputes, place=place)
     again = place is Place.ITERATION
     steps = _steps(program, stages, named, twice=ways.twice, again=again)
+    steps = [_with_pieces(step, ways.joined) for step in steps] if ways.joined else steps
     return Rewriting(program=program, summed=bodies.summed(program), ways=ways), steps
 
 
@@ -138,6 +154,23 @@ def _steps(
         )
     steps = _finished(drafts, set(program.output_values))
     return [_grouped(program, step, twice, named, again) for step in steps] if twice else steps
+
+
+def _with_pieces(step: Step, joins: Mapping[int, Join]) -> Step:
+    """A step whose products read the pieces of concatenations that are not kept."""
+    there = set(step.equations) - step.named
+    joined = {
+        index: joins[index]
+        for index in step.equations
+        if index in joins and joins[index].equation in there
+    }
+    absorbed = {join.equation for join in joined.values()}
+    return dataclasses.replace(
+        step,
+        equations=tuple(index for index in step.equations if index not in absorbed),
+        joined=joined,
+        inside=tuple(_with_pieces(one, joins) for one in step.inside),
+    )
 
 
 def _grouped(

@@ -130,6 +130,13 @@ def joined_twice(w, x):
     return jnp.sum(jnp.tanh(joined @ jnp.concatenate([w, w])))
 
 
+def joined_skips(weights, x):
+    first = x = jnp.tanh(x @ weights[0])
+    for w in weights[1:]:
+        x = jnp.tanh(jnp.concatenate([first, jnp.sin(x)], axis=1) @ w)
+    return jnp.sum(x)
+
+
 def heads(w, x):
     scores = jnp.einsum("bqd,bkd->bqk", x @ w, jnp.sin(x))
     return jnp.sum(jnp.sin(jnp.einsum("bqk,bkd->bqd", jnp.exp(scores), x)))
@@ -381,6 +388,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_rounded": ("v5e", pooled_rows, ([SQUARE], ROWS)),
     "forms_completed": ("v5e", biased_queries, ([SQUARE] * 2, ROWS)),
     "concatenations": ("v5e", joined_twice, (ones(1024, 1024), ones(256, 1024))),
+    "pieces_stored": ("v5e", joined_skips, ([SQUARE] + [ones(256, 128)] * 2, ROWS)),
     "tiles": ("v5e", two_layers, ([W, W], X)),
     "matrix_axes": ("v5e", heads, (W, ones(128, 24, 8))),
     "lanes": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
@@ -413,6 +421,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "entries_rounded": ("v5e", stacked, (ones(6, 128, 128), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
     "squares": ("h200 v5e cpu", similar, (W, X)),
+    "whole_cotangents": ("v5e", joined_skips, ([SQUARE] + [ones(256, 128)] * 2, ROWS)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
     "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),
     "pooling_places": ("h200", overlapping, (KERNEL, IMAGES)),
@@ -439,11 +448,12 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "rows_scattered": ("h200", functools.partial(cross_entropy, dtype="float32"), narrow((W, X))),
     "rows_picked": ("h200", cross_entropy, (W, X)),
     "picks_summed": ("v5e", rounded_logits, (W, X)),
+    "pieces_apart": ("v5e", joined_skips, ([SQUARE] + [ones(256, 128)] * 2, ROWS)),
     "picked_stored": ("v5e", rounded_logits, (W, X)),
     "parts_added": ("h200 v5e cpu", recurrent, (W, X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
-    "starts_wait": ("h200 cpu", towers, ([SQUARE] * 4, ROWS)),
+    "starts_wait": ("h200 v5e cpu", towers, ([SQUARE] * 4, ROWS)),
     "loops_in_turn": ("v5e", stack_and_head, ((ones(6, 128, 128), SQUARE), ROWS)),
     "functions_again": ("h200", activated_twice, ([W, W], X)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),

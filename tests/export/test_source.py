@@ -43,6 +43,13 @@ def rounded_logits(params, x):
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked[:, 0])
 
 
+def joined_layers(params, x):
+    first = x
+    for into, _, out, _ in (params[:4], params[4:]):
+        x = jnp.tanh(jnp.concatenate([jnp.sin(x @ into), first], axis=-1) @ jnp.tile(out, (2, 1)))
+    return jnp.mean(x**2)
+
+
 def gated_layers(params, x):
     for _ in range(2):
         (into, gate, out, _), params = params[:4], params[4:]
@@ -214,7 +221,11 @@ def test_code_read_back_gives_the_same_gradient():
 
 @pytest.mark.parametrize(
     ("fn", "device", "written"),
-    [(gated_layers, "h200", "stored(sin"), (rounded_logits, "v5e", "summed(")],
+    [
+        (gated_layers, "h200", "stored(sin"),
+        (rounded_logits, "v5e", "summed("),
+        (joined_layers, "v5e", "in_pieces("),
+    ],
 )
 def test_what_is_written_in_another_way_gives_the_same_gradient(fn, device, written):
     args = [array(8, 8)] * 8, array(256, 8)

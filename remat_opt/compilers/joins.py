@@ -1,0 +1,168 @@
+"""Products whose operand is a concatenation: of a skip and what comes up in a U-Net, for example.
+
+XLA for TPU writes the cotangent of the whole operand, and its pieces are copied from there, so both
+are there at once. Or something reads a piece only later, and all of it waits. Each piece is a
+product of its own, though: that of the result's cotangent with some rows of the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from remat_opt.compilers import product_sums
+from remat_opt.compilers.compiler import Compiler, Rules
+from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.operation import PRODUCTS
+from remat_opt.program.dataflow import Dataflow
+from remat_opt.program.record import Equation, Program
+from remat_opt.schedule import Schedule
+
+if TYPE_CHECKING:
+    from remat_opt.compilers.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """A concatenation that one product reads, along an axis that it sums over.
+
+    Attributes:
+      equation: the concatenation.
+      place: which of the product's two inputs it is.
+      axis: along which axis of the other input the product sums.
+    """
+
+    equation: int
+    place: int
+    axis: int
+
+
+def joins(program: Program) -> dict[int, Join]:
+    """For products, the concatenation that each reads, if nothing else reads it.
+
+    One of arguments alone, as of the weights of several heads, does not count.
+    """
+    given = product_sums.shaped(program, program.arguments)
+    reads = Counter(program.output_values)
+    for equation in program.equations:
+        reads.update(equation.value_inputs)
+    made = {
+        equation.outputs[0]: index
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive == "concatenate"
+        and reads[equation.outputs[0]] == 1
+        and not given.issuperset(equation.value_inputs)
+    }
+    found: dict[int, Join] = {}
+    for index, equation in enumerate(program.equations):
+        if equation.operation.primitive not in PRODUCTS:
+            continue
+        for place, value in enumerate(equation.inputs):
+            if isinstance(value, int) and value in made and index not in found:
+                axis = program.equations[made[value]].operation.params["dimension"]
+                other = _summed_with(equation, place, axis)
+                if other is not None:
+                    found[index] = Join(equation=made[value], place=place, axis=other)
+    return found
+
+
+def written_in_pieces(program: Program, rules: Rules) -> dict[int, Join]:
+    """For products, the concatenation whose pieces have cotangents of their own in plans."""
+    return joins(program) if rules.has("pieces_apart") else {}
+
+
+def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
+    """The pieces of concatenations that products read: they are arrays, the whole is not."""
+    if not compiler.has("pieces_stored"):
+        return set()
+    equations = flow.program.equations
+    pieces = (
+        flow.source[value]
+        for join in joins(flow.program).values()
+        for value in equations[join.equation].value_inputs
+    )
+    return {value for value in pieces if value in flow.maker}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Whole(Effect):
+    """Cotangents of whole concatenations, in the unchanged function.
+
+    Each is there until the last of its pieces is read: that of a skip to the bottom of a U-Net.
+
+    Attributes:
+      cotangent_bytes: of the pieces that are read last.
+      workspace_bytes: what is there beside the backward step of each vertex, since several lie in
+        one piece's place.
+    """
+
+    cotangent_bytes: Mapping[int, int]
+    workspace_bytes: tuple[int, ...]
+
+    def change(self, figures: Figures, schedule: Schedule) -> None:
+        """Puts it in the place of the pieces' own, if nothing is rewritten."""
+        if schedule.unchanged:
+            figures.workspace_bytes[:] += self.workspace_bytes
+            for piece, size in self.cotangent_bytes.items():
+                figures.cotangent_bytes[piece] = size
+
+
+def effects(
+    storage: Storage, predecessors: Sequence[Sequence[int]], active: Sequence[Sequence[int]]
+) -> Iterator[Whole]:
+    """What depends on the schedule.
+
+    Args:
+      storage: what is stored.
+      predecessors: for each vertex, those that it reads.
+      active: for each vertex, its values that have a cotangent.
+    """
+    program, compiler = storage.flow.program, storage.compiler
+    if not compiler.has("whole_cotangents"):
+        return
+    last_reader = {
+        read: vertex
+        for vertex, values in enumerate(predecessors)
+        if active[vertex]
+        for read in values
+    }
+    cotangents: dict[int, int] = {}
+    beside = [0] * len(storage.roots)
+    for index, join in joins(program).items():
+        equation = program.equations[join.equation]
+        pieces = {
+            vertex
+            for value in equation.value_inputs
+            for vertex in storage.holders(value)
+            if active[vertex]
+        }
+        product = max(storage.holders(storage.result(index)), default=-1)
+        if not pieces or product < 0:
+            continue
+        size, piece = storage.cotangent_bytes(equation.outputs), min(pieces)
+        if last_reader.get(piece) == product:
+            cotangents[piece] = size
+        else:
+            for vertex in range(piece + 1, product + 1):
+                beside[vertex] += size
+    if cotangents or any(beside):
+        yield Whole(cotangent_bytes=cotangents, workspace_bytes=tuple(beside))
+
+
+def _summed_with(product: Equation, place: int, axis: int) -> int | None:
+    """Along which axis of its other input a product sums, together with this one of an input."""
+    params = product.operation.params
+    if product.operation.primitive == "dot_general":
+        if params.get("out_sharding") is not None:
+            return None
+        (summed, _) = params["dimension_numbers"]
+        if axis in summed[place]:
+            other: int = summed[1 - place][summed[place].index(axis)]
+            return other
+        return None
+    numbers = params["dimension_numbers"]
+    if place == 0 and params["feature_group_count"] == params["batch_group_count"] == 1:
+        return int(numbers.rhs_spec[1]) if axis == numbers.lhs_spec[1] else None
+    return None
