@@ -208,9 +208,7 @@ class Region:
 
     def _reads(self, index: int) -> tuple[int, ...]:
         turn = self.turns[index]
-        equations = self._program.equations
-        atoms = (equations[one].inputs[p] for one, p in self.step.read_by(self._program, index))
-        read = [atom for atom in atoms if isinstance(atom, int)]
+        read = self.step.values_read_by(self._program, index)
         return (*read, *(turn.waited or ()), *sorted(turn.behind))
 
     def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:

@@ -59,6 +59,11 @@ class Step:
             own[join.place : join.place + 1] = [(join.equation, place) for place in range(count)]
         return tuple(own)
 
+    def values_read_by(self, program: Program, index: int) -> list[int]:
+        """Those of the inputs that are no literals."""
+        atoms = (program.equations[one].inputs[p] for one, p in self.read_by(program, index))
+        return [atom for atom in atoms if isinstance(atom, int)]
+
     def inputs_for(self, program: Program, equations: Iterable[int]) -> tuple[int, ...]:
         """What some of its equations read of its inputs, perhaps through others."""
         return inputs_of(program, _emitted(program, equations, program.makers(), {*self.inputs}))

@@ -81,9 +81,9 @@ def _with_followers(
     """
     found = dict(behind)
     for index in _loops(rewriting, step):
-        later = [rewriting.program.equations[i] for i in step.equations if i > index]
-        read = {value for equation in later for value in equation.value_inputs}
-        made = {value for equation in later for value in equation.outputs}
+        later = [i for i in step.equations if i > index]
+        read = {v for i in later for v in step.values_read_by(rewriting.program, i)}
+        made = {v for i in later for v in rewriting.program.equations[i].outputs}
         own = rewriting.program.equations[index].outputs
         tied = rewriting.summed.intersection(read).difference(made, own)
         if tied and not rewriting.summed.isdisjoint(own):
@@ -206,7 +206,8 @@ def _multiplied_again(
     to_inputs: dict[int, frozenset[int]] = {}
     to_outputs: dict[int, frozenset[int]] = {}
     # Tie a product by its inputs if all of them have a cotangent, else by its outputs.
-    by_inputs = {i for i in order if summed.issuperset(program.equations[i].value_inputs)}
+    reads = {i: step.values_read_by(program, i) for i in order}
+    by_inputs = {i for i in order if summed.issuperset(reads[i])}
     by_outputs = set(order) if rewriting.ways.in_turn else set(order) - by_inputs
     for indices, tied, found in (
         (order, by_inputs, to_inputs),
@@ -214,7 +215,7 @@ def _multiplied_again(
     ):
         seen: set[int] = set()
         for index in indices:
-            read = arguments.intersection(program.equations[index].value_inputs)
+            read = arguments.intersection(reads[index])
             if not seen.isdisjoint(read) and index in tied:
                 found[index] = read & seen
             seen |= read

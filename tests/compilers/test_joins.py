@@ -158,6 +158,18 @@ def test_each_piece_has_its_own_cotangent(
     assert re.search(whole, str(jax.make_jaxpr(jax.grad(fn))(*given)))
 
 
+def test_a_product_of_pieces_after_a_loop() -> None:
+    """What is read after a loop is tied to its results: the pieces, not the concatenation."""
+
+    def loss(w: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack([w, 2 * w]))
+        return jnp.sum(jnp.sin(jnp.concatenate([h, jnp.cos(h)], 1) @ wide))
+
+    given = 0.1 * W, 0.1 * WIDE, X
+    found, expected = (jax.jit(jax.grad(fn))(*given) for fn in (written(loss, *given), loss))
+    assert jnp.allclose(found, expected, rtol=1e-5)
+
+
 def test_pieces_are_stored_and_have_no_cotangent_in_between() -> None:
     """The product's kernel writes the cotangents of what they are computed from."""
 
