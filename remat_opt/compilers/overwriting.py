@@ -1,11 +1,10 @@
 """What no cotangent is written over.
 
-An elementwise backward step writes over the cotangent that it starts from, except one that a
-library's product of matrices or convolution wrote: XLA for NVIDIA gets that together with its
-workspace, and looks for no successor of one of two. Nor is the product's own value written over,
-which for logits means that they and their cotangent are alive together. (An activation between two
-layers of 1,024 and 4,096 with 4,096 rows takes 192 MiB on h200 for ``silu`` and ``sin``, three
-arrays.)
+An elementwise backward step writes over the cotangent that it starts from, except one that the
+library's product of matrices wrote: XLA for NVIDIA gets that together with the product's workspace,
+and looks for no successor of one of two. Nor is the product's own value written over, which for
+logits means that they and their cotangent are alive together. (An activation between two layers of
+1,024 and 4,096 with 4,096 rows takes 192 MiB on h200 for ``silu`` and ``sin``, three arrays.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from remat_opt.compilers.cotangents import readers_of
 from remat_opt.compilers.storage import Storage
-from remat_opt.operation import PRODUCTS
 
 
 def written_by_products(
@@ -34,5 +32,5 @@ def written_by_products(
         reading = [reader for reader in readers if active[reader]]
         if len(reading) == 1:
             reader = equations[storage.roots[reading[0]]]
-            if reader.operation.primitive in PRODUCTS:
+            if reader.operation.primitive == "dot_general":
                 yield vertex

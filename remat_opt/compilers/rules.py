@@ -174,7 +174,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _NVIDIA,
             "cotangents",
             "overwriting",
-            "Nothing is written over what products write.",
+            "Nothing is written over what products of matrices write.",
         ),
         "rows_scattered": _rule(
             _NVIDIA,

@@ -119,8 +119,7 @@ def apart(
     """For vertices of products, the bytes of an operand or its cotangent that are never alive.
 
     The operand is an array that nothing else reads, forward or backward, so it is freed during its
-    product's backward step, where its cotangent is made. Of a convolution in groups, such as a
-    depthwise one, both may be alive.
+    product's backward step, where its cotangent is made. With convolutions, both may be alive.
 
     Args:
       storage: what is stored.
@@ -141,8 +140,11 @@ def apart(
     for index, place in weight_places(program).items():
         equation = program.equations[index]
         operand = equation.inputs[1 - place]
-        grouped = equation.operation.params.get("feature_group_count", 1) > 1
-        if grouped or index in summed or not isinstance(operand, int):
+        if (
+            equation.operation.primitive != "dot_general"
+            or index in summed
+            or not isinstance(operand, int)
+        ):
             continue
         vertex = storage.vertex_of.get(equation.outputs[0])
         read_vertex = storage.vertex_of.get(storage.flow.source[operand])

@@ -16,13 +16,6 @@ def two_products(w: list[jax.Array], x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(jnp.tanh(x @ w[0]) @ w[1]))
 
 
-def two_convolutions(w: list[jax.Array], x: jax.Array) -> jax.Array:
-    y = x.reshape(1, x.shape[1], x.shape[0], 1)
-    for one in w:
-        y = jnp.tanh(jax.lax.conv(y, one[..., None, None], (1, 1), "SAME"))
-    return jnp.sum(y)
-
-
 def also_added(w: list[jax.Array], x: jax.Array) -> jax.Array:
     y = jnp.tanh(x @ w[0])
     return jnp.sum(jnp.sin(y @ w[1] + y))
@@ -34,7 +27,6 @@ def also_added(w: list[jax.Array], x: jax.Array) -> jax.Array:
         # The product's gradient alone is what the activation's cotangent is.
         (two_products, "h200", False),
         (two_products, "cpu", True),
-        (two_convolutions, "h200", False),
         # It is added to another: the sum may be written over.
         (also_added, "h200", True),
     ],

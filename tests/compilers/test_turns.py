@@ -24,17 +24,6 @@ WIDE = ones(8, 32), ones(32, 8)
 NVIDIA = Rules(platform="cuda")
 
 
-def convolved(x, kernel, groups=1):
-    return jax.lax.conv_general_dilated(
-        x,
-        kernel,
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=groups,
-    )
-
-
 def layer(x, w, act=jnp.tanh):
     u = x @ w[0]
     return x + (u * act(u)) @ w[1]
@@ -54,18 +43,6 @@ def test_an_operand_is_gone_when_its_cotangent_comes() -> None:
     _, _, graph = graph_of(loss, [W, W], X)
     _, product = [v for v, name in enumerate(names(graph)) if name == "dot_general"]
     assert graph.workspace_bytes[product] < 0
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-def test_so_is_that_of_a_convolution_but_not_of_one_in_groups(groups: int) -> None:
-    def loss(kernels, x):
-        y = jnp.sin(x @ kernels[0])
-        return jnp.sum(jnp.cos(convolved(y, kernels[1], groups)))
-
-    kernels = [ones(4, 4), ones(3, 3, 4 // groups, 4)]
-    _, _, graph = graph_of(loss, kernels, ones(2, 8, 8, 4))
-    convolution = names(graph).index("conv_general_dilated")
-    assert (graph.workspace_bytes[convolution] < 0) is (groups == 1)
 
 
 def test_what_something_else_reads_stays() -> None:
@@ -163,28 +140,6 @@ def test_a_checkpoint_per_layer_takes_what_was_predicted(act) -> None:
     # No more than a user's own checkpoints.
     by_hand = functools.partial(mlp, act=act, layer=jax.checkpoint(layer, static_argnums=2))
     assert compiled <= step.unplanned_bytes(by_hand) * 1.01
-
-
-@pytest.mark.slow
-@pytest.mark.cuda
-@needs_cuda_plugin
-def test_convolutions_with_skips_take_what_was_predicted() -> None:
-    def loss(kernels, x):
-        into, down, ups = kernels
-        h, skips = convolved(x, into), []
-        for kernel in down:
-            h = jax.nn.relu(convolved(h, kernel))
-            skips.append(h)
-        for kernel in ups:
-            h = jax.nn.relu(convolved(jnp.concatenate([h, skips.pop()], -1), kernel))
-        return jnp.mean(h * h)
-
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
-    down, ups = [shape((3, 3, 128, 128))] * 4, [shape((3, 3, 256, 128))] * 4
-    kernels = shape((3, 3, 4, 128)), down, ups
-    step = InStep(loss, kernels, shape((32, 64, 64, 4)))
-    for plan in (step.plan(), step.plan(step.problem.unchanged)):
-        assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.02)
 
 
 @pytest.mark.slow
