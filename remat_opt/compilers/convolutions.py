@@ -11,7 +11,10 @@ convolutions that pad it in the same way. Outside checkpoints the copy waits for
 weight: in place of the operand, or beside it if another backward step reads that too. Under a
 checkpoint it is made again.
 
-Before such a convolution, a kernel with holes (``rhs_dilation``) is filled with zeros, and the
+The gradient of a kernel with holes (``rhs_dilation``) is no operation of the library: it is a
+convolution in which examples are channels, so both the operand and the cotangent are transposed.
+
+Before a convolution that pads unevenly, a kernel with holes is filled with zeros, and the
 library multiplies by these as well. On an H200, two taps that are 512 apart take 64 times as long
 with all padding in front as with half of it on either side.
 """
@@ -24,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.effects import Effect, Figures, under_checkpoints
+from remat_opt.compilers.effects import Effect, Figures, checkpoints, under_checkpoints
 from remat_opt.operation import Operation
 from remat_opt.program.record import Derivative, Program
 from remat_opt.schedule import Schedule
@@ -40,11 +43,11 @@ _OF_ROOFLINE = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """An operand with its padding.
+    """A copy of an operand.
 
     Attributes:
       operand: the vertex that is copied.
-      padding: how it is padded.
+      padding: how it is padded; none if it is transposed.
       bytes: size of the copy.
     """
 
@@ -54,8 +57,8 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Padded(Effect):
-    """Operands copied with their padding.
+class Copies(Effect):
+    """Operands copied with their padding, or transposed.
 
     Causal convolutions on h200 as they are: without ``alone`` 23 to 37 % too large, with it 8 to
     14.
@@ -63,16 +66,28 @@ class Padded(Effect):
     Attributes:
       copies: for vertices of convolutions, what they read in place of their operand.
       alone: the operands that backward steps read by these copies alone.
+      transposed: the vertices of convolutions whose cotangent is also written in a second order,
+        and what reads each: what comes from outside a checkpoint is copied when it is read.
     """
 
     copies: Mapping[int, Copy]
     alone: frozenset[int]
+    transposed: Mapping[int, Sequence[int]]
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes copies that wait, and those that are made again."""
+        around = dict(checkpoints(schedule.regions))
+        for vertex, readers in self.transposed.items():
+            size = figures.cotangent_bytes[vertex]
+            if all(around[vertex] <= around[reader] for reader in readers):
+                figures.cotangent_bytes[vertex] += size
+            else:
+                figures.workspace_bytes[vertex] += size
         again = self.copies.keys() & under_checkpoints(schedule)
         for vertex in again:
-            figures.workspace_bytes[vertex] += self.copies[vertex].bytes
+            copy = self.copies[vertex]
+            if copy.padding or copy.operand not in self.alone:
+                figures.workspace_bytes[vertex] += copy.bytes
         # Copies of one operand with the same padding are one.
         waiting = {self.copies[vertex] for vertex in self.copies.keys() - again}
         copied_again = {self.copies[vertex].operand for vertex in again}
@@ -100,6 +115,16 @@ def _is_lopsided(operation: Operation) -> bool:
     """Whether an operation is a convolution with more padding on one side than on the other."""
     return operation.primitive == "conv_general_dilated" and any(
         low != high for low, high in operation.params["padding"]
+    )
+
+
+def is_transposed(operation: Operation, compiler: Compiler) -> bool:
+    """Whether a weight's gradient reads its operand and its cotangent transposed."""
+    return (
+        operation.primitive == "conv_general_dilated"
+        and compiler.has("operands_transposed")
+        and any(one > 1 for one in operation.params["rhs_dilation"])
+        and not _is_lopsided(operation)
     )
 
 
@@ -131,13 +156,13 @@ def _filling(convolution: Operation) -> float:
     return math.prod(factors, start=1.0)
 
 
-def padded(
+def copied(
     program: Program,
     derivatives: Mapping[int, Derivative],
     compiler: Compiler,
     vertex_of: Mapping[int, int],
 ) -> dict[int, Copy]:
-    """For vertices of convolutions, the operand that is copied with its padding.
+    """For vertices of convolutions, the operand that is copied: with its padding, or transposed.
 
     Args:
       program: a traced function.
@@ -146,23 +171,30 @@ def padded(
       vertex_of: for each value that is stored the vertex that holds it.
     """
     found: dict[int, Copy] = {}
-    for index, derivative in derivatives.items() if compiler.has("operands_padded") else ():
+    for index, derivative in derivatives.items():
         equation = program.equations[index]
         operand = equation.inputs[0] if equation.inputs else None
         if (
-            _is_lopsided(equation.operation)
+            equation.operation.primitive != "conv_general_dilated"
             # The gradient of the weight reads the operand.
-            and 0 in derivative.inputs
-            and isinstance(operand, int)
-            and operand in vertex_of
-            and equation.outputs[0] in vertex_of
+            or 0 not in derivative.inputs
+            or not isinstance(operand, int)
+            or operand not in vertex_of
+            or equation.outputs[0] not in vertex_of
         ):
-            size = _padded_size(equation.operation)
-            kind = dataclasses.replace(program.types[operand], shape=(size,))
+            continue
+        kind = program.types[operand]
+        if _is_lopsided(equation.operation):
+            if compiler.has("operands_padded"):
+                size = _padded_size(equation.operation)
+                found[vertex_of[equation.outputs[0]]] = Copy(
+                    operand=vertex_of[operand],
+                    padding=tuple(map(tuple, equation.operation.params["padding"])),
+                    bytes=dataclasses.replace(kind, shape=(size,)).bytes,
+                )
+        elif is_transposed(equation.operation, compiler):
             found[vertex_of[equation.outputs[0]]] = Copy(
-                operand=vertex_of[operand],
-                padding=tuple(map(tuple, equation.operation.params["padding"])),
-                bytes=kind.bytes,
+                operand=vertex_of[operand], padding=(), bytes=kind.bytes
             )
     return found
 

@@ -237,6 +237,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "operands_padded": _rule(
             _NVIDIA, "beside", "convolutions", "Operands with more padding at the end are copied."
         ),
+        "operands_transposed": _rule(
+            _NVIDIA,
+            "beside",
+            "convolutions",
+            "The gradient of a kernel with holes reads its operand and cotangent transposed.",
+        ),
         "operands_first": _rule(
             _NVIDIA, "beside", "turns", "A product's operand is freed before its cotangent."
         ),

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 from typing import TYPE_CHECKING
 
-from remat_opt.operation import PRODUCTS
+from remat_opt.compilers import convolutions
+from remat_opt.compilers.compiler import Compiler
+from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
 
@@ -109,6 +111,11 @@ def led_to(program: Program, primitives: Set[str]) -> set[int]:
     return found
 
 
+def _frees_operand(product: Operation, compiler: Compiler) -> bool:
+    """Whether a product's operand is freed before its cotangent is made."""
+    return product.primitive == "dot_general" or convolutions.is_transposed(product, compiler)
+
+
 def apart(
     storage: Storage,
     sizes: Sequence[int],
@@ -119,7 +126,8 @@ def apart(
     """For vertices of products, the bytes of an operand or its cotangent that are never alive.
 
     The operand is an array that nothing else reads, forward or backward, so it is freed during its
-    product's backward step, where its cotangent is made. With convolutions, both may be alive.
+    product's backward step, where its cotangent is made. With convolutions, both may be alive,
+    unless the weight's gradient reads the operand transposed.
 
     Args:
       storage: what is stored.
@@ -141,7 +149,7 @@ def apart(
         equation = program.equations[index]
         operand = equation.inputs[1 - place]
         if (
-            equation.operation.primitive != "dot_general"
+            not _frees_operand(equation.operation, storage.compiler)
             or index in summed
             or not isinstance(operand, int)
         ):

@@ -376,17 +376,22 @@ def _effects(
         yield cpu_sums.Named(bytes=named, widened_bytes=widened)
     if transposed:
         yield cpu_sums.Transposed(pairs=transposed)
-    if padded := convolutions.padded(program, derivatives, compiler, storage.vertex_of):
-        yield convolutions.Padded(copies=padded, alone=convolutions.alone(padded, graph.needs))
+    if copied := convolutions.copied(program, derivatives, compiler, storage.vertex_of):
+        readers = graph.successors()
+        yield convolutions.Copies(
+            copies=copied,
+            alone=convolutions.alone(copied, graph.needs),
+            transposed={v: readers[v] for v, one in copied.items() if not one.padding},
+        )
     if outside := _outside_checkpoints(storage, of_cotangents):
         yield OutsideCheckpoints(workspace_bytes=outside)
     yield from joins.effects(storage, graph.predecessors, [draft.active for draft in drafts])
     yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
     if of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
-    copied = tuple(draft.copied_products for draft in drafts)
-    if compiler.has("copies") and any(copied):
-        yield copies.Copies(products=copied)
+    products = tuple(draft.copied_products for draft in drafts)
+    if compiler.has("copies") and any(products):
+        yield copies.Copies(products=products)
 
 
 def _outside_checkpoints(storage: Storage, of_cotangents: Cotangents) -> dict[int, int]:

@@ -20,8 +20,8 @@ from tests.compiler_graphs import InStep, graph_of, names, stored
 from tests.devices import needs_libtpu
 from tests.programs import ones
 
-X, W, WIDE = ones(4, 8), ones(8, 8), ones(16, 8)
-IMAGES, KERNEL, WIDE_KERNEL = ones(2, 4, 4, 3), ones(3, 3, 3, 3), ones(3, 3, 6, 3)
+X, W, WIDE = ones(512, 128), ones(128, 128), ones(256, 128)
+IMAGES, KERNEL, WIDE_KERNEL = ones(2, 4, 4, 128), ones(3, 3, 128, 128), ones(3, 3, 256, 128)
 
 
 def convolved(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
@@ -37,7 +37,7 @@ def convolved(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
 
 def skip(w: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
     h = jnp.tanh(x @ w)
-    return jnp.sum(jnp.sin(jnp.concatenate([h, jnp.cos(h @ w), x], 1)[:, :16] @ wide))
+    return jnp.sum(jnp.sin(jnp.concatenate([h, jnp.cos(h @ w), x], 1)[:, :256] @ wide))
 
 
 def join(w: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
@@ -66,6 +66,16 @@ def join_of_rows(w: jax.Array, _: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(jnp.concatenate([jnp.tanh(x @ w), x]) @ w))
 
 
+def join_of_columns(w: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
+    h = jnp.tanh(x @ w)
+    pieces = [jnp.cos(n * h[:, :16]) for n in range(8)]
+    return jnp.sum(jnp.sin(jnp.concatenate(pieces, 1) @ wide[:128]))
+
+
+def small_join(w: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
+    return join(w, wide, x) + jnp.sum(jnp.tanh(jnp.tile(x, (9, 1)) @ w))
+
+
 def join_of_weights(w: jax.Array, _: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(jnp.tanh(jnp.tile(x, 2)) @ jnp.concatenate([w, w])))
 
@@ -77,7 +87,7 @@ def up(kernel: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
 
 def up_in_groups(kernel: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
     h = jax.nn.relu(convolved(x, kernel))
-    return jnp.sum(convolved(jnp.concatenate([h, jnp.sin(h)], -1), wide[:, :, :2, :], 3))
+    return jnp.sum(convolved(jnp.concatenate([h, jnp.sin(h)], -1), wide[:, :, :2, :], 128))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +100,8 @@ def up_in_groups(kernel: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
         (read_twice, []),
         (join_of_rows, []),
         (join_of_weights, []),
+        (join_of_columns, []),
+        (small_join, []),
     ],
 )
 def test_products_that_sum_over_what_is_joined(
@@ -135,19 +147,20 @@ def test_each_piece_has_its_own_cotangent(
     fn: Callable[..., Any], arguments: tuple[Any, ...], kept: bool
 ) -> None:
     given = [
-        jnp.linspace(-0.4, 0.6, one.size).reshape(one.shape) * (1 + n)
+        jnp.sin(jnp.arange(one.size)).reshape(one.shape) * 0.1 * (1 + n)
         for n, one in enumerate(arguments)
     ]
     call = written(fn, *given, kept=kept)
     for argnums in ((0, 1, 2), (0,), (1,), (2,)):
         gradients = [jax.grad(one, argnums) for one in (fn, call)]
         for expected, found in zip(*(jax.jit(one)(*given) for one in gradients), strict=True):
-            assert jnp.allclose(expected, found, rtol=1e-5, atol=1e-6), argnums
+            close = 1e-5 * jnp.max(jnp.abs(expected))
+            assert jnp.allclose(expected, found, rtol=1e-5, atol=close), argnums
     assert jax.jit(fn)(*given) == jax.jit(call)(*given)
     found, expected = (
         jax.jit(lambda *x, one=one: jax.jvp(one, x, x)[1])(*given) for one in (call, fn)
     )
-    assert jnp.allclose(found, expected, rtol=1e-5)
+    assert jnp.allclose(found, expected, rtol=1e-3)
     # No product writes the cotangent of the whole.
     program = tracing.trace(fn, *given)
     (one,) = joins(program).values()
@@ -167,7 +180,7 @@ def test_a_product_of_pieces_after_a_loop() -> None:
 
     given = 0.1 * W, 0.1 * WIDE, X
     found, expected = (jax.jit(jax.grad(fn))(*given) for fn in (written(loss, *given), loss))
-    assert jnp.allclose(found, expected, rtol=1e-5)
+    assert jnp.allclose(found, expected, rtol=1e-4)
 
 
 def test_pieces_are_stored_and_have_no_cotangent_in_between() -> None:

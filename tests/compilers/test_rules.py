@@ -130,6 +130,21 @@ def joined_twice(w, x):
     return jnp.sum(jnp.tanh(joined @ jnp.concatenate([w, w])))
 
 
+def dilated(kernels, x):
+    for kernel in kernels:
+        x = jnp.tanh(
+            lax.conv_general_dilated(
+                x,
+                kernel,
+                (1, 1),
+                "SAME",
+                rhs_dilation=(2, 2),
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+        )
+    return jnp.sum(x)
+
+
 def joined_skips(weights, x):
     first = x = jnp.tanh(x @ weights[0])
     for w in weights[1:]:
@@ -427,6 +442,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "pooling_places": ("h200", overlapping, (KERNEL, IMAGES)),
     "pooling_search": ("cpu", apart, (KERNEL, IMAGES)),
     "weights_copied": ("h200", convolutions, (KERNEL, IMAGES)),
+    "operands_transposed": ("h200", dilated, ([KERNEL] * 2, IMAGES)),
     "operands_padded": ("h200", strided, (KERNEL, IMAGES)),
     "operands_first": ("h200", two_layers, ([W, W], X)),
     "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
