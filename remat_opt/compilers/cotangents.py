@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import batched_products, joins, operands, row_gathers, sums, transcendental
+from remat_opt.compilers import batched_products, operands, row_gathers, sums, transcendental
 from remat_opt.compilers.effects import Effect, Figures, checkpoints
 from remat_opt.compilers.storage import Storage
 from remat_opt.program.record import Equation
@@ -103,7 +103,7 @@ def cotangents(
     )
     fused = _fused(of)
     computed = {vertex for vertex in fused if of.written_by_fusing_product(vertex)}
-    passing = _passing(of)
+    passing, pieces = _passing(of), set(_pieces(of))
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
     shared_operands = dict(_shared_operands(of))
@@ -143,7 +143,7 @@ def cotangents(
         | {vertex: (sizes[vertex], step) for vertex, step in shared.until.items()},
         sooner={
             vertex: (sizes[vertex], steps)
-            for vertex, steps in _sooner(of, passing - shared.holders - set(_pieces(of)))
+            for vertex, steps in _sooner(of, passing - shared.holders - pieces)
             if vertex not in no_arrays
         },
         handed_in_bytes={v: size for v, size in _in_full(of, sizes) if v not in narrow}
@@ -293,7 +293,7 @@ def _pieces(of: _Vertices) -> Iterator[int]:
     The product's kernel, or that which reads a piece of the whole, writes the cotangent of what the
     piece is computed from.
     """
-    for vertex in of.storage.vertices_of(joins.stored(of.storage.flow, of.storage.compiler)):
+    for vertex in of.storage.vertices_of(of.storage.pieces):
         if (
             of.kind(vertex) is costs.Fusion.FUSIBLE
             and not of.is_output(vertex)
@@ -306,7 +306,7 @@ def _sooner(of: _Vertices, passing: Set[int]) -> Iterator[tuple[int, range]]:
     """Vertices that only something whose cotangent passes reads last, and the steps until that.
 
     One kernel writes the cotangents of both factors of a gate ``u * tanh(v)``, as soon as it has
-    that of the gate.
+    that of the gate. Those of pieces of a concatenation come one by one, and are left out.
     """
     for vertex in sorted(passing):
         if any(map(of.computes_rows, of.active_readers(vertex))):

@@ -71,6 +71,7 @@ class Storage:
       batched_reads: how batched products read elementwise operands.
       product_sums: the sums of two products that are stored, with the products.
       rewritten: whether rewriting changes what is stored.
+      pieces: stored pieces of concatenations that products read.
       stored: the values that are arrays.
       leaves: for each fused value, the arrays and arguments it is computed from.
       roots: the equations that make arrays, or have effects, ascending.
@@ -133,6 +134,7 @@ class Storage:
         picked = row_gathers.stored(flow, compiler.rules)
         self._picked = picked if unchanged else set()
         self.rewritten = bool(self.stores_maxima or stored_sums or picked or not all(flat.values()))
+        self.pieces = joins.stored(flow, compiler)
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
         self.weights_of |= self.scores
@@ -273,7 +275,7 @@ class Storage:
         forced |= transcendental.stored(self.flow, self.compiler)
         forced |= sums.stored(self.flow, self.compiler)
         forced |= draws.stored(self.flow, self.compiler)
-        forced |= joins.stored(self.flow, self.compiler)
+        forced |= self.pieces
         forced |= self._picked
         for index in self.product_sums:
             forced.update(self.flow.program.equations[index].outputs)
