@@ -8,7 +8,8 @@ The first command compiles plans. The second predicts each of them again with on
 median and the ninth decile of the errors without it, beside those with all rules; how many networks
 it helps and how many it hurts, by at least half a per cent of the mean error; and what the least
 plan chosen without it takes, by the model with all rules, beside the one chosen with it (the mean
-over networks, and how many change).
+over networks, and how many change). With ``--errors`` no plans are chosen, which takes minutes
+instead of hours.
 
 A rule of kind ``rewrite`` changes what is compiled. With ``--compile``, each recorded plan that
 such a rule changes is compiled without it, and the result is compared: the mean, and how many
@@ -202,12 +203,19 @@ class Table:
       step: one of ``benchmarks.truth.STEPS``.
       plans: rows of ``benchmarks.truth`` that hold their plans.
       path: a file of ``json_lines``; None to keep none.
+      choosing: whether to choose plans without a rule.
     """
 
     def __init__(
-        self, device: str, step: str, plans: Iterable[Mapping[str, Any]], path: Path | None
+        self,
+        device: str,
+        step: str,
+        plans: Iterable[Mapping[str, Any]],
+        path: Path | None,
+        *,
+        choosing: bool = True,
     ) -> None:
-        self._device, self._step = device, step
+        self._device, self._step, self._choosing = device, step, choosing
         self._plans: dict[str, list[Mapping[str, Any]]] = {}
         for row in plans:
             if row["device"] == device and row["step"] == step and "compiled_bytes" in row:
@@ -238,12 +246,15 @@ class Table:
             "rule": rule,
         }
         found = self._known.get(self._key(heading))
+        if found is not None and kind == "predicted" and self._choosing:
+            found = found if "least_bytes" in found else None
         if found is None:
             if kind == "predicted":
                 figures: dict[str, Any] = {
-                    "errors": [round(one, 4) for one in subject.errors(rule)],
-                    "least_bytes": subject.least(rule),
+                    "errors": [round(one, 4) for one in subject.errors(rule)]
                 }
+                if self._choosing:
+                    figures["least_bytes"] = subject.least(rule)
             else:
                 figures = {
                     "ratios": [
@@ -279,7 +290,9 @@ def summaries(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             without = {n: row for (kind, n), row in own.items() if kind == "predicted"}
             gains = [_mean(row) - _mean(with_all[n]) for n, row in without.items()]
             sizes = [
-                row["least_bytes"] / with_all[n]["least_bytes"] - 1 for n, row in without.items()
+                row["least_bytes"] / with_all[n]["least_bytes"] - 1
+                for n, row in without.items()
+                if "least_bytes" in row and "least_bytes" in with_all[n]
             ]
             ratios = [
                 statistics.mean(row["ratios"])
@@ -294,7 +307,7 @@ def summaries(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                 "helped": sum(gain > MATTERS for gain in gains),
                 "hurt": sum(gain < -MATTERS for gain in gains),
                 "least_changed": sum(abs(size) > MATTERS for size in sizes),
-                "least_growth": round(statistics.mean(sizes), 4),
+                "least_growth": round(statistics.mean(sizes), 4) if sizes else None,
                 "compiled_growth": round(statistics.mean(ratios) - 1, 4) if ratios else None,
                 "compiled_helped": sum(ratio > 1 + MATTERS for ratio in ratios),
                 "compiled_hurt": sum(ratio < 1 - MATTERS for ratio in ratios),
@@ -321,13 +334,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", default="adam", choices=sorted(STEPS), help="of the plans")
     parser.add_argument("--plans", type=Path, required=True, help="what benchmarks.truth wrote")
     parser.add_argument("--rule", action="append", choices=sorted(RULES), help="all if left out")
+    parser.add_argument("--errors", action="store_true", help="choose no plans without the rules")
     parser.add_argument("--compile", action="store_true", help="compile without rewriting rules")
     parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args(arguments)
     platform = get_device(given.device).platform
     rules = given.rule or [name for name, rule in RULES.items() if platform in rule.platforms]
-    table = Table(given.device, given.step, JsonLines(given.plans).rows, given.rows)
+    plans = JsonLines(given.plans).rows
+    table = Table(given.device, given.step, plans, given.rows, choosing=not given.errors)
     found = []
     for row in table.rows(rules, compiling=given.compile):
         found.append(row)
@@ -344,10 +359,9 @@ def _line(row: Mapping[str, Any]) -> str:
     )
     if not row["rule"]:
         return start
-    said = (
-        f"{start}  helps {row['helped']:>2}, hurts {row['hurt']:>2}; "
-        f"least plan {row['least_growth']:+.1%} in {row['least_changed']:>2}"
-    )
+    said = f"{start}  helps {row['helped']:>2}, hurts {row['hurt']:>2}"
+    if row["least_growth"] is not None:
+        said += f"; least plan {row['least_growth']:+.1%} in {row['least_changed']:>2}"
     if row["compiled_growth"] is not None:
         said += (
             f"; compiled {row['compiled_growth']:+.1%}, "

@@ -103,6 +103,12 @@ def test_rows_and_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert off["median"] > 0.01
     assert nothing["helped"] == nothing["hurt"] == nothing["least_changed"] == 0
     assert {row["set"] for row in judged} == {"judged"}
+    # Without choosing plans the errors are the same, and so are their summaries.
+    errors = ablation.Table("h200", "adam", plans, None, choosing=False)
+    only = list(errors.rows(["transcendental", "pooling_zeros"], compiling=False))
+    assert only == [{k: v for k, v in row.items() if k != "least_bytes"} for row in found]
+    for all_of, some in zip(ablation.summaries(found), ablation.summaries(only), strict=True):
+        assert some == all_of | ({"least_growth": None, "least_changed": 0} if some["rule"] else {})
     # Rows on file are not computed again.
     monkeypatch.setattr(ablation, "traced", None)
     again = ablation.Table("h200", "adam", plans, path)
