@@ -62,6 +62,12 @@ def read_twice(w: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(both @ wide) + jnp.sum(both)
 
 
+def join_with_itself(w: jax.Array, _: jax.Array, x: jax.Array) -> jax.Array:
+    h = jnp.tanh(x @ w)
+    both = jnp.concatenate([h, jnp.cos(h)], 1)
+    return jnp.sum(jnp.sin(both @ both.T) + jnp.sin(jnp.einsum("ti,ui->tu", both, both)))
+
+
 def join_of_rows(w: jax.Array, _: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(jnp.concatenate([jnp.tanh(x @ w), x]) @ w))
 
@@ -98,6 +104,7 @@ def up_in_groups(kernel: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
         (join_of_batches, [(0, 1)]),
         (skip, []),
         (read_twice, []),
+        (join_with_itself, []),
         (join_of_rows, []),
         (join_of_weights, []),
         (join_of_columns, []),
