@@ -246,9 +246,8 @@ class Table:
             "rule": rule,
         }
         found = self._known.get(self._key(heading))
-        if found is not None and kind == "predicted" and self._choosing:
-            found = found if "least_bytes" in found else None
-        if found is None:
+        lacks_plan = kind == "predicted" and self._choosing and "least_bytes" not in (found or {})
+        if found is None or lacks_plan:
             if kind == "predicted":
                 figures: dict[str, Any] = {
                     "errors": [round(one, 4) for one in subject.errors(rule)]

@@ -110,9 +110,18 @@ def mlp() -> Example:
     return Example(fn=loss, args=(params, array("x", 3, 6), array("y", 3, 6)))
 
 
-def _conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+def convolved(
+    x: jax.Array, kernel: jax.Array, stride: int = 1, *, dilation: int = 1, groups: int = 1
+) -> jax.Array:
+    """Images convolved with a kernel, as large as before but for the stride."""
     return lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x,
+        kernel,
+        (stride, stride),
+        "SAME",
+        rhs_dilation=(dilation, dilation),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
     )
 
 
@@ -127,7 +136,7 @@ def cnn_batch_norm() -> Example:
         statistics = {}
         x = image
         for name, (kernel, scale, bias) in params["convs"].items():
-            x, statistics[name] = _batch_norm(_conv(x, kernel), scale, bias)
+            x, statistics[name] = _batch_norm(convolved(x, kernel), scale, bias)
             x = jax.nn.relu(x)
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         logits = jnp.mean(x, (1, 2)) @ params["head"]
@@ -193,7 +202,7 @@ def flax_nnx() -> Example:
 def residual_blocks() -> Example:
     def loss(params, x):
         for kernel, weight in params:
-            y, _ = _batch_norm(_conv(x, kernel), weight, weight)
+            y, _ = _batch_norm(convolved(x, kernel), weight, weight)
             x = jax.nn.relu(y + x)
         return jnp.sum(jnp.mean(x, (1, 2)) ** 2)
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.effects import Effect, Figures, checkpoints, under_checkpoints
+from remat_opt.compilers.effects import Effect, Figures, handed_in, under_checkpoints
 from remat_opt.operation import Operation
 from remat_opt.program.record import Derivative, Program
 from remat_opt.schedule import Schedule
@@ -57,7 +57,7 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Copies(Effect):
+class CopiedOperands(Effect):
     """Operands copied with their padding, or transposed.
 
     Causal convolutions on h200 as they are: without ``alone`` 23 to 37 % too large, with it 8 to
@@ -67,7 +67,8 @@ class Copies(Effect):
       copies: for vertices of convolutions, what they read in place of their operand.
       alone: the operands that backward steps read by these copies alone.
       transposed: the vertices of convolutions whose cotangent is also written in a second order,
-        and what reads each: what comes from outside a checkpoint is copied when it is read.
+        each with those that read it. What comes from outside a checkpoint is copied when it is
+        read.
     """
 
     copies: Mapping[int, Copy]
@@ -76,13 +77,9 @@ class Copies(Effect):
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes copies that wait, and those that are made again."""
-        around = dict(checkpoints(schedule.regions))
-        for vertex, readers in self.transposed.items():
-            size = figures.cotangent_bytes[vertex]
-            if all(around[vertex] <= around[reader] for reader in readers):
-                figures.cotangent_bytes[vertex] += size
-            else:
-                figures.workspace_bytes[vertex] += size
+        late = list(handed_in(schedule, self.transposed))
+        figures.workspace_bytes[late] += figures.cotangent_bytes[late]
+        figures.cotangent_bytes[list(self.transposed.keys() - late)] *= 2
         again = self.copies.keys() & under_checkpoints(schedule)
         for vertex in again:
             copy = self.copies[vertex]
@@ -174,27 +171,23 @@ def copied(
     for index, derivative in derivatives.items():
         equation = program.equations[index]
         operand = equation.inputs[0] if equation.inputs else None
+        is_padded = compiler.has("operands_padded") and _is_lopsided(equation.operation)
         if (
-            equation.operation.primitive != "conv_general_dilated"
+            (is_padded or is_transposed(equation.operation, compiler))
             # The gradient of the weight reads the operand.
-            or 0 not in derivative.inputs
-            or not isinstance(operand, int)
-            or operand not in vertex_of
-            or equation.outputs[0] not in vertex_of
+            and 0 in derivative.inputs
+            and isinstance(operand, int)
+            and operand in vertex_of
+            and equation.outputs[0] in vertex_of
         ):
-            continue
-        kind = program.types[operand]
-        if _is_lopsided(equation.operation):
-            if compiler.has("operands_padded"):
-                size = _padded_size(equation.operation)
-                found[vertex_of[equation.outputs[0]]] = Copy(
-                    operand=vertex_of[operand],
-                    padding=tuple(map(tuple, equation.operation.params["padding"])),
-                    bytes=dataclasses.replace(kind, shape=(size,)).bytes,
-                )
-        elif is_transposed(equation.operation, compiler):
+            kind = program.types[operand]
+            padding = equation.operation.params["padding"] if is_padded else ()
+            if is_padded:
+                kind = dataclasses.replace(kind, shape=(_padded_size(equation.operation),))
             found[vertex_of[equation.outputs[0]]] = Copy(
-                operand=vertex_of[operand], padding=(), bytes=kind.bytes
+                operand=vertex_of[operand],
+                padding=tuple(map(tuple, padding)),
+                bytes=kind.bytes,
             )
     return found
 

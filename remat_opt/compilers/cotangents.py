@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
 from remat_opt.compilers import batched_products, operands, row_gathers, sums, transcendental
-from remat_opt.compilers.effects import Effect, Figures, checkpoints
+from remat_opt.compilers.effects import Effect, Figures, handed_in
 from remat_opt.compilers.storage import Storage
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Schedule
@@ -33,20 +33,16 @@ class HandedIn(Effect):
 
     Attributes:
       bytes: for vertices with such a cotangent, what it takes there.
-      readers: for each vertex, those that read it.
+      readers: for each of them, those that read it.
     """
 
     bytes: Mapping[int, int]
-    readers: tuple[tuple[int, ...], ...]
+    readers: Mapping[int, Sequence[int]]
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes those that come from outside their vertex's checkpoint."""
-        if schedule.unchanged:
-            return
-        around = dict(checkpoints(schedule.regions))
-        for vertex, size in self.bytes.items():
-            if any(not around[vertex] <= around[reader] for reader in self.readers[vertex]):
-                figures.cotangent_bytes[vertex] = size
+        for vertex in handed_in(schedule, self.readers):
+            figures.cotangent_bytes[vertex] = self.bytes[vertex]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +99,14 @@ def cotangents(
     )
     fused = _fused(of)
     computed = {vertex for vertex in fused if of.written_by_fusing_product(vertex)}
-    passing, pieces = _passing(of), set(_pieces(of))
+    pieces = set(_pieces(of))
+    passing = _passing(of, pieces)
     in_its_place = dict(_broadcast(of))
     fused |= in_its_place.keys() | set(in_its_place.values())
     shared_operands = dict(_shared_operands(of))
-    narrow = {vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of)}
+    narrow = {
+        vertex: storage.operand_bytes(storage.roots[vertex]) for vertex in _rounded(of, pieces)
+    }
     narrow.update(dict.fromkeys(fused, 0))
     narrow.update({factors[0]: size for factors, size in shared_operands.items()})
     sizes = [
@@ -232,7 +231,7 @@ def _fused(of: _Vertices) -> set[int]:
     return fused
 
 
-def _passing(of: _Vertices) -> set[int]:
+def _passing(of: _Vertices, pieces: Set[int]) -> set[int]:
     """Elementwise values between elementwise ones: their cotangent stays within one kernel.
 
     An example is a stored ``tanh``: its readers, and what it is computed from, have its size, and
@@ -243,7 +242,7 @@ def _passing(of: _Vertices) -> set[int]:
     if not of.storage.compiler.has("cotangents_pass"):
         return set()
     if of.storage.compiler.has("operands_fused"):
-        return {*_dear_operands(of), *_pieces(of)}
+        return {*_dear_operands(of), *pieces}
     found = set()
     for vertex, active in enumerate(of.active):
         readers = of.active_readers(vertex)
@@ -317,14 +316,13 @@ def _sooner(of: _Vertices, passing: Set[int]) -> Iterator[tuple[int, range]]:
                 yield read, range(vertex + 1, last + 1)
 
 
-def _rounded(of: _Vertices) -> Iterator[int]:
+def _rounded(of: _Vertices, pieces: Set[int]) -> Iterator[int]:
     """The products whose cotangent another product's kernel writes, as products read it.
 
     This holds if only that product reads their result, perhaps through an activation.
     """
     if not of.storage.compiler.has("cotangents_rounded"):
         return
-    pieces = set(_pieces(of))
     for vertex in range(len(of.active)):
         if operands.rounds_operands(of.written_by(vertex).operation) and not of.is_output(vertex):
             readers = of.active_readers(vertex)

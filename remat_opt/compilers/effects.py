@@ -138,6 +138,21 @@ def kept_by_name(regions: Sequence[Region]) -> Iterator[int]:
             yield from kept_by_name(region.inside)
 
 
+def handed_in(schedule: Schedule, readers: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    """Those of some vertices whose cotangent comes from outside a checkpoint that is around them.
+
+    Args:
+      schedule: what is under which checkpoint.
+      readers: for each of the vertices, those that read it.
+    """
+    if schedule.unchanged or not readers:
+        return
+    around = dict(checkpoints(schedule.regions))
+    for vertex, reading in readers.items():
+        if any(not around[vertex] <= around[reader] for reader in reading):
+            yield vertex
+
+
 def checkpoints(
     regions: Sequence[Region],
     around: Set[tuple[int, ...]] = frozenset(),

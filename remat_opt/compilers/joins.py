@@ -17,10 +17,10 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from remat_opt.compilers import product_sums
-from remat_opt.compilers.compiler import Compiler, Rules
+from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.dataflow import Dataflow
@@ -29,6 +29,8 @@ from remat_opt.schedule import Schedule
 
 if TYPE_CHECKING:
     from remat_opt.compilers.storage import Storage
+
+_T = TypeVar("_T")
 
 #: Rows of arrays are padded to this many elements by XLA for TPU.
 _LANES = 128
@@ -51,6 +53,10 @@ class Join:
     equation: int
     place: int
     axis: int
+
+    def parted(self, inputs: Sequence[_T]) -> tuple[Sequence[_T], _T]:
+        """The pieces, and the product's other input, of these in the order of its inputs."""
+        return (inputs[:-1], inputs[-1]) if self.place == 0 else (inputs[1:], inputs[0])
 
 
 def joins(program: Program) -> dict[int, Join]:
@@ -85,11 +91,6 @@ def joins(program: Program) -> dict[int, Join]:
                 if other is not None:
                     found[index] = Join(equation=made[value], place=place, axis=other)
     return found
-
-
-def written_in_pieces(program: Program, rules: Rules) -> dict[int, Join]:
-    """For products, the concatenation whose pieces have cotangents of their own in plans."""
-    return joins(program) if rules.has("pieces_apart") else {}
 
 
 def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
@@ -129,24 +130,18 @@ class Whole(Effect):
 
 
 def effects(
-    storage: Storage, predecessors: Sequence[Sequence[int]], active: Sequence[Sequence[int]]
+    storage: Storage, readers: Sequence[Sequence[int]], active: Sequence[Sequence[int]]
 ) -> Iterator[Whole]:
     """What depends on the schedule.
 
     Args:
       storage: what is stored.
-      predecessors: for each vertex, those that it reads.
+      readers: for each vertex, those that read it.
       active: for each vertex, its values that have a cotangent.
     """
     program, compiler = storage.flow.program, storage.compiler
     if not compiler.has("whole_cotangents"):
         return
-    last_reader = {
-        read: vertex
-        for vertex, values in enumerate(predecessors)
-        if active[vertex]
-        for read in values
-    }
     cotangents: dict[int, int] = {}
     beside = [0] * len(storage.roots)
     for index, join in joins(program).items():
@@ -161,7 +156,7 @@ def effects(
         if not pieces or product < 0:
             continue
         size, piece = storage.cotangent_bytes(equation.outputs), min(pieces)
-        if last_reader.get(piece) == product:
+        if max((one for one in readers[piece] if active[one]), default=-1) == product:
             cotangents[piece] = size
         else:
             for vertex in range(piece + 1, product + 1):

@@ -116,7 +116,7 @@ def rewrites(
         waiting=frozenset(pooling.searches(program) if rules.has("searches_wait") else ()),
         picking=row_gathers.picking(program, rules),
         summing=row_gathers.summing(program, rules),
-        joined=joins.written_in_pieces(program, rules),
+        joined=joins.joins(program) if rules.has("pieces_apart") else {},
         whole=frozenset({*sums, *maxima}),
         partner={min(pair): max(pair) for pair in sums.values()}
         if rules.has("partners_wait")

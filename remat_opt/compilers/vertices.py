@@ -376,19 +376,19 @@ def _effects(
         yield cpu_sums.Named(bytes=named, widened_bytes=widened)
     if transposed:
         yield cpu_sums.Transposed(pairs=transposed)
+    readers = graph.successors()
     if copied := convolutions.copied(program, derivatives, compiler, storage.vertex_of):
-        readers = graph.successors()
-        yield convolutions.Copies(
+        yield convolutions.CopiedOperands(
             copies=copied,
             alone=convolutions.alone(copied, graph.needs),
             transposed={v: readers[v] for v, one in copied.items() if not one.padding},
         )
     if outside := _outside_checkpoints(storage, of_cotangents):
         yield OutsideCheckpoints(workspace_bytes=outside)
-    yield from joins.effects(storage, graph.predecessors, [draft.active for draft in drafts])
+    yield from joins.effects(storage, readers, [draft.active for draft in drafts])
     yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
-    if of_cotangents.handed_in_bytes:
-        yield HandedIn(bytes=of_cotangents.handed_in_bytes, readers=graph.successors())
+    if larger := of_cotangents.handed_in_bytes:
+        yield HandedIn(bytes=larger, readers={vertex: readers[vertex] for vertex in larger})
     products = tuple(draft.copied_products for draft in drafts)
     if compiler.has("copies") and any(products):
         yield copies.Copies(products=products)

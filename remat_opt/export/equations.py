@@ -34,6 +34,7 @@ from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Atom, Equation, Program
 from remat_opt.schedule import Choice, Loop
 from remat_opt.transform.equations import has_mode, stands_in
+from remat_opt.transform.steps import places_read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,6 @@ class Turn:
       waited: values that must exist before the inputs go on; None if these do not wait.
       unmerged: the position of the input that is read behind a barrier.
       weight: the position of the input whose gradient comes first.
-      read: the inputs, if some are those of another equation (``Step.read_by``).
       join: the concatenation whose pieces are read in its place.
     """
 
@@ -59,7 +59,6 @@ class Turn:
     waited: tuple[int, ...] | None = None
     unmerged: int | None = None
     weight: int | None = None
-    read: tuple[tuple[int, int], ...] | None = None
     join: Join | None = None
 
 
@@ -125,8 +124,8 @@ class Equations:
           RematError: it cannot be written as code.
         """
         equation, names = scope.program.equations[index], scope.names
-        own = tuple((index, place) for place in range(len(equation.inputs)))
-        read = [(scope.program.equations[one], place) for one, place in turn.read or own]
+        places = places_read(scope.program, index, turn.join)
+        read = [(scope.program.equations[one], place) for one, place in places]
         inputs = [self.atom(scope, one, place) for one, place in read]
         atoms = [one.inputs[place] for one, place in read]
         lines: list[str] = []
@@ -266,8 +265,7 @@ class Equations:
         elif join is not None:
             axis = scope.program.equations[join.equation].operation.params["dimension"]
             operands = self._lambda(equation, ("a", "b"))
-            stop = len(inputs) - (1 - join.place)
-            pieces, (other,) = inputs[join.place : stop], [*inputs[: join.place], *inputs[stop:]]
+            pieces, other = join.parted(inputs)
             given = (operands, *map(text, (join.place, axis, join.axis)), other, *pieces)
             lines = assigned(results, Call(self.helper(support.in_pieces), given), one=True)
         elif weight is not None:

@@ -90,7 +90,6 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
             waited=waited,
             unmerged=ways.unmerged.get(index),
             weight=ways.weight_place.get(index) if index in waits.inputs else None,
-            read=step.read_by(program, index) if index in step.joined else None,
             join=step.joined.get(index),
         )
         known.update(program.equations[index].outputs)

@@ -119,9 +119,8 @@ def in_pieces(
         for piece, tangent in zip(pieces, tangents[1:], strict=True):
             start, stop = stop, stop + piece.shape[axis]
             if not isinstance(tangent, SymbolicZero):
-                moved.append(
-                    of_two(tangent, lax.slice_in_dim(other, start, stop, axis=summed_with))
-                )
+                part = lax.slice_in_dim(other, start, stop, axis=summed_with)
+                moved.append(of_two(tangent, part))
         if not isinstance(tangents[0], SymbolicZero):
             moved.append(of_two(lax.concatenate(pieces, axis), tangents[0]))
         return result, sum(moved[1:], moved[0]) if moved else zero_of(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -170,8 +169,6 @@ def _run_joined(
       inputs: those of the product, with the pieces in the place of the concatenation.
     """
     axis = concatenation.operation.params["dimension"]
-    sizes = [kind.shape[axis] for kind in concatenation.operation.inputs]
-    of_operand = slice(join.place, join.place + len(sizes))
 
     def of_two(operand: Any, other: Any) -> Any:
         (result,) = run(*((operand, other) if join.place == 0 else (other, operand)))
@@ -188,20 +185,19 @@ def _run_joined(
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         result = product(*primals)
         other, *pieces = primals
-        moved = []
-        for start, size, tangent in zip(
-            itertools.accumulate(sizes, initial=0), sizes, tangents[1:], strict=False
-        ):
+        moved, stop = [], 0
+        for piece, tangent in zip(pieces, tangents[1:], strict=True):
+            start, stop = stop, stop + piece.shape[axis]
             if not isinstance(tangent, SymbolicZero):
-                part = jax.lax.slice_in_dim(other, start, start + size, axis=join.axis)
+                part = jax.lax.slice_in_dim(other, start, stop, axis=join.axis)
                 moved.append(of_two(tangent, part))
         if not isinstance(tangents[0], SymbolicZero):
             moved.append(of_two(joined(pieces), tangents[0]))
         return result, sum(moved[1:], moved[0]) if moved else internals.zero_tangent(result)
 
     product.defjvp(rule, symbolic_zeros=True)
-    (other,) = (*inputs[: of_operand.start], *inputs[of_operand.stop :])
-    return [product(other, *inputs[of_operand])]
+    pieces, other = join.parted(inputs)
+    return [product(other, *pieces)]
 
 
 def _run_weight_first(

@@ -294,7 +294,7 @@ def _runner(
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]
-        atoms = [program.equations[one].inputs[p] for one, p in step.read_by(program, index)]
+        atoms = step.read_by(program, index)
         inputs = [environment[atom] if isinstance(atom, int) else atom.value for atom in atoms]
         if index in before:
             inputs = list(behind_barrier(*inputs))

@@ -10,7 +10,7 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.joins import Join
 from remat_opt.compilers.rewrites import Place, Rewrites, rewrites
 from remat_opt.program import bodies
-from remat_opt.program.record import Program
+from remat_opt.program.record import Atom, Program
 from remat_opt.schedule import Stage
 
 
@@ -48,25 +48,30 @@ class Step:
         for step in self.inside:
             yield from step.all_equations()
 
-    def read_by(self, program: Program, index: int) -> tuple[tuple[int, int], ...]:
-        """The inputs of one of its equations, each as an equation and a position among its inputs.
-
-        They are the equation's own, but for a concatenation in whose place its pieces are read.
-        """
-        own = [(index, place) for place in range(len(program.equations[index].inputs))]
-        if (join := self.joined.get(index)) is not None:
-            count = len(program.equations[join.equation].inputs)
-            own[join.place : join.place + 1] = [(join.equation, place) for place in range(count)]
-        return tuple(own)
+    def read_by(self, program: Program, index: int) -> list[Atom]:
+        """The inputs of one of its equations; see ``places_read``."""
+        places = places_read(program, index, self.joined.get(index))
+        return [program.equations[one].inputs[place] for one, place in places]
 
     def values_read_by(self, program: Program, index: int) -> list[int]:
         """Those of the inputs that are no literals."""
-        atoms = (program.equations[one].inputs[p] for one, p in self.read_by(program, index))
-        return [atom for atom in atoms if isinstance(atom, int)]
+        return [atom for atom in self.read_by(program, index) if isinstance(atom, int)]
 
     def inputs_for(self, program: Program, equations: Iterable[int]) -> tuple[int, ...]:
         """What some of its equations read of its inputs, perhaps through others."""
         return inputs_of(program, _emitted(program, equations, program.makers(), {*self.inputs}))
+
+
+def places_read(program: Program, index: int, join: Join | None) -> list[tuple[int, int]]:
+    """The inputs of an equation, each as an equation and a position among the inputs of that.
+
+    They are its own, but for a concatenation in whose place its pieces are read, if any.
+    """
+    found = [(index, place) for place in range(len(program.equations[index].inputs))]
+    if join is not None:
+        count = len(program.equations[join.equation].inputs)
+        found[join.place : join.place + 1] = [(join.equation, place) for place in range(count)]
+    return found
 
 
 #: Runs an opened loop on its inputs.

@@ -10,31 +10,24 @@ import numpy as np
 import pytest
 from jax import lax
 
-from remat_opt.compilers.convolutions import Copies
+from remat_opt.compilers.convolutions import CopiedOperands
 from remat_opt.schedule import Region, Schedule, plain
 from tests.compiler_graphs import InStep, changed, graph_of, names, whole
 from tests.devices import needs_cuda_plugin
-from tests.programs import ones
+from tests.programs import convolved, ones
 
 IMAGES, KERNEL = ones(2, 8, 8, 4), ones(3, 3, 4, 4)
 
 
-def convolution(kernel: jax.Array, x: jax.Array, stride: int = 1) -> jax.Array:
-    dimensions = "NHWC", "HWIO", "NHWC"
-    return lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=dimensions
-    )
-
-
 def layers(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
     for kernel in kernels:
-        x = jnp.tanh(convolution(kernel, x))
+        x = jnp.tanh(convolved(x, kernel))
     return jnp.sum(x)
 
 
 def strided(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
-    x = jnp.tanh(convolution(kernels[0], x))
-    return jnp.sum(jnp.sin(convolution(kernels[1], x, 2)))
+    x = jnp.tanh(convolved(x, kernels[0]))
+    return jnp.sum(jnp.sin(convolved(x, kernels[1], 2)))
 
 
 def test_copies_of_weights_wait_for_the_gradients_of_operands() -> None:
@@ -52,7 +45,7 @@ def test_copies_of_weights_wait_for_the_gradients_of_operands() -> None:
 
 def test_an_operand_that_is_padded_behind_is_there_twice() -> None:
     _, found, graph = graph_of(strided, [KERNEL] * 2, IMAGES)
-    (effect,) = (one for one in found.effects if isinstance(one, Copies))
+    (effect,) = (one for one in found.effects if isinstance(one, CopiedOperands))
     ((by, copy),) = effect.copies.items()
     operand, size = copy.operand, copy.bytes
     assert names(graph)[by] == "conv_general_dilated"
@@ -98,7 +91,7 @@ def test_convolutions_that_pad_alike_have_one_copy_in_place_of_their_operand() -
     sequence = jnp.ones((2, 32, 4))
     kernel = jnp.ones((2, 4, 4))
     _, found, graph = graph_of(causal, [kernel] * 3, sequence)
-    (effect,) = (one for one in found.effects if isinstance(one, Copies))
+    (effect,) = (one for one in found.effects if isinstance(one, CopiedOperands))
     operand = names(graph).index("add")
     by = [vertex for vertex, copy in effect.copies.items() if copy.operand == operand]
     assert len(by) == 2
@@ -115,26 +108,19 @@ def test_convolutions_that_pad_alike_have_one_copy_in_place_of_their_operand() -
 
 def test_even_padding_needs_no_copy() -> None:
     _, found, _ = graph_of(layers, [KERNEL] * 2, IMAGES)
-    assert not [one for one in found.effects if isinstance(one, Copies)]
+    assert not [one for one in found.effects if isinstance(one, CopiedOperands)]
 
 
 def dilated(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
     """A convolution, and two that read its result: one of them with holes in its kernel."""
-    y = jnp.tanh(convolution(kernels[0], x))
-    with_holes = lax.conv_general_dilated(
-        y,
-        kernels[1],
-        (1, 1),
-        "SAME",
-        rhs_dilation=(2, 2),
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    return jnp.sum(jnp.sin(with_holes) + jnp.sin(convolution(kernels[2], y)))
+    y = jnp.tanh(convolved(x, kernels[0]))
+    with_holes = convolved(y, kernels[1], dilation=2)
+    return jnp.sum(jnp.sin(with_holes) + jnp.sin(convolved(y, kernels[2])))
 
 
 def test_a_kernel_with_holes_reads_its_operand_and_cotangent_transposed() -> None:
     _, found, graph = graph_of(dilated, [KERNEL] * 3, IMAGES)
-    (effect,) = (one for one in found.effects if isinstance(one, Copies))
+    (effect,) = (one for one in found.effects if isinstance(one, CopiedOperands))
     ((by, copy),) = effect.copies.items()
     size = IMAGES.nbytes
     assert (copy.bytes, copy.padding) == (size, ())
@@ -158,7 +144,7 @@ def test_a_kernel_with_holes_reads_its_operand_and_cotangent_transposed() -> Non
     assert changed(found, cut).workspace_bytes[by] == graph.workspace_bytes[by] + 2 * size
     for device in ("v5e", "cpu"):
         _, other, _ = graph_of(dilated, [KERNEL] * 3, IMAGES, device=device)
-        assert not [one for one in other.effects if isinstance(one, Copies)]
+        assert not [one for one in other.effects if isinstance(one, CopiedOperands)]
 
 
 @pytest.mark.slow
@@ -167,14 +153,7 @@ def test_a_kernel_with_holes_reads_its_operand_and_cotangent_transposed() -> Non
 def test_convolutions_with_holes_take_no_more_than_was_predicted() -> None:
     def loss(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
         for number, kernel in enumerate(kernels):
-            y = lax.conv_general_dilated(
-                x,
-                kernel,
-                (1, 1),
-                "SAME",
-                rhs_dilation=(2 ** (number % 4),) * 2,
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
+            y = convolved(x, kernel, dilation=2 ** (number % 4))
             x = x + jax.nn.relu(y - jnp.mean(y, (0, 1, 2)))
         return jnp.mean(x * x)
 
@@ -218,10 +197,10 @@ def test_convolutions_are_slower_than_products_of_the_same_size() -> None:
         return jnp.sum(jnp.sin(x @ w))
 
     def as_convolution(w, x):
-        return jnp.sum(jnp.sin(convolution(w[None, None], x)))
+        return jnp.sum(jnp.sin(convolved(x, w[None, None])))
 
     weight = jax.ShapeDtypeStruct((256, 256), "float32")
     _, _, product = graph_of(as_product, weight, x)
-    _, _, convolved = graph_of(as_convolution, weight, x)
-    seconds = convolved.seconds[names(convolved).index("conv_general_dilated")]
+    _, _, graph = graph_of(as_convolution, weight, x)
+    seconds = graph.seconds[names(graph).index("conv_general_dilated")]
     assert seconds == pytest.approx(2 * product.seconds[names(product).index("dot_general")])

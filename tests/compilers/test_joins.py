@@ -12,27 +12,17 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.joins import joins, written_in_pieces
+from remat_opt.compilers.joins import joins
+from remat_opt.compilers.rewrites import rewrites
 from remat_opt.program import tracing
 from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import InStep, graph_of, names, stored
 from tests.devices import needs_libtpu
-from tests.programs import ones
+from tests.programs import convolved, ones
 
 X, W, WIDE = ones(512, 128), ones(128, 128), ones(256, 128)
 IMAGES, KERNEL, WIDE_KERNEL = ones(2, 4, 4, 128), ones(3, 3, 128, 128), ones(3, 3, 256, 128)
-
-
-def convolved(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
-    return jax.lax.conv_general_dilated(
-        x,
-        kernel,
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=groups,
-    )
 
 
 def skip(w: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
@@ -93,7 +83,7 @@ def up(kernel: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
 
 def up_in_groups(kernel: jax.Array, wide: jax.Array, x: jax.Array) -> jax.Array:
     h = jax.nn.relu(convolved(x, kernel))
-    return jnp.sum(convolved(jnp.concatenate([h, jnp.sin(h)], -1), wide[:, :, :2, :], 128))
+    return jnp.sum(convolved(jnp.concatenate([h, jnp.sin(h)], -1), wide[:, :, :2, :], groups=128))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +116,10 @@ def test_convolutions_that_sum_over_what_is_joined() -> None:
 
 def test_only_for_tpus_are_pieces_written_apart() -> None:
     program = tracing.trace(join, W, WIDE, X)
-    assert written_in_pieces(program, Rules(platform="tpu")) == joins(program)
+    for_tpu = rewrites(program, Rules(platform="tpu"), recomputes=True)
+    assert for_tpu.joined == joins(program)
     for platform in ("cuda", "cpu"):
-        assert not written_in_pieces(program, Rules(platform=platform))
+        assert not rewrites(program, Rules(platform=platform), recomputes=True).joined
 
 
 def written(fn: Callable[..., Any], *arguments: Any, kept: bool = False) -> Callable[..., Any]:

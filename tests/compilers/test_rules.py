@@ -29,7 +29,7 @@ from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.solvers.base import Overhead
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import compiler_of, cross_entropy, model_of, two_layers
-from tests.programs import ones
+from tests.programs import convolved, ones
 
 ROOM = Path(compilers.__file__).parent
 KINDS = {"stored", "cotangents", "beside", "heap", "time", "rewrite"}
@@ -132,16 +132,7 @@ def joined_twice(w, x):
 
 def dilated(kernels, x):
     for kernel in kernels:
-        x = jnp.tanh(
-            lax.conv_general_dilated(
-                x,
-                kernel,
-                (1, 1),
-                "SAME",
-                rhs_dilation=(2, 2),
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
-        )
+        x = jnp.tanh(convolved(x, kernel, dilation=2))
     return jnp.sum(x)
 
 
@@ -273,31 +264,19 @@ def recurrent(w, x):
     return jnp.sum(x)
 
 
-def convolution(kernel, x):
-    dimensions = "NHWC", "HWIO", "NHWC"
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dimensions)
-
-
 def pooling(kernel, x, *, strides):
-    y = jax.nn.relu(convolution(kernel, x))
+    y = jax.nn.relu(convolved(x, kernel))
     return jnp.sum(jnp.sin(lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), strides, "VALID")))
 
 
 def convolutions(kernel, x):
     for _ in range(3):
-        x = jnp.sin(convolution(kernel, x))
+        x = jnp.sin(convolved(x, kernel))
     return jnp.sum(x)
 
 
 def strided(kernel, x):
-    y = lax.conv_general_dilated(
-        jnp.tanh(convolution(kernel, x)),
-        kernel,
-        (2, 2),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    return jnp.sum(jnp.sin(y))
+    return jnp.sum(jnp.sin(convolved(jnp.tanh(convolved(x, kernel)), kernel, 2)))
 
 
 def summed_products(w, x):
