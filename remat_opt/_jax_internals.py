@@ -68,6 +68,38 @@ def inlinable_body(equation: Any) -> Any | None:
     return params.get("jaxpr", params.get("call_jaxpr"))
 
 
+def compiler_options_of(fn: Any) -> dict[str, Any]:
+    """The compiler options of a ``jax.jit`` around a function; none for any other function."""
+    said = getattr(fn, "_jit_info", None)
+    return dict(getattr(said, "compiler_options_kvs", None) or ())
+
+
+def without_compiler_options(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its ``jax.jit`` made again without compiler options if it has any.
+
+    JAX refuses to trace a ``jax.jit`` with options inside another.
+    """
+    if not compiler_options_of(fn):
+        return fn
+    said = fn._jit_info  # type: ignore[attr-defined]
+    shardings = {
+        f"{side}_shardings": jax.tree.unflatten(
+            getattr(said, f"{side}_shardings_treedef"), getattr(said, f"{side}_shardings_leaves")
+        )
+        for side in ("in", "out")
+    }
+    found: Callable[..., Any] = jax.jit(
+        fn.__wrapped__,  # type: ignore[attr-defined]
+        static_argnums=said.static_argnums,
+        static_argnames=said.static_argnames,
+        donate_argnums=said.donate_argnums,
+        keep_unused=said.keep_unused,
+        inline=said.inline,
+        **shardings,
+    )
+    return found
+
+
 #: Primitives that call a Python function.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 #: Names of ``jax.checkpoint`` in a jaxpr.

@@ -118,6 +118,7 @@ device_description_str: "{title}"
 
 
 Target = AttachedTarget | TpuTarget | GpuTarget
+CompilerOption = str | bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,7 @@ class Device:
       target: how to compile for it.
       network_bandwidth: bytes per second that it sends to the other devices of a mesh, over all its
         links; by default the same as to the host.
+      compiler_options: what its compiler is told, as ``jax.jit(compiler_options=)`` takes it.
     """
 
     name: str
@@ -149,6 +151,7 @@ class Device:
     source: str
     target: Target
     network_bandwidth: float = 0.0
+    compiler_options: Mapping[str, CompilerOption] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.network_bandwidth:
@@ -176,8 +179,8 @@ class Device:
                     f"The device {self.name!r} has {field} = {figure}: it must be positive."
                 )
         # A copy that nobody can change: the record is shared by everyone who asks for it.
-        rates = MappingProxyType(dict(self.flops_per_second))
-        object.__setattr__(self, "flops_per_second", rates)
+        for field in ("flops_per_second", "compiler_options"):
+            object.__setattr__(self, field, MappingProxyType(dict(getattr(self, field))))
 
     def __hash__(self) -> int:
         return hash((self.name, self.platform, self.memory_bytes, self.target))
@@ -185,12 +188,18 @@ class Device:
     def __reduce__(self) -> tuple[object, ...]:
         # A mapping proxy cannot be pickled or deep-copied; a dict can.
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _rebuild, ({**fields, "flops_per_second": dict(self.flops_per_second)},)
+        for field in ("flops_per_second", "compiler_options"):
+            fields[field] = dict(getattr(self, field))
+        return _rebuild, (fields,)
 
     @property
     def attached(self) -> bool:
         """Whether programs are compiled by a backend that JAX has in this process."""
         return isinstance(self.target, AttachedTarget)
+
+    def told(self, options: Mapping[str, CompilerOption]) -> Device:
+        """The same device, its compiler told this as well."""
+        return dataclasses.replace(self, compiler_options={**self.compiler_options, **options})
 
     def flops_rate(self, dtype: object) -> float:
         """Floating-point operations per second for matrix products of ``dtype``.

@@ -36,14 +36,17 @@ class Gradients(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """How long a gradient that is complete waits for its update.
+    """An array that is there only because an update that reads it waits.
 
     Attributes:
-      until: the vertex after whose backward step the update runs.
-      bytes: size of the array that waits: the one that the update reads.
+      first: the first vertex in whose backward step this is so. Backward steps come last first: it
+        is the last step to run.
+      last: the last such vertex.
+      bytes: the array's size.
     """
 
-    until: int
+    first: int
+    last: int
     bytes: int
 
 
@@ -59,18 +62,19 @@ class ParameterGradient:
       bytes: its size.
       converted: whether what consumes it computes it from a narrower array, so that it is itself an
         array only if it waits.
-      wait: how long it waits for the update that consumes it; None if that comes at once.
     """
 
     first: int
     last: int
     bytes: int
     converted: bool = False
-    wait: Wait | None = None
 
 
 def workspace_bytes(
-    gradients: Iterable[ParameterGradient], fate: Gradients, count: int
+    gradients: Iterable[ParameterGradient],
+    fate: Gradients,
+    count: int,
+    waits: Iterable[Wait] = (),
 ) -> np.ndarray:
     """The bytes that gradients take in each vertex's backward step.
 
@@ -78,6 +82,7 @@ def workspace_bytes(
       gradients: those of all parameters.
       fate: what happens to them.
       count: number of vertices.
+      waits: what waits for updates where these consume gradients.
     """
     change = np.zeros(count + 1, dtype=np.int64)
 
@@ -89,9 +94,9 @@ def workspace_bytes(
     for one in gradients:
         if fate is Gradients.TOGETHER:
             hold(0, one.last, one.bytes)
-        elif fate is Gradients.CONSUMED:
-            if not one.converted:
-                hold(one.first, one.last, one.bytes)
-            if one.wait is not None:
-                hold(one.wait.until, one.first - 1, one.wait.bytes)
+        elif fate is Gradients.CONSUMED and not one.converted:
+            hold(one.first, one.last, one.bytes)
+    if fate is Gradients.CONSUMED:
+        for wait in waits:
+            hold(wait.first, wait.last, wait.bytes)
     return np.cumsum(change[:-1])

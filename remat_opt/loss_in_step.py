@@ -152,6 +152,7 @@ class LossInStep:
           CompileError: the compiler refuses all plans that are to be compiled.
         """
         device = compilation.resolve_device(wanted.request.device, self.program.mesh)
+        device = device.told(self.step.compiler_options)
         resident = self.step.resident(self.program, device)
         objective = self._in_bytes(wanted.request, resident.total, device)
         planner = Rematerialized(
@@ -166,9 +167,9 @@ class LossInStep:
             )
 
         donated = ",".join(map(str, self.step.donate_argnums))
-        plan = planner.choose(
-            self.call.program, device, f"{self.program.fingerprint()} donates {donated}", compiled
-        )
+        told = "".join(f", {name}={value}" for name, value in device.compiler_options.items())
+        context = f"{self.program.fingerprint()} donates {donated}{told}"
+        plan = planner.choose(self.call.program, device, context, compiled)
         return dataclasses.replace(
             plan,
             objective=wanted.request.objective,

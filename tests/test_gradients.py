@@ -54,8 +54,9 @@ def test_none_of_its_own_where_what_consumes_it_converts() -> None:
     ],
 )
 def test_a_narrower_one_where_it_waits_for_its_update(fate: Gradients, expected: list[int]) -> None:
-    one = (ParameterGradient(first=3, last=3, bytes=5, wait=Wait(until=1, bytes=3)),)
-    assert workspace_bytes(one, fate, 4).tolist() == expected
+    one = (ParameterGradient(first=3, last=3, bytes=5),)
+    waits = (Wait(first=1, last=2, bytes=3),)
+    assert workspace_bytes(one, fate, 4, waits).tolist() == expected
 
 
 def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:

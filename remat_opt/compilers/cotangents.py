@@ -61,6 +61,8 @@ class Cotangents:
         cotangent passes, the bytes, and the vertices in whose steps they are there in addition.
       handed_in_bytes: see ``HandedIn``.
       arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
+      sources: for those that are no arrays, the vertices from whose cotangents they are computed.
+      factors: for those that share the cotangent of a product's operand, all that do.
     """
 
     bytes: tuple[int, ...]
@@ -71,6 +73,15 @@ class Cotangents:
     sooner: Mapping[int, tuple[int, range]]
     handed_in_bytes: Mapping[int, int]
     arguments: Mapping[int, tuple[int, int]]
+    sources: Mapping[int, Sequence[int]]
+    factors: Mapping[int, Sequence[int]]
+
+    def read_for(self, vertex: int) -> set[int]:
+        """The vertices whose cotangents are read where one is needed."""
+        if self.bytes[vertex] > _NO_ARRAY:
+            return {vertex}
+        found: set[int] = set()
+        return found.union(*(self.read_for(one) for one in self.sources.get(vertex, ())))
 
 
 def cotangents(
@@ -149,6 +160,9 @@ def cotangents(
         | {v: sizes[v] for v in passing - shared.holders}
         | {v: storage.operand_bytes(storage.roots[v]) for v in computed | further},
         arguments=shared.arguments,
+        sources={vertex: of.active_readers(vertex) for vertex in no_arrays - further}
+        | {vertex: factors[:1] for factors in shared_operands for vertex in factors[1:]},
+        factors={vertex: factors for factors in shared_operands for vertex in factors},
     )
 
 

@@ -189,7 +189,9 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         for index, derivative in derivatives.items()
         if derivative.assumed
     }
-    of_parameters = workspace_bytes(found.parameter_gradients, gradients, len(found.graph))
+    of_parameters = workspace_bytes(
+        found.parameter_gradients, gradients, len(found.graph), found.waits
+    )
     early = [size for size, _ in found.zeros.beside]
     if gradients is not Gradients.RESULTS:
         early += [
@@ -205,7 +207,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         gradient_bytes=tuple(of_parameters.tolist()),
         estimated_flops_share=found.estimated_flops_share,
         assumed=tuple(sorted(assumed)),
-        effects=found.effects,
+        effects=(*found.effects, *(found.put_off if gradients is Gradients.CONSUMED else ())),
         never_named=frozenset(storage.vertices_of(row_statistics)),
         as_it_is=as_it_is,
         results=tuple(one for one in found.parameter_gradients if not one.converted)

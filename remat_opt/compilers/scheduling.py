@@ -3,57 +3,196 @@
 XLA for CPU runs everything as soon as it can. So a function starts with what no product leads to:
 all rows that are looked up in tables, and all random numbers.
 
-XLA for NVIDIA, of everything that can run, runs what frees most memory, less what it allocates.
+XLA for NVIDIA and for TPU, of everything that can run, run what frees most memory, less what it
+allocates.
 
 *   To the scheduler, an update allocates the parameter and both of Adam's moments anew: it does not
     know that they take the place of donated ones. So an update runs only when everything else would
-    allocate even more. Where no activation is as large as that, all gradients wait for the end of
-    the program, as with few rows and large weights, or in a mixture of experts.
-*   The conversion of a weight can run from the start. So it runs before the first operation that
-    allocates more than it, and with it those of all later layers.
+    allocate even more. Where no activation is as large as that, all of them wait for the end of the
+    program, as with few rows and large weights, or in a mixture of experts.
+*   On NVIDIA gradients wait. On TPU an update computes its gradient itself, so everything waits
+    that the gradient is computed from, which may be far more. There it is not always so, and cannot
+    be predicted; a plan warns (``PutOff``).
+*   On NVIDIA, the conversion of a weight can run from the start. So it runs before the first
+    operation that allocates more than it, and with it those of all later layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
+import numpy as np
+
+from remat_opt.compilers.cotangents import Cotangents
+from remat_opt.compilers.effects import Effect
+from remat_opt.compilers.heap import vector_memory_bytes
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.turns import led_to
 from remat_opt.gradients import Wait
+from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS
+from remat_opt.schedule import Schedule
+from remat_opt.units import format_bytes
 
 #: What an update writes, in sizes of the parameter: the parameter, and Adam's two moments.
 _WRITTEN = 3
+#: Updates that are put off matter if more waits than this share of what the forward pass computes.
+#: (On v5e, 0.8 to 1.6 in own programs whose plans compile to up to three times what is predicted,
+#: and at most 0.2 in others.)
+_MATTERS = 0.5
+#: The options with which XLA for TPU keeps to the order of a program.
+IN_ORDER: Final = MappingProxyType({"xla_memory_scheduler": "bfs"})
 
 
-class Updates:
-    """When updates run.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The update of a parameter, as the scheduler sees it.
+
+    Attributes:
+      ready: the vertex after whose backward step it can run.
+      allocated_bytes: what it writes.
+      reads: the arrays that it reads, by any names.
+    """
+
+    ready: int
+    allocated_bytes: int
+    reads: frozenset[Hashable]
+
+
+def waits(
+    updates: Iterable[Update],
+    arrays: Mapping[Hashable, tuple[int, int]],
+    allocated: Sequence[int],
+) -> Iterator[Wait]:
+    """What waits for updates: a replay of the scheduler.
+
+    Args:
+      updates: those of all parameters.
+      arrays: for each array that they read, its bytes and the vertex in whose backward step it is
+        read last by anything else.
+      allocated: for each vertex, the bytes that its backward step allocates.
+    """
+    readers = Counter(name for one in updates for name in one.reads)
+    ready: dict[int, list[Update]] = {}
+    for one in updates:
+        ready.setdefault(one.ready, []).append(one)
+    waiting: list[Update] = []
+
+    def more(one: Update) -> int:
+        """What it allocates, less what it frees."""
+        return one.allocated_bytes - sum(arrays[n][0] for n in one.reads if readers[n] == 1)
+
+    for vertex in reversed(range(-1, len(allocated))):
+        while waiting:
+            best = min(waiting, key=more)
+            if vertex >= 0 and more(best) >= allocated[vertex]:
+                break
+            waiting.remove(best)
+            readers.subtract(best.reads)
+            for name in best.reads:
+                size, last = arrays[name]
+                if not readers[name] and vertex + 1 < last:
+                    yield Wait(first=vertex + 1, last=last - 1, bytes=size)
+        waiting += ready.get(vertex, ())
+
+
+def gradients_wait(
+    storage: Storage, ready: Mapping[int, int], allocated: Sequence[int]
+) -> Iterator[Wait]:
+    """The gradients that wait for updates.
 
     Args:
       storage: what is stored.
-      allocated: for each vertex, the bytes that computing it, or its cotangent, allocates.
+      ready: for each differentiated argument, the vertex whose backward step completes its
+        gradient.
+      allocated: for each vertex, the bytes that computing it allocates.
+    """
+    if not storage.compiler.has("updates_wait"):
+        return
+    read_as = _read_as(storage)
+    updates: list[Update] = []
+    arrays: dict[Hashable, tuple[int, int]] = {}
+    for argument, vertex in ready.items():
+        size = storage.bytes_of(argument)
+        arrays[argument] = min(read_as.get(argument, size), size), vertex
+        updates.append(
+            Update(ready=vertex, allocated_bytes=_WRITTEN * size, reads=frozenset({argument}))
+        )
+    yield from waits(updates, arrays, allocated)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PutOff(Effect):
+    """Updates that XLA for TPU may put off, with all that their gradients are computed from.
+
+    Attributes:
+      bytes: the most that waits at once if all are put off.
     """
 
-    def __init__(self, storage: Storage, allocated: Sequence[int]) -> None:
-        self._storage = storage
-        self._allocated = allocated
-        self._read_as = _read_as(storage)
+    bytes: int
 
-    def wait(self, parameter: int, first: int) -> Wait | None:
-        """How long the gradient of a parameter waits; None if not at all.
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """What helps."""
+        options = ", ".join(f"{name!r}: {value!r}" for name, value in IN_ORDER.items())
+        yield (
+            "The updates of this program's parameters write more than what their gradients are "
+            "computed from: there are few rows for the size of the weights. XLA for TPU then puts "
+            f"updates off, and up to {format_bytes(self.bytes)} may wait for them, with "
+            "jax.checkpoint as with plans. Compile the step with jax.jit(step, "
+            f"compiler_options={{{options}}}) to keep it to the order that is predicted here, and "
+            "give it to make_plan under that jax.jit."
+        )
 
-        Args:
-          parameter: a differentiated argument.
-          first: the vertex whose backward step completes its gradient.
-        """
-        if not self._storage.compiler.has("updates_wait"):
-            return None
-        size = self._storage.bytes_of(parameter)
-        narrow = min(self._read_as.get(parameter, size), size)
-        more, until = _WRITTEN * size - narrow, first
-        while until and self._allocated[until - 1] <= more:
-            until -= 1
-        return Wait(until=until, bytes=narrow) if until < first else None
+
+def put_off(
+    storage: Storage, graph: Graph, ready: Mapping[int, int], found: Cotangents
+) -> Iterator[PutOff]:
+    """Whether updates may be put off, with more than half of what the forward pass computes.
+
+    What stays in vector memory anyway does not count.
+
+    Args:
+      storage: what is stored.
+      graph: the vertices.
+      ready: see ``gradients_wait``.
+      found: what cotangents take.
+    """
+    device = storage.compiler.device
+    if device.platform != "tpu" or not IN_ORDER.keys().isdisjoint(device.compiler_options):
+        return
+    last_read = {
+        read: vertex for vertex, needs in reversed([*enumerate(graph.needs)]) for read in needs
+    }
+    arrays: dict[Hashable, tuple[int, int]] = {}
+    updates = []
+    for argument, vertex in ready.items():
+        own = {*graph.needs[vertex], *found.factors.get(vertex, ())}
+        values: dict[Hashable, tuple[int, int]] = {
+            ("value", v): (graph.bytes[v], last_read.get(v, v)) for v in own
+        }
+        cotangents: dict[Hashable, tuple[int, int]] = {
+            ("cotangent", v): (graph.cotangent_bytes[v], v) for v in found.read_for(vertex)
+        }
+        arrays |= values | cotangents
+        updates.append(
+            Update(
+                ready=vertex,
+                allocated_bytes=_WRITTEN * storage.bytes_of(argument),
+                reads=frozenset({*values, *cotangents}),
+            )
+        )
+    allocated = [max(pair) for pair in zip(graph.bytes, graph.cotangent_bytes, strict=True)]
+    change = np.zeros(len(graph) + 1, dtype=np.int64)
+    for wait in waits(updates, arrays, allocated):
+        change[wait.first] += wait.bytes
+        change[wait.last + 1] -= wait.bytes
+    most = int(np.cumsum(change).max())
+    if most > max(_MATTERS * sum(graph.bytes), vector_memory_bytes(storage.compiler)):
+        yield PutOff(bytes=most)
 
 
 def early(storage: Storage, allocated: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -61,7 +200,7 @@ def early(storage: Storage, allocated: Sequence[int]) -> Iterator[tuple[int, int
 
     Args:
       storage: what is stored.
-      allocated: see ``Updates``.
+      allocated: see ``gradients_wait``.
 
     Yields:
       For each the first and the last vertex in whose forward steps it is there, and its bytes.

@@ -17,6 +17,7 @@ from remat_opt.compilers import (
     overwriting,
     pooling,
     row_gathers,
+    scheduling,
     shared_weights,
     sums,
     transcendental,
@@ -25,11 +26,10 @@ from remat_opt.compilers import (
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
 from remat_opt.compilers.effects import Effect, OutsideCheckpoints
 from remat_opt.compilers.lookups import Zeros
-from remat_opt.compilers.scheduling import Updates
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.traffic import Traffic
-from remat_opt.gradients import ParameterGradient
+from remat_opt.gradients import ParameterGradient, Wait
 from remat_opt.graph import Graph
 from remat_opt.naming import short_type
 from remat_opt.operation import PRODUCTS, Operation
@@ -78,6 +78,8 @@ class Vertices:
       labels: for each vertex, a short text such as ``conv_general_dilated f32[64,56,56,64]``.
       estimated_flops_share: share of the forward FLOPs whose cost rule is an estimate.
       parameter_gradients: those of each parameter.
+      waits: what waits for updates, where these consume gradients.
+      put_off: what may wait besides, and is not counted.
       zeros: arrays of zeros that gradients begin as.
       effects: what depends on the schedule.
     """
@@ -86,6 +88,8 @@ class Vertices:
     labels: tuple[str, ...]
     estimated_flops_share: float
     parameter_gradients: tuple[ParameterGradient, ...]
+    waits: tuple[Wait, ...]
+    put_off: tuple[scheduling.PutOff, ...]
     zeros: Zeros
     effects: tuple[Effect, ...]
 
@@ -165,13 +169,17 @@ def vertices(storage: Storage) -> Vertices:
         ),
     )
     flops = graph.forward_flops
+    gradients = dict(_parameter_gradients(storage, drafts, of_cotangents, zeros))
+    ready = {value: one.first for value, one in gradients.items()}
     return Vertices(
         graph=graph,
         labels=tuple(_label(program, root) for root in storage.roots),
         estimated_flops_share=sum(draft.estimated_flops for draft in drafts) / flops
         if flops
         else 0.0,
-        parameter_gradients=tuple(_parameter_gradients(storage, drafts, of_cotangents, zeros)),
+        parameter_gradients=tuple(gradients.values()),
+        waits=tuple(scheduling.gradients_wait(storage, ready, graph.bytes)),
+        put_off=tuple(scheduling.put_off(storage, graph, ready, of_cotangents)),
         zeros=zeros,
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
     )
@@ -410,13 +418,12 @@ def _outside_checkpoints(storage: Storage, of_cotangents: Cotangents) -> dict[in
 
 def _parameter_gradients(
     storage: Storage, drafts: Sequence[_Draft], of_cotangents: Cotangents, zeros: Zeros
-) -> Iterator[ParameterGradient]:
+) -> Iterator[tuple[int, ParameterGradient]]:
     readers: dict[int, list[int]] = {}
     for vertex, draft in enumerate(drafts):
         for value in draft.parameters:
             readers.setdefault(value, []).append(vertex)
     program, compiler = storage.flow.program, storage.compiler
-    updates = Updates(storage, [draft.bytes for draft in drafts])
     for value, found in sorted(readers.items()):
         size, last = compiler.buffer_bytes(program.types[value]), max(found)
         reader, shared = of_cotangents.arguments.get(value, (-1, 0))
@@ -426,13 +433,10 @@ def _parameter_gradients(
             last = shared - 1
         elif cpu_sums.rounds(storage.flow, storage.roots[last], compiler):
             last -= 1
-        yield ParameterGradient(
-            first=min(found),
-            last=last,
-            bytes=size,
-            converted=value in zeros.converted,
-            wait=updates.wait(value, min(found)),
+        gradient = ParameterGradient(
+            first=min(found), last=last, bytes=size, converted=value in zeros.converted
         )
+        yield value, gradient
 
 
 def _rate_dtype(operation: Operation) -> str:

@@ -31,8 +31,9 @@ from typing import Any
 
 import jax
 
+from remat_opt import _jax_internals as internals
 from remat_opt import device as device_table
-from remat_opt.device import AttachedTarget, Device
+from remat_opt.device import AttachedTarget, CompilerOption, Device
 from remat_opt.errors import CompileError, DeviceError, PlanFileError
 from remat_opt.measurement import meshes
 from remat_opt.measurement.buffers import CompiledMemory
@@ -189,14 +190,9 @@ def measure(
       CompileError: the compiler refuses the program, as for lack of memory. Its ``memory`` is what
         was alive when, if that was asked for and the compiler got that far.
     """
-    target = resolve_device(device, meshes.mesh_of((args, kwargs)))
+    target = _told(fn, device, (args, kwargs))
     start = time.perf_counter()
-    jitted = jax.jit(
-        fn,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-    )
+    jitted = _jitted(fn, static_argnums, static_argnames, donate_argnums)
     memory: CompiledMemory | None = None
     notes: tuple[str, ...] = ()
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -236,13 +232,8 @@ def compiled_memory(
     Raises:
       CompileError: also if what the compiler wrote about memory is missing or cannot be read.
     """
-    target = resolve_device(device, meshes.mesh_of((args, kwargs)))
-    jitted = jax.jit(
-        fn,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-    )
+    target = _told(fn, device, (args, kwargs))
+    jitted = _jitted(fn, static_argnums, static_argnames, donate_argnums)
     lowered = _lower(jitted, args, kwargs, target)
     with dump_folder() as folder:
         compiled = _compile(lowered, target, folder)
@@ -264,14 +255,29 @@ def compile_for(
       What ``jax.jit(fn).lower(...).compile()`` gives: ``as_text()`` is the program after all
       compiler passes. It can run only if the device is attached.
     """
-    target = resolve_device(device, meshes.mesh_of((args, kwargs)))
-    jitted = jax.jit(
-        fn,
+    target = _told(fn, device, (args, kwargs))
+    jitted = _jitted(fn, static_argnums, static_argnames, donate_argnums)
+    return _compile(_lower(jitted, args, kwargs, target), target)
+
+
+def _told(fn: Callable[..., Any], device: str | Device, given: Any) -> Device:
+    """The device, its compiler told what the ``jax.jit`` around the function says."""
+    found = resolve_device(device, meshes.mesh_of(given))
+    return found.told(internals.compiler_options_of(fn))
+
+
+def _jitted(
+    fn: Callable[..., Any],
+    static_argnums: int | Sequence[int] | None,
+    static_argnames: str | Sequence[str] | None,
+    donate_argnums: int | Sequence[int],
+) -> jax.stages.Wrapped:
+    return jax.jit(
+        internals.without_compiler_options(fn),
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )
-    return _compile(_lower(jitted, args, kwargs, target), target)
 
 
 def _lower(
@@ -303,11 +309,11 @@ def _compile(
       folder: where XLA should write what it decides about memory, if anywhere.
       as_written: whether to leave out the compiler's own rematerialisation, if possible.
     """
-    options = compiler_options(target)
+    options = {**target.compiler_options, **compiler_options(target)}
     if target.platform == "cuda" and not target.attached and _TRITON_PRODUCTS not in _flags():
-        options[_TRITON_PRODUCTS] = False
+        options.setdefault(_TRITON_PRODUCTS, False)
     if as_written and target.platform in OWN_REMATERIALISATION:
-        options |= _without(OWN_REMATERIALISATION[target.platform])
+        options |= _without(OWN_REMATERIALISATION[target.platform], options)
     if folder is not None:
         options |= {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     with jax.default_device(_jax_device(target)):
@@ -362,6 +368,9 @@ def _read(
     notes = []
     if compiler_options(device):
         notes.append(_BARRIER_NOTE)
+    if told := device.compiler_options:
+        said = ", ".join(f"{name}={value}" for name, value in told.items())
+        notes.append(f"compiled with {said}, as the program must be when it runs")
     if measurement.device_bytes > device.memory_bytes:
         notes.append(
             f"needs {format_bytes(measurement.device_bytes)}, more than the "
@@ -413,7 +422,7 @@ def _temporary_bytes(memory: Any, device: Device) -> int:
     return (reported + live) // 2 if 0 < live <= reported else reported
 
 
-def compiler_options(device: Device) -> dict[str, str | bool]:
+def compiler_options(device: Device) -> dict[str, CompilerOption]:
     """Compiler options without which a plan has no effect on a device; usually none.
 
     On a CPU with JAX before 0.11, the pass ``cse_barrier_expander`` removes the barriers that
@@ -423,13 +432,14 @@ def compiler_options(device: Device) -> dict[str, str | bool]:
     """
     if device.platform != "cpu" or jax.__version_info__ >= (0, 11):
         return {}
-    return _without(_BARRIER_PASS)
+    return _without(_BARRIER_PASS, device.compiler_options)
 
 
-def _without(one: str) -> dict[str, str | bool]:
-    """Compiler options that leave out one pass."""
+def _without(one: str, options: Mapping[str, CompilerOption]) -> dict[str, CompilerOption]:
+    """Compiler options that leave out one pass, and what other options leave out."""
     # The option replaces XLA_FLAGS, so keep the passes that are disabled there.
     flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", _flags())
+    flags = [str(options[_DISABLED_PASSES])] if _DISABLED_PASSES in options else flags
     passes = [name for name in ",".join(flags).split(",") if name and name != one]
     return {_DISABLED_PASSES: ",".join([*passes, one])}
 

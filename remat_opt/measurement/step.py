@@ -22,9 +22,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from remat_opt import _jax_internals as internals
 from remat_opt import policies
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.device import Device
+from remat_opt.device import CompilerOption, Device
 from remat_opt.errors import RematError
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
@@ -350,6 +351,11 @@ class Step:
         )
         static = tracing.bind_static(self.fn, signature, self.args, dict(self.kwargs)).static
         return tuple(where for where, _ in static if isinstance(where, int))
+
+    @property
+    def compiler_options(self) -> Mapping[str, CompilerOption]:
+        """Those of the ``jax.jit`` around the function, if there is one."""
+        return internals.compiler_options_of(self.fn)
 
     @property
     def dynamic_argnums(self) -> tuple[int, ...]:

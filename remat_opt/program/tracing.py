@@ -120,6 +120,7 @@ def bind_static(
       TraceError: an argument number is out of range, or names a static argument, or a name is not
         that of an argument.
     """
+    fn = internals.without_compiler_options(fn)
     count = len(args)
     parameters = _parameters(fn)
 
