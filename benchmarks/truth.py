@@ -13,7 +13,8 @@ evidence.
 
 Each row is appended to ``--rows`` as soon as it is known, and existing ones with the same version
 of JAX are not computed again: an interrupted run continues. With ``--stages`` rows also hold the
-plans, for ``benchmarks.ablation``.
+plans, for ``benchmarks.ablation``. ``--option NAME=VALUE`` is a compiler option, such as
+``xla_memory_scheduler=bfs``, with which XLA for TPU keeps to the order of the program.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.compiled import STEPS
 from benchmarks.dominance import NETWORKS
 from benchmarks.json_lines import JsonLines
 from remat_opt import planning, verification
-from remat_opt.device import get_device
+from remat_opt.device import Device, get_device
 from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
@@ -61,7 +62,8 @@ class Rows:
 
     @staticmethod
     def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("network", "device", "jax", "step", "loop", "share"))
+        names = ("network", "device", "jax", "step", "loop", "share")
+        return (*(row[name] for name in names), *row.get("options", ()))
 
     def find(self, heading: dict[str, Any]) -> dict[str, Any] | None:
         """The row with this heading, if present."""
@@ -80,15 +82,15 @@ class Subject:
 
     Args:
       name: the network's name.
-      device: name of the device.
+      device: the device.
       step: one of ``STEPS``.
       with_stages: whether rows hold the plans.
     """
 
-    def __init__(self, name: str, device: str, step: str, *, with_stages: bool = False) -> None:
+    def __init__(self, name: str, device: Device, step: str, *, with_stages: bool = False) -> None:
         self._with_stages = with_stages
         network = networks.build(name, networks.default_batch(name))
-        self._device = get_device(device)
+        self._device = device
         self._fate = STEPS[step]
         self._arguments = jax.tree.leaves(network.arguments)
         program = tracing.trace(
@@ -151,7 +153,7 @@ class Subject:
 
 def rows(
     names: Sequence[str],
-    device: str,
+    device: Device,
     steps: Sequence[str],
     on_file: Rows,
     *,
@@ -159,6 +161,7 @@ def rows(
     with_stages: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """All rows of some networks."""
+    options = [f"{option}={value}" for option, value in device.compiler_options.items()]
     for name in names:
         for step in steps:
             subject: Subject | None = None
@@ -166,11 +169,12 @@ def rows(
                 heading = {
                     "set": networks.set_of(name),
                     "network": name,
-                    "device": device,
+                    "device": device.name,
                     "jax": jax.__version__,
                     "step": step,
                     "loop": loop and share is not None,
                     "share": share,
+                    **({"options": options} if options else {}),
                 }
                 found = on_file.find(heading)
                 if found is None:
@@ -235,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="h200", help="to plan and compile for")
     parser.add_argument("--network", action="append", help="one of them; all if left out")
     parser.add_argument("--step", action="append", choices=sorted(STEPS), help="both if left out")
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE, to the compiler")
     parser.add_argument("--loop", action="store_true", help="choose by compiling")
     parser.add_argument("--stages", action="store_true", help="put plans into the rows")
     parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
@@ -245,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = given.network or [*NETWORKS, *networks.JUDGED]
     for row in rows(
         names,
-        given.device,
+        get_device(given.device).told(dict(one.split("=", 1) for one in given.option)),
         given.step or list(STEPS),
         Rows(given.rows),
         loop=given.loop,

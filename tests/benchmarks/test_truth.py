@@ -12,6 +12,7 @@ import remat_opt
 from benchmarks import networks, truth
 from benchmarks.networks import Network
 from remat_opt import planning
+from remat_opt.device import get_device
 from remat_opt.plan import Objective
 
 #: Steps of a recurrent network: unchanged, a part of its weight's gradient waits for each.
@@ -38,7 +39,22 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> truth.Subject:
     )
     monkeypatch.setattr(networks, "build", lambda name, batch: network)
     monkeypatch.setattr(networks, "default_batch", lambda name: 4)
-    return truth.Subject("recurrent", "cpu", "gradient")
+    return truth.Subject("recurrent", get_device("cpu"), "gradient")
+
+
+@pytest.mark.usefixtures("subject")
+def test_rows_with_compiler_options_are_rows_of_their_own() -> None:
+    """They stand beside those without, and say what was given."""
+    option = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    on_file = truth.Rows(None)
+    for given in ({}, option):
+        found = truth.rows(
+            ["recurrent"], get_device("cpu").told(given), ["gradient"], on_file, loop=False
+        )
+        row = next(iter(found))
+        assert row.get("options", []) == [f"{name}={value}" for name, value in given.items()]
+        assert on_file.find(row) == row
+    assert len(on_file._known) == 2
 
 
 @pytest.mark.slow
