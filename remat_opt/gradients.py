@@ -60,14 +60,14 @@ class ParameterGradient:
         another's cotangent, the last in whose step it has its own, if any. Where it begins as
         zeros that exist before, the last of all.
       bytes: its size.
-      converted: whether what consumes it computes it from a narrower array, so that it is itself an
-        array only if it waits.
+      fused: whether what consumes it computes it, from a narrower array or from factors, so that it
+        is itself an array only if it waits.
     """
 
     first: int
     last: int
     bytes: int
-    converted: bool = False
+    fused: bool = False
 
 
 def workspace_bytes(
@@ -94,7 +94,7 @@ def workspace_bytes(
     for one in gradients:
         if fate is Gradients.TOGETHER:
             hold(0, one.last, one.bytes)
-        elif fate is Gradients.CONSUMED and not one.converted:
+        elif fate is Gradients.CONSUMED and not one.fused:
             hold(one.first, one.last, one.bytes)
     if fate is Gradients.CONSUMED:
         for wait in waits:

@@ -38,8 +38,8 @@ def test_none_of_its_own_where_it_is_another_cotangent() -> None:
     assert workspace_bytes(one, Gradients.TOGETHER, 4).tolist() == [5, 0, 0, 0]
 
 
-def test_none_of_its_own_where_what_consumes_it_converts() -> None:
-    one = (ParameterGradient(first=1, last=1, bytes=5, converted=True),)
+def test_none_of_its_own_where_what_consumes_it_computes_it() -> None:
+    one = (ParameterGradient(first=1, last=1, bytes=5, fused=True),)
     assert workspace_bytes(one, Gradients.RESULTS, 3).tolist() == [0, 0, 0]
     assert workspace_bytes(one, Gradients.CONSUMED, 3).tolist() == [0, 0, 0]
     assert workspace_bytes(one, Gradients.TOGETHER, 3).tolist() == [5, 5, 0]

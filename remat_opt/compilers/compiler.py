@@ -22,7 +22,7 @@ _TILE_WORD_BYTES: Final = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Which rules hold.
+    """Which rules hold, whatever the compiler is told.
 
     Attributes:
       platform: the compiler's platform.
@@ -45,7 +45,8 @@ class Rules:
 
     def has(self, rule: str) -> bool:
         """Whether a rule holds here: it is about this compiler, and not switched off."""
-        return self.platform in RULES[rule].platforms and rule not in self.off
+        found = RULES[rule]
+        return self.platform in found.platforms and not found.told and rule not in self.off
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Compiler:
 
     def has(self, rule: str) -> bool:
         """Whether a rule holds here."""
-        return self.device.platform in RULES[rule].platforms and rule not in self.off
+        return rule not in self.off and RULES[rule].holds_for(self.device)
 
     def buffer_bytes(
         self,

@@ -210,7 +210,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         effects=(*found.effects, *(found.put_off if gradients is Gradients.CONSUMED else ())),
         never_named=frozenset(storage.vertices_of(row_statistics)),
         as_it_is=as_it_is,
-        results=tuple(one for one in found.parameter_gradients if not one.converted)
+        results=tuple(one for one in found.parameter_gradients if not one.fused)
         if gradients is Gradients.RESULTS and storage.compiler.has("results_lend")
         else (),
         early=tuple(early),

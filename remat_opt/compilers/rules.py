@@ -16,7 +16,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from remat_opt.device import Platform
+from remat_opt.device import CompilerOption, Device, Platform
+
+#: The options with which XLA for TPU keeps to the order of a program.
+IN_ORDER: Final[Mapping[str, CompilerOption]] = MappingProxyType({"xla_memory_scheduler": "bfs"})
 
 _NVIDIA: Final[frozenset[Platform]] = frozenset({"cuda"})
 _TPU: Final[frozenset[Platform]] = frozenset({"tpu"})
@@ -36,6 +39,7 @@ class Rule:
       file: where its code is, in this folder.
       says: what they do, or are made to do.
       since: the first version of JAX that was seen to come with such a compiler.
+      told: compiler options without which it does not hold.
     """
 
     platforms: frozenset[Platform]
@@ -43,12 +47,25 @@ class Rule:
     file: str
     says: str
     since: tuple[int, ...] = ()
+    told: Mapping[str, CompilerOption] = MappingProxyType({})
+
+    def holds_for(self, device: Device) -> bool:
+        """Whether it is about the device's compiler, as that is told."""
+        return device.platform in self.platforms and self.told.items() <= (
+            device.compiler_options.items()
+        )
 
 
 def _rule(
-    platforms: frozenset[Platform], kind: str, file: str, says: str, since: tuple[int, ...] = ()
+    platforms: frozenset[Platform],
+    kind: str,
+    file: str,
+    says: str,
+    *,
+    since: tuple[int, ...] = (),
+    told: Mapping[str, CompilerOption] = MappingProxyType({}),
 ) -> Rule:
-    return Rule(platforms=platforms, kind=kind, file=file, says=says, since=since)
+    return Rule(platforms=platforms, kind=kind, file=file, says=says, since=since, told=told)
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -290,6 +307,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "beside",
             "scheduling",
             "Updates wait while activations take less than they.",
+        ),
+        "updates_fused": _rule(
+            _TPU,
+            "beside",
+            "scheduling",
+            "An update that runs in its turn computes its gradient, which is no array.",
+            told=IN_ORDER,
         ),
         # ---------------------------------------------------------------------------- heap
         "heap_in_order": _rule(

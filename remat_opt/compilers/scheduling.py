@@ -12,7 +12,8 @@ allocates.
     program, as with few rows and large weights, or in a mixture of experts.
 *   On NVIDIA gradients wait. On TPU an update computes its gradient itself, so everything waits
     that the gradient is computed from, which may be far more. There it is not always so, and cannot
-    be predicted; a plan warns (``PutOff``).
+    be predicted; a plan warns (``PutOff``). Told to keep to the program's order (``IN_ORDER``), XLA
+    runs each update in its turn.
 *   On NVIDIA, the conversion of a weight can run from the start. So it runs before the first
     operation that allocates more than it, and with it those of all later layers.
 """
@@ -22,14 +23,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final
 
 import numpy as np
 
 from remat_opt.compilers.cotangents import Cotangents
 from remat_opt.compilers.effects import Effect
 from remat_opt.compilers.heap import vector_memory_bytes
+from remat_opt.compilers.rules import IN_ORDER
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.turns import led_to
 from remat_opt.gradients import Wait
@@ -44,8 +44,6 @@ _WRITTEN = 3
 #: (On v5e, 0.8 to 1.6 in own programs whose plans compile to up to three times what is predicted,
 #: and at most 0.2 in others.)
 _MATTERS = 0.5
-#: The options with which XLA for TPU keeps to the order of a program.
-IN_ORDER: Final = MappingProxyType({"xla_memory_scheduler": "bfs"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +191,21 @@ def put_off(
     most = int(np.cumsum(change).max())
     if most > max(_MATTERS * sum(graph.bytes), vector_memory_bytes(storage.compiler)):
         yield PutOff(bytes=most)
+
+
+def fuses_update(storage: Storage, first: int, last: int) -> bool:
+    """Whether an update computes the gradient that it consumes: that of a single product.
+
+    Args:
+      storage: what is stored.
+      first: the vertex whose backward step completes the gradient.
+      last: the one whose step begins it.
+    """
+    return (
+        first == last
+        and storage.compiler.has("updates_fused")
+        and storage.is_fusing_product(storage.written_by(first))
+    )
 
 
 def early(storage: Storage, allocated: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -434,7 +434,10 @@ def _parameter_gradients(
         elif cpu_sums.rounds(storage.flow, storage.roots[last], compiler):
             last -= 1
         gradient = ParameterGradient(
-            first=min(found), last=last, bytes=size, converted=value in zeros.converted
+            first=min(found),
+            last=last,
+            bytes=size,
+            fused=value in zeros.converted or scheduling.fuses_update(storage, min(found), last),
         )
         yield value, gradient
 

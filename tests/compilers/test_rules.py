@@ -90,7 +90,8 @@ def test_a_rule_holds_for_its_compilers_until_it_is_switched_off() -> None:
         for device, platform in DEVICES.items():
             compiler = compiler_of(device)
             assert compiler.rules == Rules(platform=platform)
-            assert compiler.has(name) is compiler.rules.has(name) is (platform in rule.platforms)
+            holds = platform in rule.platforms and not rule.told
+            assert compiler.has(name) is compiler.rules.has(name) is holds
             assert not compiler_of(device, [name]).has(name)
     assert compiler_of("v5e", ["softmax"]).has("tiles")
 
@@ -435,6 +436,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
     "conversions_first": ("h200", similarities_first, ([SQUARE] * 4, narrow(ROWS))),
     "starts_first": ("cpu", bags, ([SQUARE] * 2, [ones(64, 128)] * 2, ones(2, 256, 4, dtype=int))),
+    "updates_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
     "updates_wait": ("h200", two_layers, ([SQUARE] * 4, ROWS[:8])),
     "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
     "convolution_time": ("h200", convolutions, (KERNEL, IMAGES)),
@@ -483,7 +485,8 @@ def halves(count: int) -> Schedule:
 
 def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
     """What the program that shows a rule is expected to take on a device."""
-    program, linearization, compiler = traced(rule), linearized(rule), compiler_of(device, off)
+    program, linearization = traced(rule), linearized(rule)
+    compiler = Compiler(device=get_device(device).told(RULES[rule].told), off=frozenset(off))
     found = model(program, linearization, compiler)
     in_step = model(program, linearization, compiler, gradients=Gradients.CONSUMED)
     schedules = plain(found.graph), halves(len(found.graph))
@@ -505,6 +508,16 @@ def gradient(program: Program, device: str, off: Collection[str] = ()) -> str:
     of_arguments = jax.grad(lambda given: run(program.constant_values, given)[0])
     jaxpr = jax.make_jaxpr(of_arguments)(arguments)
     return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+
+
+def test_a_rule_may_depend_on_what_a_compiler_is_told() -> None:
+    device = get_device("v5e")
+    told = dict(RULES["updates_fused"].told)
+    for options, holds in (({}, False), (told, True), ({**told, "other": True}, True)):
+        assert Compiler(device=device.told(options)).has("updates_fused") is holds
+    assert not Compiler(device=device.told(told), off=frozenset({"updates_fused"})).has(
+        "updates_fused"
+    )
 
 
 def test_there_is_a_program_for_every_rule_and_device() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_opt
-from remat_opt.compilers import scheduling
+from remat_opt.compilers.rules import IN_ORDER
 from remat_opt.compilers.scheduling import Update, waits
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients, Wait
@@ -101,7 +101,7 @@ def test_a_plan_warns_where_updates_may_be_put_off() -> None:
     """Own layers on v5e take up to three times what is predicted then, and do not if told so."""
     assert "compiler_options={'xla_memory_scheduler': 'bfs'}" in noted(2048)
     assert "updates" not in noted(16384)
-    assert "updates" not in noted(2048, scheduling.IN_ORDER)
+    assert "updates" not in noted(2048, IN_ORDER)
     assert "updates" not in noted(2048, device="h200")
 
 

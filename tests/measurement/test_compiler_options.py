@@ -16,7 +16,7 @@ import pytest
 
 import remat_opt
 from remat_opt import _jax_internals as internals
-from remat_opt.compilers import scheduling
+from remat_opt.compilers.rules import IN_ORDER
 from remat_opt.device import CompilerOption, get_device
 from remat_opt.errors import CompileError
 from remat_opt.measurement import compilation
@@ -170,7 +170,7 @@ def test_in_order_a_plan_takes_what_it_promises_where_updates_are_put_off() -> N
     params, x = [(wide, wide, narrow)] * 4, jax.ShapeDtypeStruct((4096, 2048), "float32")
     ours, adam = remat_opt.optimal_remat(gated, device="v5e"), optax.adam(1e-3)
     taken = {}
-    for name, options in (("usual", None), ("in order", dict(scheduling.IN_ORDER))):
+    for name, options in (("usual", None), ("in order", dict(IN_ORDER))):
         jitted = jax.jit(training_step(ours, adam), donate_argnums=(0, 1), compiler_options=options)
         state = jax.eval_shape(adam.init, params)
         plan = remat_opt.make_plan(jitted, params, state, x, device="v5e", verify=True)
