@@ -47,7 +47,7 @@ class Rule:
     file: str
     says: str
     since: tuple[int, ...] = ()
-    told: Mapping[str, CompilerOption] = MappingProxyType({})
+    told: Mapping[str, CompilerOption] = dataclasses.field(default_factory=dict)
 
     def holds_for(self, device: Device) -> bool:
         """Whether it is about the device's compiler, as that is told."""
