@@ -134,15 +134,20 @@ class PutOff(Effect):
     bytes: int
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
-        """What helps."""
-        options = ", ".join(f"{name!r}: {value!r}" for name, value in IN_ORDER.items())
+        """Why, how much, and what helps."""
         yield (
             "The updates of this program's parameters write more than what their gradients are "
             "computed from: there are few rows for the size of the weights. XLA for TPU then puts "
             f"updates off, and up to {format_bytes(self.bytes)} may wait for them, with "
-            "jax.checkpoint as with plans. Compile the step with jax.jit(step, "
-            f"compiler_options={{{options}}}) to keep it to the order that is predicted here, and "
-            "give it to make_plan under that jax.jit."
+            f"jax.checkpoint as with plans. {self.remedy()}"
+        )
+
+    def remedy(self) -> str:
+        """The option that helps."""
+        options = ", ".join(f"{name!r}: {value!r}" for name, value in IN_ORDER.items())
+        return (
+            f"jax.jit(step, compiler_options={{{options}}}) keeps the compiler to the order of the "
+            "plan; give make_plan the step under it."
         )
 
 

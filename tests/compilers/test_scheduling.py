@@ -83,18 +83,22 @@ def test_what_others_read_later_does_not_wait_for_updates_alone() -> None:
     assert list(late) == [Wait(first=0, last=0, bytes=4)]
 
 
+def gated(weights, x):
+    """Layers with a gate."""
+    for gate, up, down in weights:
+        x = x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    return jnp.sum(x)
+
+
+def gated_arguments(rows: int):
+    wide, narrow = (jax.ShapeDtypeStruct(s, "float32") for s in ((1024, 4096), (4096, 1024)))
+    return [(wide, wide, narrow)] * 3, jax.ShapeDtypeStruct((rows, 1024), "float32")
+
+
 def noted(rows: int, options: Mapping[str, str] = MappingProxyType({}), device: str = "v5e") -> str:
     """What a plan of gated layers says for a step that consumes gradients."""
-
-    def loss(weights, x):
-        for gate, up, down in weights:
-            x = x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
-        return jnp.sum(x)
-
-    wide, narrow = (jax.ShapeDtypeStruct(s, "float32") for s in ((1024, 4096), (4096, 1024)))
-    of = get_device(device).told(options)
-    x = jax.ShapeDtypeStruct((rows, 1024), "float32")
-    return " ".join(remat_opt.make_plan(loss, [(wide, wide, narrow)] * 3, x, device=of).notes)
+    told = get_device(device).told(options)
+    return " ".join(remat_opt.make_plan(gated, *gated_arguments(rows), device=told).notes)
 
 
 def test_a_plan_warns_where_updates_may_be_put_off() -> None:
@@ -103,6 +107,13 @@ def test_a_plan_warns_where_updates_may_be_put_off() -> None:
     assert "updates" not in noted(16384)
     assert "updates" not in noted(2048, IN_ORDER)
     assert "updates" not in noted(2048, device="h200")
+
+
+def test_and_so_does_the_error_where_no_plan_compiles_to_a_budget() -> None:
+    program = tracing.trace(gated, *gated_arguments(2048))
+    for fate in Gradients:
+        said = model_of(program, "v5e", gradients=fate).what_to_do()
+        assert ("xla_memory_scheduler" in said) is (fate is Gradients.CONSUMED)
 
 
 def test_results_do_not_wait() -> None:
