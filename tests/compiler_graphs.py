@@ -135,9 +135,11 @@ class InStep:
         chosen = chosen or planning.solve(self.problem, self._objective)
         return planning.describe(self.problem, self._program, chosen, self._objective)
 
-    def compiled_bytes(self, plan: Plan) -> int:
-        """The temporaries that a plan compiles to."""
-        found = verification.measure_plan(plan, self._program, self._arguments, self._device)
+    def compiled_bytes(self, plan: Plan, off: Collection[str] = ()) -> int:
+        """The temporaries that a plan compiles to, with some rules switched off."""
+        found = verification.measure_plan(
+            plan, self._program, self._arguments, self._device, off=frozenset(off)
+        )
         return found.temporary_bytes
 
     def unplanned_bytes(self, fn: Callable[..., Any] | None = None) -> int:

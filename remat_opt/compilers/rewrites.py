@@ -61,6 +61,8 @@ class Rewrites:
       stored: whether a checkpointed region's outputs must be stored.
       together: whether a region's outputs must all exist before the next one begins.
       starts: products that read nothing of those before them, and must wait for them all the same.
+      starts_in_turn: such products and lookups that are to run one by one in a region, as are their
+        gradients.
       in_turn: whether every product waits until the parts of its weight's gradient from later
         products are added.
     """
@@ -82,6 +84,7 @@ class Rewrites:
     stored: bool
     together: bool
     starts: frozenset[int]
+    starts_in_turn: frozenset[int]
     in_turn: bool
 
 
@@ -133,5 +136,6 @@ def rewrites(
         stored=rules.has("boundaries_stored"),
         together=rules.has("outputs_together"),
         starts=turns.starts(program) if recomputes and rules.has("starts_wait") else frozenset(),
+        starts_in_turn=turns.starts(program) if rules.has("starts_in_turn") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
     )

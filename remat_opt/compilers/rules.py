@@ -378,6 +378,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "turns",
             "What starts from arguments waits for what is before it in the plan.",
         ),
+        "starts_in_turn": _rule(
+            _CPU,
+            "rewrite",
+            "turns",
+            "In a region, what starts from arguments runs one by one, and so do its gradients.",
+        ),
         "functions_again": _rule(
             _NVIDIA,
             "rewrite",

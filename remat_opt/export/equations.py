@@ -45,6 +45,7 @@ class Turn:
       named: whether its outputs carry names.
       before: arguments that pass a barrier with the inputs.
       behind: arguments whose cotangents wait for those of the outputs.
+      after: arguments that pass a barrier with the outputs.
       tied: positions of the inputs whose cotangents go on together.
       waited: values that must exist before the inputs go on; None if these do not wait.
       unmerged: the position of the input that is read behind a barrier.
@@ -55,6 +56,7 @@ class Turn:
     named: bool = False
     before: frozenset[int] = frozenset()
     behind: frozenset[int] = frozenset()
+    after: frozenset[int] = frozenset()
     tied: tuple[int, ...] = ()
     waited: tuple[int, ...] | None = None
     unmerged: int | None = None
@@ -161,13 +163,17 @@ class Equations:
                 f"be written as code, since it holds {error}."
             ) from None
         if turn.behind:
-            lines += self._together(scope, (*equation.outputs, *turn.behind))
+            together = (*equation.outputs, *turn.behind)
+            lines += self._together(scope, together, support.cotangents_together)
+        if turn.after:
+            together = (*equation.outputs, *sorted(turn.after))
+            lines += self._together(scope, together, support.behind_barrier)
         return lines
 
-    def _together(self, scope: Scope, values: Iterable[int]) -> list[str]:
-        """The line that ties the cotangents of these values together."""
+    def _together(self, scope: Scope, values: Iterable[int], fn: Callable[..., Any]) -> list[str]:
+        """The line in which a function passes on all of these values."""
         read = [scope.names[value] for value in values]
-        return assigned(read, Call(self.helper(support.cotangents_together), tuple(read)))
+        return assigned(read, Call(self.helper(fn), tuple(read)))
 
     def atom(self, scope: Scope, equation: Equation, place: int) -> str:
         """The input of an equation at a position."""

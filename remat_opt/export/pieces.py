@@ -86,6 +86,7 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
             named=index in step.named,
             before=waits.before.get(index, frozenset()),
             behind=waits.behind.get(index, frozenset()),
+            after=waits.after.get(index, frozenset()),
             tied=waits.inputs.get(index, ()),
             waited=waited,
             unmerged=ways.unmerged.get(index),
@@ -208,7 +209,7 @@ class Region:
     def _reads(self, index: int) -> tuple[int, ...]:
         turn = self.turns[index]
         read = self.step.values_read_by(self._program, index)
-        return (*read, *(turn.waited or ()), *sorted(turn.behind))
+        return (*read, *(turn.waited or ()), *sorted(turn.behind | turn.after))
 
     def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:
         """Consecutive equations as a piece consisting of these parts."""
@@ -219,11 +220,12 @@ class Region:
             for value in self._reads(index)
             if not start <= self._made_at.get(value, -1) < stop
         )
+        turns = {index: self.turns[index] for index in indices}
         handed_on = dict.fromkeys(
             value
-            for index in indices
+            for index, turn in turns.items()
             for value in (
-                *sorted(self.turns[index].before | self.turns[index].behind),
+                *sorted(turn.before | turn.behind | turn.after),
                 *self._program.equations[index].outputs,
             )
         )

@@ -326,6 +326,10 @@ def _runner(
         environment.update(zip(equation.outputs, results, strict=True))
         if index in behind:
             tie((*equation.outputs, *behind[index]), environment)
+        if index in found.after:
+            together = (*equation.outputs, *sorted(found.after[index]))
+            passed = behind_barrier(*(environment[value] for value in together))
+            environment.update(zip(together, passed, strict=True))
 
     def run_named(index: int, environment: dict[int, Any]) -> None:
         with jax.named_scope(equation_scope(index)):

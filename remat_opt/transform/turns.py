@@ -21,11 +21,13 @@ class Ties:
     Attributes:
       before: arguments that pass a barrier together with the equation's inputs.
       behind: values whose cotangents go on together with those of the equation's outputs.
+      after: arguments that pass a barrier together with the equation's outputs.
       inputs: positions of inputs none of whose cotangents goes on before all are computed.
     """
 
     before: Mapping[int, frozenset[int]]
     behind: Mapping[int, frozenset[int]]
+    after: Mapping[int, frozenset[int]]
     inputs: Mapping[int, tuple[int, ...]]
 
 
@@ -35,6 +37,7 @@ def ties(rewriting: Rewriting, step: Step) -> Ties:
     return Ties(
         before=before,
         behind=_with_followers(rewriting, step, _with_biases(rewriting, step, behind)),
+        after=_before_starts(rewriting, step),
         inputs=_tied_inputs(rewriting, step),
     )
 
@@ -88,6 +91,26 @@ def _with_followers(
         tied = rewriting.summed.intersection(read).difference(made, own)
         if tied and not rewriting.summed.isdisjoint(own):
             found[index] = found.get(index, frozenset()) | tied
+    return found
+
+
+def _before_starts(rewriting: Rewriting, step: Step) -> dict[int, frozenset[int]]:
+    """What passes a barrier with equations' outputs: arguments that the step's next start reads.
+
+    So of several lookups each begins when what is made of the one before it is there, and has its
+    gradient before that of the one before it begins. XLA for CPU would look all rows up at once,
+    and make the cotangents of all of them at once.
+    """
+    found: dict[int, frozenset[int]] = {}
+    arguments = rewriting.summed.intersection(rewriting.program.arguments)
+    last: int | None = None
+    for index in step.equations:
+        if index in rewriting.ways.starts_in_turn and last is not None:
+            read = arguments.intersection(step.values_read_by(rewriting.program, index))
+            if read:
+                found[last] = found.get(last, frozenset()) | read
+        if not rewriting.summed.isdisjoint(rewriting.program.equations[index].outputs):
+            last = index
     return found
 
 

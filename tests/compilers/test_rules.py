@@ -451,6 +451,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
     "starts_wait": ("h200 v5e cpu", towers, ([SQUARE] * 4, ROWS)),
+    "starts_in_turn": ("cpu", towers, ([SQUARE] * 4, ROWS)),
     "loops_in_turn": ("v5e", stack_and_head, ((ones(6, 128, 128), SQUARE), ROWS)),
     "functions_again": ("h200", activated_twice, ([W, W], X)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),

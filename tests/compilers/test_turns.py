@@ -14,6 +14,7 @@ from remat_opt.compilers.rewrites import Place
 from remat_opt.compilers.turns import starts, weight_places
 from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.solvers.base import judge
 from remat_opt.transform import turns
 from remat_opt.transform.steps import prepared
 from tests.compiler_graphs import InStep, W, X, graph_of, names
@@ -161,3 +162,25 @@ def test_two_towers_that_meet_in_the_loss_take_what_was_predicted() -> None:
     step = InStep(contrasted, weights, shape((8192, 512)), shape((512, 512)))
     plan = step.plan()
     assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.1)
+
+
+def test_on_a_cpu_lookups_in_a_region_run_one_by_one() -> None:
+    """All rows would be there at once, and all their cotangents, also where nothing runs again."""
+
+    def bags(tables, weights, ids):
+        found = [jnp.sum(table[ids[:, n]], axis=1) for n, table in enumerate(tables)]
+        x = jnp.stack(found, axis=1)
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    count, rows, width = 6, 2048, 32
+    tables = [jax.ShapeDtypeStruct((100, width), "float32")] * count
+    weights = [jax.ShapeDtypeStruct((width, width), "float32")] * 2
+    ids = jax.ShapeDtypeStruct((rows, count, 8), "int32")
+    step = InStep(bags, tables, weights, ids, device="cpu")
+    graph = step.problem.model.graph
+    plan = step.plan(judge(graph, plain(graph)))
+    bag = 4 * rows * 8 * width
+    spared = step.compiled_bytes(plan, ["starts_in_turn"]) - step.compiled_bytes(plan)
+    assert spared >= 2 * bag
