@@ -78,10 +78,13 @@ class Cotangents:
 
     def read_for(self, vertex: int) -> set[int]:
         """The vertices whose cotangents are read where one is needed."""
-        if self.bytes[vertex] > _NO_ARRAY:
-            return {vertex}
-        found: set[int] = set()
-        return found.union(*(self.read_for(one) for one in self.sources.get(vertex, ())))
+        pending, seen = [vertex], {vertex}
+        for one in pending:
+            if self.bytes[one] <= _NO_ARRAY:
+                more = set(self.sources.get(one, ())) - seen
+                pending += more
+                seen |= more
+        return {one for one in seen if self.bytes[one] > _NO_ARRAY}
 
 
 def cotangents(

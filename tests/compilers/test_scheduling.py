@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import remat_opt
+from remat_opt.compilers.cotangents import Cotangents
 from remat_opt.compilers.rules import IN_ORDER
 from remat_opt.compilers.scheduling import Update, waits
 from remat_opt.device import get_device
@@ -114,6 +115,25 @@ def test_and_so_does_the_error_where_no_plan_compiles_to_a_budget() -> None:
     for fate in Gradients:
         said = model_of(program, "v5e", gradients=fate).what_to_do()
         assert ("xla_memory_scheduler" in said) is (fate is Gradients.CONSUMED)
+
+
+def test_long_chains_without_cotangent_arrays_are_followed_once() -> None:
+    """Two readers at each step: as many paths as two to the power of their number."""
+    count = 3000
+    found = Cotangents(
+        bytes=(*[1] * (count - 1), 8),
+        sizes=(8,) * count,
+        held_until_own_step=frozenset(),
+        in_value={},
+        later={},
+        sooner={},
+        handed_in_bytes={},
+        arguments={},
+        sources={v: [v + 1, min(v + 2, count - 1)] for v in range(count - 1)},
+        factors={},
+    )
+    assert found.read_for(0) == {count - 1}
+    assert found.read_for(count - 1) == {count - 1}
 
 
 def test_results_do_not_wait() -> None:
