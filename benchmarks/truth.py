@@ -37,7 +37,6 @@ from benchmarks.dominance import NETWORKS
 from benchmarks.json_lines import JsonLines
 from remat_opt import planning, verification
 from remat_opt.device import Device, get_device
-from remat_opt.measurement import compilation
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.plan import Objective, Plan
 from remat_opt.program import tracing
@@ -161,7 +160,7 @@ def rows(
     with_stages: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """All rows of some networks."""
-    options = [f"{option}={value}" for option, value in device.compiler_options.items()]
+    options = list(device.option_words)
     for name in names:
         for step in steps:
             subject: Subject | None = None
@@ -245,7 +244,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args(arguments)
-    compilation.resolve_device(given.device)
     found = []
     names = given.network or [*NETWORKS, *networks.JUDGED]
     for row in rows(

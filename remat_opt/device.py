@@ -188,14 +188,18 @@ class Device:
     def __reduce__(self) -> tuple[object, ...]:
         # A mapping proxy cannot be pickled or deep-copied; a dict can.
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for field in ("flops_per_second", "compiler_options"):
-            fields[field] = dict(getattr(self, field))
-        return _rebuild, (fields,)
+        plain = {n: dict(v) if isinstance(v, MappingProxyType) else v for n, v in fields.items()}
+        return _rebuild, (plain,)
 
     @property
     def attached(self) -> bool:
         """Whether programs are compiled by a backend that JAX has in this process."""
         return isinstance(self.target, AttachedTarget)
+
+    @property
+    def option_words(self) -> tuple[str, ...]:
+        """What its compiler is told, each as ``name=value``."""
+        return tuple(f"{name}={value}" for name, value in self.compiler_options.items())
 
     def told(self, options: Mapping[str, CompilerOption]) -> Device:
         """The same device, its compiler told this as well."""

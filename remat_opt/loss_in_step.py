@@ -167,8 +167,8 @@ class LossInStep:
             )
 
         donated = ",".join(map(str, self.step.donate_argnums))
-        told = "".join(f", {name}={value}" for name, value in device.compiler_options.items())
-        context = f"{self.program.fingerprint()} donates {donated}{told}"
+        of_step = f"{self.program.fingerprint()} donates {donated}"
+        context = ", ".join((of_step, *device.option_words))
         plan = planner.choose(self.call.program, device, context, compiled)
         return dataclasses.replace(
             plan,

@@ -110,6 +110,7 @@ def rewrites(
     if rules.has("maxima_stored"):
         maker = program.makers()
         maxima = {maker[one.maxima] for one in softmax.rounded(program, rules)}
+    starts = turns.starts(program)
     return Rewrites(
         apart=frozenset(
             index
@@ -135,7 +136,7 @@ def rewrites(
         else {},
         stored=rules.has("boundaries_stored"),
         together=rules.has("outputs_together"),
-        starts=turns.starts(program) if recomputes and rules.has("starts_wait") else frozenset(),
-        starts_in_turn=turns.starts(program) if rules.has("starts_in_turn") else frozenset(),
+        starts=starts if recomputes and rules.has("starts_wait") else frozenset(),
+        starts_in_turn=starts if rules.has("starts_in_turn") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
     )

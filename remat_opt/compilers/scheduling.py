@@ -24,15 +24,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from remat_opt.compilers.cotangents import Cotangents
 from remat_opt.compilers.effects import Effect
 from remat_opt.compilers.heap import vector_memory_bytes
 from remat_opt.compilers.rules import IN_ORDER
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.turns import led_to
-from remat_opt.gradients import Wait
+from remat_opt.gradients import Gradients, Wait, workspace_bytes
 from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS
 from remat_opt.schedule import Schedule
@@ -189,11 +187,8 @@ def put_off(
             )
         )
     allocated = [max(pair) for pair in zip(graph.bytes, graph.cotangent_bytes, strict=True)]
-    change = np.zeros(len(graph) + 1, dtype=np.int64)
-    for wait in waits(updates, arrays, allocated):
-        change[wait.first] += wait.bytes
-        change[wait.last + 1] -= wait.bytes
-    most = int(np.cumsum(change).max())
+    waiting = waits(updates, arrays, allocated)
+    most = int(workspace_bytes((), Gradients.CONSUMED, len(graph), waiting).max(initial=0))
     if most > max(_MATTERS * sum(graph.bytes), vector_memory_bytes(storage.compiler)):
         yield PutOff(bytes=most)
 

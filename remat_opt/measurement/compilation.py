@@ -368,9 +368,8 @@ def _read(
     notes = []
     if compiler_options(device):
         notes.append(_BARRIER_NOTE)
-    if told := device.compiler_options:
-        said = ", ".join(f"{name}={value}" for name, value in told.items())
-        notes.append(f"compiled with {said}, as the program must be when it runs")
+    if told := ", ".join(device.option_words):
+        notes.append(f"compiled with {told}, as the program must be when it runs")
     if measurement.device_bytes > device.memory_bytes:
         notes.append(
             f"needs {format_bytes(measurement.device_bytes)}, more than the "
@@ -438,9 +437,9 @@ def compiler_options(device: Device) -> dict[str, CompilerOption]:
 def _without(one: str, options: Mapping[str, CompilerOption]) -> dict[str, CompilerOption]:
     """Compiler options that leave out one pass, and what other options leave out."""
     # The option replaces XLA_FLAGS, so keep the passes that are disabled there.
-    flags = re.findall(rf"--{_DISABLED_PASSES}=(\S+)", _flags())
-    flags = [str(options[_DISABLED_PASSES])] if _DISABLED_PASSES in options else flags
-    passes = [name for name in ",".join(flags).split(",") if name and name != one]
+    in_flags = ",".join(re.findall(rf"--{_DISABLED_PASSES}=(\S+)", _flags()))
+    left_out = str(options.get(_DISABLED_PASSES, in_flags))
+    passes = [name for name in left_out.split(",") if name and name != one]
     return {_DISABLED_PASSES: ",".join([*passes, one])}
 
 

@@ -6,7 +6,6 @@ of them do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -44,7 +43,7 @@ def _behind_barrier_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) ->
 behind_barrier.defjvp(_behind_barrier_rule, symbolic_zeros=True)
 
 
-def cotangents_together(values: Iterable[Any]) -> tuple[Any, ...]:
+def cotangents_together(*values: Any) -> tuple[Any, ...]:
     """The values; none of their cotangents goes on before all are computed.
 
     So a weight's gradient is computed in its turn. The operand it needs may have been recomputed

@@ -205,14 +205,9 @@ def _run(
       environment: the values known before.
       around: the number of the region that contains the steps.
     """
-
-    def pass_barrier(values: Sequence[int]) -> None:
-        behind = behind_barrier(*(environment[value] for value in values))
-        environment.update(zip(values, behind, strict=True))
-
     for number, (step, before, after) in enumerate(in_turn(rewriting, steps)):
         for values in before:
-            pass_barrier(values)
+            _pass_on(behind_barrier, values, environment)
         given = [environment[value] for value in step.inputs]
         # A sum where regions meet has only the region's name.
         with jax.named_scope(region_scope((*around, number))):
@@ -220,7 +215,15 @@ def _run(
         _check_types(rewriting.program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
         for values in after:
-            pass_barrier(values)
+            _pass_on(behind_barrier, values, environment)
+
+
+def _pass_on(
+    barrier: Callable[..., tuple[Any, ...]], values: Sequence[int], environment: dict[int, Any]
+) -> None:
+    """Puts what a barrier makes of some values in their place."""
+    passed = barrier(*(environment[value] for value in values))
+    environment.update(zip(values, passed, strict=True))
 
 
 def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
@@ -287,11 +290,6 @@ def _runner(
     found = ties(rewriting, step)
     before, behind, tied = found.before, found.behind, found.inputs
 
-    def tie(values: Iterable[int], environment: dict[int, Any]) -> None:
-        read = list(values)
-        same = cotangents_together(environment[value] for value in read)
-        environment.update(zip(read, same, strict=True))
-
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]
         atoms = step.read_by(program, index)
@@ -305,7 +303,7 @@ def _runner(
             )
         elif index in tied and index not in rewriting.ways.weight_place:
             places = tied[index]
-            same = cotangents_together(inputs[place] for place in places)
+            same = cotangents_together(*(inputs[place] for place in places))
             for place, value in zip(places, same, strict=True):
                 inputs[place] = value
         if index in rewriting.ways.partner and not step.checkpointed:
@@ -325,11 +323,9 @@ def _runner(
         )
         environment.update(zip(equation.outputs, results, strict=True))
         if index in behind:
-            tie((*equation.outputs, *behind[index]), environment)
+            _pass_on(cotangents_together, (*equation.outputs, *behind[index]), environment)
         if index in found.after:
-            together = (*equation.outputs, *sorted(found.after[index]))
-            passed = behind_barrier(*(environment[value] for value in together))
-            environment.update(zip(together, passed, strict=True))
+            _pass_on(behind_barrier, (*equation.outputs, *sorted(found.after[index])), environment)
 
     def run_named(index: int, environment: dict[int, Any]) -> None:
         with jax.named_scope(equation_scope(index)):
