@@ -512,7 +512,7 @@ def _attached_jax_device(device: Device) -> Any:
     except RuntimeError as error:
         raise DeviceError(
             f"{device} cannot be compiled for: JAX has no {device.platform} backend in this "
-            f"process ({error}). JAXmeshes.PLATFORMS may leave it out."
+            f"process ({error}). JAX_PLATFORMS may leave it out."
         ) from error
 
 
