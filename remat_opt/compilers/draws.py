@@ -16,6 +16,7 @@ from collections import Counter
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.program.dataflow import Dataflow
+from remat_opt.program.record import Program
 
 
 def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
@@ -49,11 +50,16 @@ def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
     return {value for value in drawn if reads[value] > 1}
 
 
+def draws(program: Program) -> frozenset[int]:
+    """The random number generators."""
+    return frozenset(
+        index
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive == "random_bits"
+    )
+
+
 def words(flow: Dataflow) -> set[int]:
     """The results of random number generators."""
-    return {
-        value
-        for equation in flow.program.equations
-        if equation.operation.primitive == "random_bits"
-        for value in equation.outputs
-    }
+    program = flow.program
+    return {value for index in draws(program) for value in program.equations[index].outputs}

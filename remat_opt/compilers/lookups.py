@@ -51,7 +51,9 @@ def zeros(storage: Storage) -> Zeros:
     beside: list[tuple[int, int]] = []
     readers = _readers(storage) if storage.compiler.has("zeros_first") else {}
     for value, vertices in sorted(_lookups(storage, readers).items()):
-        kind, others = types[value], len(readers[value]) - len(vertices)
+        kind = types[value]
+        # What a sum adds is a number, and takes no array.
+        others = sum(not _is_sum(storage, index) for index in readers[value]) - len(vertices)
         if widened(kind) == kind:
             vertices = [] if others else [max(vertices)]
         elif _WIDENED:
@@ -69,6 +71,10 @@ def zeros(storage: Storage) -> Zeros:
         size = storage.compiler.buffer_bytes(kind)
         beside += [(size, vertex + taken) for vertex in vertices]
     return Zeros(begun=frozenset(begun), converted=frozenset(converted), beside=tuple(beside))
+
+
+def _is_sum(storage: Storage, index: int) -> bool:
+    return storage.flow.program.equations[index].operation.primitive == "reduce_sum"
 
 
 def _readers(storage: Storage) -> dict[int, list[int]]:

@@ -11,7 +11,9 @@ import enum
 from collections.abc import Mapping
 
 from remat_opt.compilers import (
+    draws,
     joins,
+    logits,
     pooling,
     product_sums,
     row_gathers,
@@ -51,6 +53,7 @@ class Rewrites:
       partner: for the first of two products that are summed up the second.
       unmerged: for products that must not be merged with an earlier one, the position of the input
         that both read.
+      one_cotangent: products whose result is to have one array as its cotangent.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
       parts_added: whether the parts of a weight's gradient are added one by one.
@@ -63,6 +66,7 @@ class Rewrites:
       starts: products that read nothing of those before them, and must wait for them all the same.
       starts_in_turn: such products and lookups that are to run one by one in a region, as are their
         gradients.
+      draws_in_turn: draws of random bits that are to run one by one in a region.
       in_turn: whether every product waits until the parts of its weight's gradient from later
         products are added.
     """
@@ -75,6 +79,7 @@ class Rewrites:
     whole: frozenset[int]
     partner: Mapping[int, int]
     unmerged: Mapping[int, int]
+    one_cotangent: frozenset[int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
     parts_added: bool
@@ -85,6 +90,7 @@ class Rewrites:
     together: bool
     starts: frozenset[int]
     starts_in_turn: frozenset[int]
+    draws_in_turn: frozenset[int]
     in_turn: bool
 
 
@@ -126,6 +132,7 @@ def rewrites(
         if rules.has("partners_wait")
         else {},
         unmerged=turns.unmerged(program) if ordered and rules.has("products_apart") else {},
+        one_cotangent=logits.one_cotangent(program, rules),
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},
         parts_added=rules.has("parts_added"),
@@ -138,5 +145,6 @@ def rewrites(
         together=rules.has("outputs_together"),
         starts=starts if recomputes and rules.has("starts_wait") else frozenset(),
         starts_in_turn=starts if rules.has("starts_in_turn") else frozenset(),
+        draws_in_turn=draws.draws(program) if rules.has("draws_in_turn") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
     )

@@ -296,6 +296,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),
+        "logits_apart": _rule(
+            _CPU,
+            "beside",
+            "logits",
+            "Unchanged, two kernels compute the cotangent of logits, from what stays until then.",
+        ),
         "starts_first": _rule(
             _CPU, "beside", "scheduling", "Unchanged, what no product leads to runs first."
         ),
@@ -383,6 +389,18 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "rewrite",
             "turns",
             "In a region, what starts from arguments runs one by one, and so do its gradients.",
+        ),
+        "logits_together": _rule(
+            _CPU,
+            "rewrite",
+            "logits",
+            "The cotangent of logits whose exponentials are summed is one array.",
+        ),
+        "draws_in_turn": _rule(
+            _CPU,
+            "rewrite",
+            "draws",
+            "In a region, random bits are drawn one after the other, each where they are read.",
         ),
         "functions_again": _rule(
             _NVIDIA,

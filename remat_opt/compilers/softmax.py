@@ -59,8 +59,8 @@ _WEIGHTS = frozenset(
 _MAXIMUM = frozenset(
     "broadcast_in_dim convert_element_type max reshape select_n stop_gradient".split()
 )
-#: The longest rows that a block of threads normalises at once.
-_LONGEST_ROW = 16384
+#: The longest rows that a kernel normalises at once, by platform.
+_LONGEST_ROWS = {"cuda": 16384, "tpu": 8192}
 #: From so many rows for each core on, cores are never idle.
 _ROWS_OF_CORE = 512
 #: Bytes of memory traffic for each core and cycle from which on exponentials are stored, with fewer
@@ -146,33 +146,51 @@ def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
     """What each ``log_softmax`` exponentiates, if it is stored, and the logits as they came."""
     if not rules.has("logits_shifted"):
         return
-    maker, readers = program.makers(), program.readers()
+    maker = program.makers()
     for equation, _ in _exponentials(program, maker):
         (value,) = equation.value_inputs
         logits = program.equations[maker[value]].value_inputs[0]
         made = program.equations[maker[logits]] if logits in maker else None
         if made is not None and made.operation.primitive == "convert_element_type":
             (logits,) = made.value_inputs
+        if program.types[value].shape[-1] > _LONGEST_ROWS[rules.platform]:
+            continue
         if rules.platform == "tpu":
             wide = program.types[logits].bytes >= program.types[value].bytes
-            found = wide and _is_subtracted_from(program, value, readers)
+            found = wide and is_subtracted_from(program, value)
         else:
-            short = program.types[value].shape[-1] <= _LONGEST_ROW
-            found = short and _is_picked_from(program, value, maker, readers)
+            found = is_picked_from(program, value)
         if found:
             yield value, logits
 
 
-def _is_subtracted_from(program: Program, value: int, readers: Mapping[int, Sequence[int]]) -> bool:
+def summed(program: Program) -> Iterator[tuple[int, int]]:
+    """Products whose results' exponentials are only summed, as those of a cross-entropy.
+
+    Between a product and the exponentials there may be a bias, a conversion or a mask.
+
+    Returns:
+      The number of the product's equation, and what is exponentiated.
+    """
+    maker, readers = program.makers(), program.readers()
+    for equation, _ in _exponentials(program, maker):
+        (exponentials,), (shifted,) = equation.outputs, equation.value_inputs
+        reading = {program.equations[index].operation.primitive for index in readers[exponentials]}
+        logits = _origin(program, exponentials, maker, {"dot_general"})
+        if logits is not None and reading == {"reduce_sum"}:
+            yield maker[logits], shifted
+
+
+def is_subtracted_from(program: Program, value: int) -> bool:
     """Whether something is subtracted from a value, as in a ``log_softmax``."""
+    readers = program.readers()
     reading = (program.equations[index] for index in readers.get(value, ()))
     return any(one.operation.primitive == "sub" and one.inputs[0] == value for one in reading)
 
 
-def _is_picked_from(
-    program: Program, value: int, maker: Mapping[int, int], readers: Mapping[int, Sequence[int]]
-) -> bool:
+def is_picked_from(program: Program, value: int) -> bool:
     """Whether elements of rows are gathered from a value minus something of its rows."""
+    maker, readers = program.makers(), program.readers()
     size = program.types[value].size
     pending = [value]
     while pending:

@@ -13,6 +13,7 @@ from remat_opt.compilers import (
     copies,
     cpu_sums,
     joins,
+    logits,
     lookups,
     overwriting,
     pooling,
@@ -394,6 +395,7 @@ def _effects(
     if outside := _outside_checkpoints(storage, of_cotangents):
         yield OutsideCheckpoints(workspace_bytes=outside)
     yield from joins.effects(storage, readers, [draft.active for draft in drafts])
+    yield from logits.effects(storage)
     yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
     if larger := of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=larger, readers={vertex: readers[vertex] for vertex in larger})

@@ -44,8 +44,10 @@ class Turn:
     Attributes:
       named: whether its outputs carry names.
       before: arguments that pass a barrier with the inputs.
-      behind: arguments whose cotangents wait for those of the outputs.
+      behind: arguments whose cotangents go on together with those of the outputs; None if these
+        go on by themselves.
       after: arguments that pass a barrier with the outputs.
+      follows: a value that passes a barrier with the inputs, if any.
       tied: positions of the inputs whose cotangents go on together.
       waited: values that must exist before the inputs go on; None if these do not wait.
       unmerged: the position of the input that is read behind a barrier.
@@ -55,13 +57,20 @@ class Turn:
 
     named: bool = False
     before: frozenset[int] = frozenset()
-    behind: frozenset[int] = frozenset()
+    behind: frozenset[int] | None = None
     after: frozenset[int] = frozenset()
+    follows: int | None = None
     tied: tuple[int, ...] = ()
     waited: tuple[int, ...] | None = None
     unmerged: int | None = None
     weight: int | None = None
     join: Join | None = None
+
+    @property
+    def passed_on(self) -> frozenset[int]:
+        """The values that are something else behind the equation: they passed a barrier."""
+        follows = () if self.follows is None else (self.follows,)
+        return self.before.union(self.behind or (), self.after, follows)
 
 
 _FREE = Turn()
@@ -137,13 +146,15 @@ class Equations:
             fn: Callable[..., Any],
             *others: str,
             rebound: frozenset[int] = frozenset(),
+            dropped: bool = False,
         ) -> None:
-            """A function passes on the inputs; all but these values get new names."""
+            """A function passes on the inputs and others; all but these inputs get new names."""
             given = (*(inputs[place] for place in places), *others)
             for place in places:
                 if atoms[place] not in rebound:
                     inputs[place] = scope.distinct.name("tied", numbered=True)
-            results = [*(inputs[place] for place in places), *("_" for _ in others)]
+            results = [*(inputs[place] for place in places)]
+            results += ["_"] * len(others) if dropped else others
             lines.extend(assigned(results, Call(self.helper(fn), given)))
 
         everywhere = range(len(inputs))
@@ -153,7 +164,10 @@ class Equations:
             elif turn.tied and turn.weight is None:
                 behind(turn.tied, support.cotangents_together)
             if turn.waited is not None:
-                behind(everywhere, support.stored, *(names[value] for value in turn.waited))
+                waited = (names[value] for value in turn.waited)
+                behind(everywhere, support.stored, *waited, dropped=True)
+            if turn.follows is not None:
+                behind(everywhere, support.stored, names[turn.follows])
             if turn.unmerged is not None:
                 behind((turn.unmerged,), support.stored)
             lines += self._one(scope, index, inputs, turn)
@@ -162,7 +176,7 @@ class Equations:
                 f"{where_from(equation) or 'The program'}: {equation.operation.primitive} cannot "
                 f"be written as code, since it holds {error}."
             ) from None
-        if turn.behind:
+        if turn.behind is not None:
             together = (*equation.outputs, *turn.behind)
             lines += self._together(scope, together, support.cotangents_together)
         if turn.after:

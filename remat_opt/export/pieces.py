@@ -85,9 +85,10 @@ def turns_of(rewriting: Rewriting, step: Step) -> dict[int, Turn]:
         found[index] = Turn(
             named=index in step.named,
             before=waits.before.get(index, frozenset()),
-            behind=waits.behind.get(index, frozenset()),
+            behind=waits.behind.get(index),
             after=waits.after.get(index, frozenset()),
             tied=waits.inputs.get(index, ()),
+            follows=waits.follows.get(index),
             waited=waited,
             unmerged=ways.unmerged.get(index),
             weight=ways.weight_place.get(index) if index in waits.inputs else None,
@@ -209,7 +210,7 @@ class Region:
     def _reads(self, index: int) -> tuple[int, ...]:
         turn = self.turns[index]
         read = self.step.values_read_by(self._program, index)
-        return (*read, *(turn.waited or ()), *sorted(turn.behind | turn.after))
+        return (*read, *(turn.waited or ()), *sorted(turn.passed_on - turn.before))
 
     def piece(self, indices: Sequence[int], parts: tuple[int | Piece, ...]) -> Piece:
         """Consecutive equations as a piece consisting of these parts."""
@@ -225,7 +226,7 @@ class Region:
             value
             for index, turn in turns.items()
             for value in (
-                *sorted(turn.before | turn.behind | turn.after),
+                *sorted(turn.passed_on),
                 *self._program.equations[index].outputs,
             )
         )

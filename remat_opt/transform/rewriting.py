@@ -309,6 +309,9 @@ def _runner(
         if index in rewriting.ways.partner and not step.checkpointed:
             partner = rewriting.ways.partner[index]
             inputs = list(with_partner(program, partner, inputs, environment))
+        if index in found.follows:
+            value = found.follows[index]
+            *inputs, environment[value] = stored(*inputs, environment[value])
         if index in rewriting.ways.unmerged:
             place = rewriting.ways.unmerged[index]
             (inputs[place],) = stored(inputs[place])

@@ -23,22 +23,27 @@ class Ties:
       behind: values whose cotangents go on together with those of the equation's outputs.
       after: arguments that pass a barrier together with the equation's outputs.
       inputs: positions of inputs none of whose cotangents goes on before all are computed.
+      follows: a value that passes a barrier together with the equation's inputs.
     """
 
     before: Mapping[int, frozenset[int]]
     behind: Mapping[int, frozenset[int]]
     after: Mapping[int, frozenset[int]]
     inputs: Mapping[int, tuple[int, ...]]
+    follows: Mapping[int, int]
 
 
 def ties(rewriting: Rewriting, step: Step) -> Ties:
     """Finds what waits for what in a step."""
     before, behind = _multiplied_again(rewriting, step)
+    for index in rewriting.ways.one_cotangent.intersection(step.equations):
+        behind.setdefault(index, frozenset())
     return Ties(
         before=before,
         behind=_with_followers(rewriting, step, _with_biases(rewriting, step, behind)),
         after=_before_starts(rewriting, step),
         inputs=_tied_inputs(rewriting, step),
+        follows=_before_draws(rewriting, step),
     )
 
 
@@ -111,6 +116,26 @@ def _before_starts(rewriting: Rewriting, step: Step) -> dict[int, frozenset[int]
                 found[last] = found.get(last, frozenset()) | read
         if not rewriting.summed.isdisjoint(rewriting.program.equations[index].outputs):
             last = index
+    return found
+
+
+def _before_draws(rewriting: Rewriting, step: Step) -> dict[int, int]:
+    """For draws of random bits, the last product before them, or what the step reads.
+
+    A draw reads a key, and nothing else. XLA for CPU would draw for all layers at once, and hold
+    the bits until each is read. Behind the barrier something must read the product as well: XLA
+    drops from a barrier what nothing reads.
+    """
+    found: dict[int, int] = {}
+    made = rewriting.summed.intersection(step.inputs).difference(rewriting.program.arguments)
+    last = max(made, default=None)
+    for index in step.equations:
+        if index in rewriting.ways.draws_in_turn and last is not None:
+            found[index] = last
+        equation = rewriting.program.equations[index]
+        outputs = rewriting.summed.intersection(equation.outputs)
+        if outputs and equation.operation.primitive in PRODUCTS:
+            last = max(outputs)
     return found
 
 

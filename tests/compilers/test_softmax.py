@@ -197,6 +197,16 @@ def test_other_losses_store_no_such_logits(loss) -> None:
     assert not list(softmax.shifted(tracing.trace(loss, logits, labels), NVIDIA))
 
 
+@pytest.mark.parametrize(("classes", "stored"), [(8192, True), (8194, False)])
+def test_on_a_tpu_logits_minus_their_maximum_are_stored_of_short_rows(classes, stored) -> None:
+    def loss(x, w):
+        return -jnp.mean(jax.nn.log_softmax(x @ w))
+
+    arguments = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8), (8, classes)))
+    program = tracing.trace(loss, *arguments)
+    assert bool(list(softmax.shifted(program, Rules(platform="tpu")))) is stored
+
+
 def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None:
     found = graph(loss, W, X, device="v5e").as_it_is
     scores, exponentials = (found.labels.index(text) for text in squares(found))

@@ -29,6 +29,15 @@ def towers(both, inputs):
     return sum(map(residual_mlp, both, inputs))
 
 
+def noisy(layers, inputs):
+    """Dropout in each layer, drawn from keys that one is split into."""
+    x, keys = inputs["x"], jax.random.split(inputs["key"], len(layers))
+    for layer, key in zip(layers, keys, strict=True):
+        y = jax.nn.relu(x @ layer["up"]) @ layer["down"]
+        x = x + jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0)
+    return jnp.mean(x**2)
+
+
 class Block(nn.Module):
     channels: int
 
@@ -104,6 +113,14 @@ NETWORKS = {
         (
             [[{"up": array(64, 256), "bias": array(256), "down": array(256, 64)}] * 3] * 2,
             [array(512, 64)] * 2,
+        ),
+        False,
+    ),
+    "noisy": (
+        noisy,
+        (
+            [{"up": array(64, 256), "down": array(256, 64)}] * 4,
+            {"x": array(512, 64), "key": jax.eval_shape(jax.random.key, 0)},
         ),
         False,
     ),
