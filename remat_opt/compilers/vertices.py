@@ -143,6 +143,12 @@ def vertices(storage: Storage) -> Vertices:
     for vertex, size in apart.items():
         workspaces[vertex] -= size
     products = frozenset(overwriting.written_by_products(storage, predecessors, active))
+    values = [draft.bytes for draft in drafts]
+    over = dict(overwriting.over_values(storage, products, needs, values, of_cotangents))
+    dear = transcendental.dear(compiler.device.platform)
+    once = {v: over[v] for v in over if equations[v].operation.primitive in dear}
+    for vertex in over.keys() - once.keys():
+        workspaces[vertex] -= over[vertex]
     graph = Graph(
         names=tuple(
             f"{vertex}:{equation.operation.primitive}" for vertex, equation in enumerate(equations)
@@ -182,7 +188,7 @@ def vertices(storage: Storage) -> Vertices:
         waits=tuple(scheduling.gradients_wait(storage, ready, graph.bytes)),
         put_off=tuple(scheduling.put_off(storage, graph, ready, of_cotangents)),
         zeros=zeros,
-        effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph)),
+        effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph, once)),
     )
 
 
@@ -231,23 +237,24 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             parameters |= differentiated.intersection(member.value_inputs)
             if index == root and root in found_places:
                 continue
-            if flow.costs[index].fusion is costs.Fusion.FUSIBLE:
-                # Other results of an elementwise derivative are not arrays: it reads the operands.
-                if derivative.internal_bytes:
-                    for value in member.value_inputs:
-                        needs.update(storage.holders(value))
-            else:
+            elementwise = flow.costs[index].fusion is costs.Fusion.FUSIBLE
+            own = index == root and not member.derivative_reads_kept
+            if not elementwise:
                 internal_bytes += derivative.internal_bytes
+            elif derivative.internal_bytes or (own and derivative.outputs):
+                # Other results of an elementwise derivative are not arrays: it reads the operands.
+                for value in member.value_inputs:
+                    needs.update(storage.holders(value))
             for position in derivative.inputs:
                 atom = member.inputs[position]
                 if isinstance(atom, int):
                     needs.update(storage.holders(atom))
             for position in derivative.outputs:
                 value = member.outputs[position]
-                if index == root and not member.derivative_reads_kept:
-                    internal_bytes += storage.bytes_of(value)
-                else:
+                if not own:
                     needs.update(storage.holders(value))
+                elif not elementwise:
+                    internal_bytes += storage.bytes_of(value)
         needs = {needed for needed in needs if needed <= vertex}
         if internal_bytes:
             # The residuals are remade by running the vertex again.
@@ -370,8 +377,19 @@ def _effects(
     transposed: tuple[tuple[int, int], ...],
     weights: SharedWeights,
     graph: Graph,
+    over: Mapping[int, int],
 ) -> Iterator[Effect]:
-    """What depends on the schedule."""
+    """What depends on the schedule.
+
+    Args:
+      storage: what is stored.
+      drafts: the vertices.
+      of_cotangents: their cotangents.
+      transposed: see ``_transposed``.
+      weights: those that several products read.
+      graph: the graph.
+      over: those whose value the next cotangent is written over if under no checkpoint.
+    """
     program, compiler = storage.flow.program, storage.compiler
     derivatives = storage.flow.linearization.derivatives
     yield from pooling.effects(program, derivatives, compiler)
@@ -392,7 +410,7 @@ def _effects(
             alone=convolutions.alone(copied, graph.needs),
             transposed={v: readers[v] for v, one in copied.items() if not one.padding},
         )
-    if outside := _outside_checkpoints(storage, of_cotangents):
+    if outside := _outside_checkpoints(storage, of_cotangents, over):
         yield OutsideCheckpoints(workspace_bytes=outside)
     yield from joins.effects(storage, readers, [draft.active for draft in drafts])
     yield from logits.effects(storage)
@@ -404,9 +422,15 @@ def _effects(
         yield copies.Copies(products=products)
 
 
-def _outside_checkpoints(storage: Storage, of_cotangents: Cotangents) -> dict[int, int]:
-    """What batched products hold more, or less, in the backward steps of vertices under none."""
+def _outside_checkpoints(
+    storage: Storage, of_cotangents: Cotangents, over: Mapping[int, int]
+) -> dict[int, int]:
+    """What is held more, or less, in the backward steps of vertices under none.
+
+    Batched products hold more. An expensive function is written over, and not computed again.
+    """
     found: Counter[int] = Counter()
+    found.subtract(over)
     for one in storage.batched_reads:
         if one.comes_last and one.waiting is not None:
             found[storage.vertex_of[one.waiting]] += one.workspace_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import networkx
+import pytest
 from jax import lax
 
 from tests.compiler_graphs import (
@@ -60,3 +61,16 @@ def test_vertices_partition_the_work_and_edges_lead_forward() -> None:
     dots = [e for e in program.equations if e.operation.primitive == "dot_general"]
     assert graph.forward_flops >= len(dots) * 2 * 16 * 8 * 8
     assert all(seconds > 0 for seconds in graph.seconds)
+
+
+@pytest.mark.parametrize("device", ["h200", "v5e", "cpu"])
+def test_the_derivative_of_a_softplus_reads_its_operand(device: str) -> None:
+    """Its rule reads the result as it computes that itself, within the kernel."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.square(jax.nn.softplus(x @ w) @ w))
+
+    _, _, graph = graph_of(loss, W, X, device=device)
+    product = names(graph).index("dot_general")
+    assert not any(graph.internal_bytes)
+    assert any(product in needs for needs in graph.needs)
