@@ -16,7 +16,8 @@ exist, and as long as they are kept they split the free memory around them. Twel
 MiB with maxima kept under one checkpoint for every two or three layers, 1,162 without; with an
 update of donated parameters in the same program, 1,568 and 1,214.
 
-Scores that a product writes in bfloat16 wait themselves on TPU, and no barrier is needed.
+Scores that a product writes in bfloat16 wait themselves on TPU, and no barrier is needed, if they
+are only widened. If they are masked or scaled in float32, the exponentials wait, twice as large.
 
 XLA for NVIDIA stores the exponentials if the scores are narrower than they are, as those of a
 product in bfloat16 that are widened for the softmax: then it is they that wait for the backward
@@ -91,8 +92,8 @@ class Softmax:
 def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
     """Each softmax whose weights are narrower than its exponentials when products read them.
 
-    For XLA for NVIDIA those whose scores are narrower, too, for XLA for TPU the others; none for
-    XLA for CPU.
+    For XLA for NVIDIA those whose scores are narrower, too, for XLA for TPU all but those whose
+    scores are only widened; none for XLA for CPU.
     """
     narrow = rules.has("scores_widened")
     if not (narrow or rules.has("softmax")):
@@ -105,7 +106,10 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
             waiting = _waiting(program, exponentials, maker, arrays)
         else:
             scores = _origin(program, exponentials, maker, {"dot_general"})
-            waiting = None if _is_narrower(program, scores, exponentials) else exponentials
+            only_widened = _is_narrower(program, scores, exponentials) and _is_widened(
+                program, equation, maker
+            )
+            waiting = None if only_widened else exponentials
         if waiting is None:
             continue
         if sums := list(_sums(program, exponentials, readers)):
@@ -293,6 +297,14 @@ def _waiting(
         return exponentials
     is_product = program.equations[maker[origin]].operation.primitive == "dot_general"
     return None if is_product else origin
+
+
+def _is_widened(program: Program, equation: Equation, maker: Mapping[int, int]) -> bool:
+    """Whether exponentials are of a widened array minus its maxima, and nothing in between."""
+    (difference,) = equation.value_inputs
+    scores = program.equations[maker[difference]].value_inputs[0]
+    made = program.equations[maker[scores]] if scores in maker else None
+    return made is not None and made.operation.primitive == "convert_element_type"
 
 
 def _is_narrower(program: Program, scores: int | None, exponentials: int) -> bool:

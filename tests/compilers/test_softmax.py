@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,8 @@ from remat_opt.program import tracing
 from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.transform.rewriting import rewrite
-from tests.compiler_graphs import model_of
+from tests.compiler_graphs import InStep, model_of
+from tests.devices import needs_libtpu
 
 BATCH, TOKENS, HEADS, DEPTH = 2, 8, 3, 4
 NVIDIA = Rules(platform="cuda")
@@ -120,6 +122,43 @@ def test_a_tpu_stores_scores_that_a_product_writes_narrower_than_exponentials() 
     assert found.as_it_is is None
     kinds = [label for label in found.labels if "[2,3,8,8]" in label]
     assert kinds == ["dot_general bf16[2,3,8,8]"]
+
+
+def test_a_tpu_stores_exponentials_if_scores_are_masked_after_they_are_widened() -> None:
+    program = traced(widened_loss, W, X, way="masked")
+    (found,) = softmax.rounded(program, Rules(platform="tpu"))
+    maker = program.makers()
+    assert program.equations[maker[found.waiting]].operation.primitive == "exp"
+    # In plans the maxima are stored instead.
+    assert model_of(program, "v5e").as_it_is is not None
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_libtpu
+def test_attention_with_masked_float32_scores_compiles_to_what_is_predicted() -> None:
+    batch, length, heads, depth = 32, 512, 8, 64
+
+    def layers(weights, x):
+        for own, out in weights:
+            split = jnp.split((x @ own).reshape(batch, length, heads, 3 * depth), 3, axis=-1)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", *split[:2]).astype(jnp.float32)
+            scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+            mixed = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", mixed, split[2])
+            x = x + mixed.reshape(x.shape) @ out
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="bfloat16")
+    width = heads * depth
+    weights = [(shape((width, 3 * width)), shape((width, width)))] * 3
+    step = InStep(layers, weights, shape((batch, length, width)), device="v5e")
+    assert step.problem.unchanged.peak_bytes == pytest.approx(step.unplanned_bytes(), rel=0.2)
+    plan = step.plan()
+    compiled = step.compiled_bytes(plan)
+    assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=0.2)
+    # One array of scores and one of their cotangents, in bfloat16.
+    assert compiled < 3.5 * 2 * batch * heads * length**2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
