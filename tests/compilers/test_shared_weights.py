@@ -173,7 +173,7 @@ def test_parts_of_a_weights_gradient_wait_for_the_last() -> None:
         state = x
         for _ in range(5):
             state = jnp.tanh(state @ weights[0])
-        return jnp.sum(jnp.sin(state @ weights[1]))
+        return jnp.sum(jnp.sin(state @ weights[1] + state))
 
     size = W.nbytes
     for device, summed, of_plan, all_parts in (
