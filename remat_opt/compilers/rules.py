@@ -293,6 +293,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "entries_in_place": _rule(
             _TPU, "beside", "stacks", "An iteration reads what it keeps where it lies."
         ),
+        "scores_copied": _rule(
+            _TPU, "beside", "copies", "Scores that a region hands on are copied to another order."
+        ),
         "copies": _rule(
             _TPU, "beside", "copies", "Every copy to vector memory has its own signal."
         ),

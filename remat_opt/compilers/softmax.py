@@ -129,6 +129,16 @@ def exponentials(program: Program) -> Iterator[int]:
         yield equation.outputs[0]
 
 
+def scores(program: Program) -> set[int]:
+    """What products write that exponentials are computed from, element by element."""
+    maker = program.makers()
+    found = (
+        _origin(program, equation.outputs[0], maker, {"dot_general"})
+        for equation, _ in _exponentials(program, maker)
+    )
+    return {value for value in found if value is not None}
+
+
 def is_computed_again(kind: ArrayType, device: Device) -> bool:
     """Whether exponentials are computed again for the backward pass, from narrower scores.
 

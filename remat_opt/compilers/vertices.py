@@ -420,6 +420,7 @@ def _effects(
     products = tuple(draft.copied_products for draft in drafts)
     if compiler.has("copies") and any(products):
         yield copies.Copies(products=products)
+    yield from copies.handed_on(storage, readers)
 
 
 def _outside_checkpoints(

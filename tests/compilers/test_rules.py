@@ -175,6 +175,12 @@ def attention(w, x):
     return jnp.sum(jnp.einsum("bqk,bkd->bqd", weights, x).astype(jnp.float32))
 
 
+def handed_on(w, x):
+    """Half of the vertices end with the scores."""
+    scores = jnp.einsum("bqd,bkd->bqk", x @ w, x)
+    return jnp.sum(jax.nn.softmax(scores, axis=-1) @ x)
+
+
 def widened_attention(w, x):
     scores = jnp.einsum("bqd,bkd->bqk", x @ w, x).astype(jnp.float32)
     weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
@@ -430,6 +436,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "transposed_cotangents": ("cpu", recurrent, (W, ones(2, 16, 8))),
     "entries_sliced": ("h200", stacked, (ones(6, 128, 128), ROWS)),
     "entries_in_place": ("v5e", stacked_gates, (stack, many_rows)),
+    "scores_copied": ("v5e", handed_on, narrow((SQUARE, ones(2, 256, 128)))),
     "copies": ("v5e", recurrent, (wide, wide)),
     "heap_in_order": ("v5e", recurrent, (wide, wide)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),
