@@ -106,10 +106,9 @@ def rounded(program: Program, rules: Rules) -> Iterator[Softmax]:
             waiting = _waiting(program, exponentials, maker, arrays)
         else:
             scores = _origin(program, exponentials, maker, {"dot_general"})
-            only_widened = _is_narrower(program, scores, exponentials) and _is_widened(
-                program, equation, maker
-            )
-            waiting = None if only_widened else exponentials
+            subtracted_from, came_as = _as_they_came(program, equation, maker)
+            is_widened = _is_narrower(program, scores, exponentials) and subtracted_from != came_as
+            waiting = None if is_widened else exponentials
         if waiting is None:
             continue
         if sums := list(_sums(program, exponentials, readers)):
@@ -160,20 +159,17 @@ def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
     """What each ``log_softmax`` exponentiates, if it is stored, and the logits as they came."""
     if not rules.has("logits_shifted"):
         return
-    maker = program.makers()
+    maker, readers = program.makers(), program.readers()
     for equation, _ in _exponentials(program, maker):
         (value,) = equation.value_inputs
-        logits = program.equations[maker[value]].value_inputs[0]
-        made = program.equations[maker[logits]] if logits in maker else None
-        if made is not None and made.operation.primitive == "convert_element_type":
-            (logits,) = made.value_inputs
+        _, logits = _as_they_came(program, equation, maker)
         if program.types[value].shape[-1] > _LONGEST_ROWS[rules.platform]:
             continue
         if rules.platform == "tpu":
             wide = program.types[logits].bytes >= program.types[value].bytes
-            found = wide and is_subtracted_from(program, value)
+            found = wide and is_subtracted_from(program, value, readers)
         else:
-            found = is_picked_from(program, value)
+            found = is_picked_from(program, value, maker, readers)
         if found:
             yield value, logits
 
@@ -195,16 +191,16 @@ def summed(program: Program) -> Iterator[tuple[int, int]]:
             yield maker[logits], shifted
 
 
-def is_subtracted_from(program: Program, value: int) -> bool:
+def is_subtracted_from(program: Program, value: int, readers: Mapping[int, Sequence[int]]) -> bool:
     """Whether something is subtracted from a value, as in a ``log_softmax``."""
-    readers = program.readers()
     reading = (program.equations[index] for index in readers.get(value, ()))
     return any(one.operation.primitive == "sub" and one.inputs[0] == value for one in reading)
 
 
-def is_picked_from(program: Program, value: int) -> bool:
+def is_picked_from(
+    program: Program, value: int, maker: Mapping[int, int], readers: Mapping[int, Sequence[int]]
+) -> bool:
     """Whether elements of rows are gathered from a value minus something of its rows."""
-    maker, readers = program.makers(), program.readers()
     size = program.types[value].size
     pending = [value]
     while pending:
@@ -309,12 +305,16 @@ def _waiting(
     return None if is_product else origin
 
 
-def _is_widened(program: Program, equation: Equation, maker: Mapping[int, int]) -> bool:
-    """Whether exponentials are of a widened array minus its maxima, and nothing in between."""
+def _as_they_came(
+    program: Program, equation: Equation, maker: Mapping[int, int]
+) -> tuple[int, int]:
+    """The scores that maxima are subtracted from for some exponentials, and before a conversion."""
     (difference,) = equation.value_inputs
     scores = program.equations[maker[difference]].value_inputs[0]
     made = program.equations[maker[scores]] if scores in maker else None
-    return made is not None and made.operation.primitive == "convert_element_type"
+    if made is not None and made.operation.primitive == "convert_element_type":
+        return scores, made.value_inputs[0]
+    return scores, scores
 
 
 def _is_narrower(program: Program, scores: int | None, exponentials: int) -> bool:

@@ -145,8 +145,8 @@ def vertices(storage: Storage) -> Vertices:
     products = frozenset(overwriting.written_by_products(storage, predecessors, active))
     values = [draft.bytes for draft in drafts]
     over = dict(overwriting.over_values(storage, products, needs, values, of_cotangents))
-    dear = transcendental.dear(compiler.device.platform)
-    once = {v: over[v] for v in over if equations[v].operation.primitive in dear}
+    platform = compiler.device.platform
+    once = {v: over[v] for v in over if transcendental.is_dear(equations[v].operation, platform)}
     for vertex in over.keys() - once.keys():
         workspaces[vertex] -= over[vertex]
     graph = Graph(

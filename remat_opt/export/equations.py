@@ -153,7 +153,7 @@ class Equations:
             for place in places:
                 if atoms[place] not in rebound:
                     inputs[place] = scope.distinct.name("tied", numbered=True)
-            results = [*(inputs[place] for place in places)]
+            results = [inputs[place] for place in places]
             results += ["_"] * len(others) if dropped else others
             lines.extend(assigned(results, Call(self.helper(fn), given)))
 
