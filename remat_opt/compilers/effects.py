@@ -123,6 +123,27 @@ class OutsideCheckpoints(Effect):
         return Effect()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unchanged(Effect):
+    """What is larger in the unchanged function.
+
+    Attributes:
+      workspace_bytes: by vertex, what is held in addition beside its backward step.
+      cotangent_bytes: by vertex, what its cotangent takes instead.
+    """
+
+    workspace_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    cotangent_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    def change(self, figures: Figures, schedule: Schedule) -> None:
+        """Makes it as large, if nothing is rewritten."""
+        if schedule.unchanged:
+            for vertex, size in self.workspace_bytes.items():
+                figures.workspace_bytes[vertex] += size
+            for vertex, size in self.cotangent_bytes.items():
+                figures.cotangent_bytes[vertex] = size
+
+
 def under_checkpoints(schedule: Schedule) -> set[int]:
     """The vertices that run under a checkpoint; none for the unchanged function."""
     return {

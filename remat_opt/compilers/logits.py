@@ -15,35 +15,17 @@ labels 573 instead of 1,071.)
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from remat_opt.compilers import cpu_sums, product_sums, softmax
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.compilers.effects import Effect, Unchanged
 from remat_opt.compilers.row_gathers import is_row_gather
 from remat_opt.program.record import Program
-from remat_opt.schedule import Schedule
 
 if TYPE_CHECKING:
     from remat_opt.compilers.storage import Storage
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Unchanged(Effect):
-    """What stays beside cotangents of logits in the unchanged function.
-
-    Attributes:
-      bytes: by the logits' vertex.
-    """
-
-    bytes: Mapping[int, int]
-
-    def change(self, figures: Figures, schedule: Schedule) -> None:
-        """Adds it, if nothing is rewritten."""
-        for vertex, size in self.bytes.items() if schedule.unchanged else ():
-            figures.workspace_bytes[vertex] += size
 
 
 def one_cotangent(program: Program, rules: Rules) -> frozenset[int]:
@@ -67,7 +49,7 @@ def effects(storage: Storage) -> Iterator[Effect]:
         if logits in storage.vertex_of and (size := beside(storage, product, shifted, readers)):
             found[storage.vertex_of[logits]] = size
     if found:
-        yield Unchanged(bytes=found)
+        yield Unchanged(workspace_bytes=found)
 
 
 def _beside_scattered(

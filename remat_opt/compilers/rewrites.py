@@ -18,6 +18,7 @@ from remat_opt.compilers import (
     product_sums,
     row_gathers,
     softmax,
+    squares,
     transcendental,
     turns,
 )
@@ -79,6 +80,7 @@ class Rewrites:
     whole: frozenset[int]
     partner: Mapping[int, int]
     unmerged: Mapping[int, int]
+    squares: frozenset[int]
     one_cotangent: frozenset[int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
@@ -131,7 +133,10 @@ def rewrites(
         partner={min(pair): max(pair) for pair in sums.values()}
         if rules.has("partners_wait")
         else {},
-        unmerged=turns.unmerged(program) if ordered and rules.has("products_apart") else {},
+        unmerged=_unmerged(program, rules) if ordered else {},
+        squares=frozenset(index for index, _ in squares.squares(program))
+        if ordered
+        else frozenset(),
         one_cotangent=logits.one_cotangent(program, rules),
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},
@@ -148,3 +153,8 @@ def rewrites(
         draws_in_turn=draws.draws(program) if rules.has("draws_in_turn") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
     )
+
+
+def _unmerged(program: Program, rules: Rules) -> dict[int, int]:
+    found = turns.unmerged(program) if rules.has("products_apart") else {}
+    return found | dict.fromkeys(squares.apart(program, rules), 1)

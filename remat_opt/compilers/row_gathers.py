@@ -14,15 +14,13 @@ they read. ``transform`` does so there.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.effects import Effect, Figures
+from remat_opt.compilers.effects import Effect, Unchanged
 from remat_opt.program.record import Constant, Equation, Program
-from remat_opt.schedule import Schedule
 
 if TYPE_CHECKING:
     from remat_opt.compilers.storage import Storage
@@ -64,25 +62,9 @@ def _fills_nan(value: float | None) -> bool:
     return value is None or math.isnan(value)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Scattered(Effect):
-    """Cotangents into which gradients are scattered, in the unchanged function.
-
-    Attributes:
-      bytes: by vertex.
-    """
-
-    bytes: Mapping[int, int]
-
-    def change(self, figures: Figures, schedule: Schedule) -> None:
-        """Makes them as large, if nothing is rewritten."""
-        for vertex, size in self.bytes.items() if schedule.unchanged else ():
-            figures.cotangent_bytes[vertex] = size
-
-
 def scattered(
     storage: Storage, cotangent_bytes: Sequence[int], predecessors: Sequence[Sequence[int]]
-) -> Iterator[Scattered]:
+) -> Iterator[Effect]:
     """The cotangents of what is picked from, if the array behind it is narrower.
 
     The scatter's result is as wide as what the gather reads. What is written next can take its
@@ -109,7 +91,7 @@ def scattered(
                 if wide > max(cotangent_bytes[array] for array in behind):
                     found[vertex] = wide
     if found:
-        yield Scattered(bytes=found)
+        yield Unchanged(cotangent_bytes=found)
 
 
 def _row_gathers(program: Program, maker: Mapping[int, int]) -> Iterator[tuple[int, Equation]]:

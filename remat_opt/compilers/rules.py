@@ -221,10 +221,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _NVIDIA | _TPU | _CPU, "cotangents", "sums", "The terms of a sum share one cotangent."
         ),
         "squares": _rule(
-            _NVIDIA | _TPU | _CPU,
-            "cotangents",
-            "sums",
-            "A value multiplied by itself has two cotangents.",
+            _TPU | _CPU, "cotangents", "squares", "A value multiplied by itself has two cotangents."
         ),
         "broadcast_cotangents": _rule(
             _CPU, "cotangents", "cotangents", "A value that is only summed has no stored cotangent."
@@ -377,6 +374,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "products_apart": _rule(
             _NVIDIA, "rewrite", "turns", "Products of one operand are not merged into one."
+        ),
+        "squares_apart": _rule(
+            _NVIDIA,
+            "rewrite",
+            "squares",
+            "The gradients of a value multiplied by itself are not merged into one product.",
         ),
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."

@@ -32,6 +32,7 @@ from remat_opt.compilers import (
     product_sums,
     row_gathers,
     softmax,
+    squares,
     sums,
     transcendental,
 )
@@ -373,13 +374,14 @@ class Storage:
     def _reader_counts(self, stored: Set[int]) -> dict[int, int]:
         """How many vertices (counted up to 2) would read each fused value."""
         roots: dict[int, set[int]] = {}
+        squared = {index for index, _ in squares.squares(self.flow.program)}
         for index in reversed(range(len(self.flow.program.equations))):
             if self.flow.is_alias(index):
                 continue
             outputs = self.flow.program.equations[index].outputs
             if not stored.isdisjoint(outputs) or self.flow.opaque(index):
                 # A product that reads a value from both sides counts as two.
-                reached = {index, ~index} if sums.is_square(self.flow, index) else {index}
+                reached = {index, ~index} if index in squared else {index}
             else:
                 reached = set().union(*(roots.get(value, ()) for value in outputs))
             for value in self.flow.reads(index):

@@ -5,10 +5,6 @@ cotangent, and no compiler makes another array of it. So skips that are summed a
 cotangent, and a branch shares that of the residual stream it is added to. An addend with other
 readers gets a separate array once their contributions are added.
 
-A product of an array with itself, as of features with one another, makes that array's cotangent a
-sum of two products. Both are written before they are added. XLA for TPU adds the first as it writes
-the second, so there are two arrays only if the sum is rounded.
-
 XLA for NVIDIA takes a sum in two steps if more than 1,024 entries lie between two other axes, as
 over the pixels of each image and channel: a mean that gates an activation, or instance
 normalisation. What is summed is written then, if anything else reads it. (Seen with 33 x 33 pixels
@@ -98,33 +94,6 @@ def sharing(
         until=until,
         arguments=arguments,
     )
-
-
-def squares(
-    flow: Dataflow, vertex_of: Mapping[int, int], compiler: Compiler
-) -> Iterator[tuple[int, int]]:
-    """Vertices of products of a stored value with itself, each with that value's vertex.
-
-    Args:
-      flow: the program's dataflow.
-      vertex_of: for each stored value, its vertex.
-      compiler: the compiler.
-    """
-    for index in flow.linearization.derivatives if compiler.has("squares") else ():
-        if is_square(flow, index):
-            equation = flow.program.equations[index]
-            result, read = equation.outputs[0], flow.source[equation.value_inputs[0]]
-            if result in vertex_of and read in vertex_of:
-                yield vertex_of[result], vertex_of[read]
-
-
-def is_square(flow: Dataflow, index: int) -> bool:
-    """Whether an equation is a product of matrices of a value with itself."""
-    equation = flow.program.equations[index]
-    if equation.operation.primitive != "dot_general" or len(equation.value_inputs) != 2:
-        return False
-    left, right = (flow.source[one] for one in equation.value_inputs)
-    return left == right
 
 
 def stored(flow: Dataflow, compiler: Compiler) -> set[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from remat_opt.compilers import convolutions
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.operation import PRODUCTS, Operation
-from remat_opt.program.dataflow import ALIASES
+from remat_opt.program.dataflow import unaliased
 from remat_opt.program.record import Program
 
 if TYPE_CHECKING:
@@ -73,12 +73,7 @@ def _alike(program: Program) -> dict[tuple[int, int], list[int]]:
     found: dict[tuple[int, int], list[int]] = {}
     for index, weight in places.items():
         equation, place = program.equations[index], 1 - weight
-        read = equation.inputs[place]
-        while isinstance(read, int) and read in maker:
-            made = program.equations[maker[read]]
-            if made.operation.primitive not in ALIASES:
-                break
-            (read,) = made.value_inputs
+        read = unaliased(program, maker, equation.inputs[place])
         if isinstance(read, int) and equation.operation.primitive == "dot_general":
             found.setdefault((read, place), []).append(index)
     return found

@@ -20,7 +20,7 @@ from remat_opt.compilers import (
     row_gathers,
     scheduling,
     shared_weights,
-    sums,
+    squares,
     transcendental,
     turns,
 )
@@ -320,7 +320,7 @@ def _workspaces(
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):
             own[vertex] += size
-    for vertex, operand in sums.squares(storage.flow, storage.vertex_of, compiler):
+    for vertex, operand in squares.second_cotangents(storage.flow, storage.vertex_of, compiler):
         size = of_cotangents.sizes[operand]
         if compiler.has("sums_in_products"):
             # The second product adds the first to itself, in its place unless it rounds the sum.
@@ -414,6 +414,7 @@ def _effects(
         yield OutsideCheckpoints(workspace_bytes=outside)
     yield from joins.effects(storage, readers, [draft.active for draft in drafts])
     yield from logits.effects(storage)
+    yield from squares.effects(storage)
     yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
     if larger := of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=larger, readers={vertex: readers[vertex] for vertex in larger})

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from remat_opt import costs
-from remat_opt.program.record import Equation, Linearization, Program
+from remat_opt.program.record import Atom, Equation, Linearization, Program
 
 #: Equations whose result shares its operand's bytes and needs no kernel.
 ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "name", "copy"})
+
+
+def unaliased(program: Program, maker: Mapping[int, int], atom: Atom) -> Atom:
+    """What a value is another name for, perhaps itself.
+
+    Args:
+      program: the program.
+      maker: for each of its values, the equation that makes it.
+      atom: one of them, or a literal.
+    """
+    while isinstance(atom, int) and atom in maker:
+        made = program.equations[maker[atom]]
+        if made.operation.primitive not in ALIASES:
+            break
+        (atom,) = made.value_inputs
+    return atom
 
 
 class Dataflow:

@@ -54,7 +54,7 @@ def _tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]
     found = {}
     for index in step.equations:
         equation = rewriting.program.equations[index]
-        if equation.operation.primitive in PRODUCTS:
+        if equation.operation.primitive in PRODUCTS and index not in rewriting.ways.squares:
             places = [p for p, atom in enumerate(equation.inputs) if atom in rewriting.summed]
             if len(places) > 1:
                 found[index] = tuple(places)

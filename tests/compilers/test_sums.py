@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -124,39 +122,6 @@ def test_an_argument_has_the_cotangent_of_the_sum_until_its_own_begins() -> None
     # From the sum's step to the branch's own.
     assert [v for v, size in enumerate(less) if size] == list(range(branch, last))
     assert set(less) == {0, X.nbytes}
-
-
-def test_what_is_multiplied_with_itself_has_two_cotangents() -> None:
-    def similar(w: jax.Array, x: jax.Array) -> jax.Array:
-        features = jnp.tanh(x @ w)
-        return jnp.sum(jnp.sin(features.T @ features))
-
-    def different(w: jax.Array, x: jax.Array) -> jax.Array:
-        features = jnp.tanh(x @ w)
-        return jnp.sum(jnp.sin(features.T @ jnp.tanh(features)))
-
-    for fn, expected in ((similar, X.nbytes), (different, 0)):
-        program, _, graph = graph_of(fn, W, X, device="h200")
-        without = model_of(program, "h200", ["squares"]).graph
-        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
-        assert graph.workspace_bytes[product] - without.workspace_bytes[product] == expected
-
-
-def test_a_tpu_adds_the_second_cotangent_as_it_writes_it() -> None:
-    """So there are two arrays only if the sum is rounded, for the product that reads it."""
-
-    def similar(w: jax.Array, x: jax.Array, narrow: bool) -> jax.Array:
-        features = x @ w if narrow else jnp.tanh(x @ w)
-        products = jnp.einsum("ab,cb->ac", features, features)
-        return jnp.sum(jnp.sin(products)) + (0 if narrow else jnp.sum(features))
-
-    w, x = jnp.ones((128, 128)), jnp.ones((256, 128))
-    for narrow, expected in ((True, x.nbytes), (False, 0)):
-        fn = functools.partial(similar, narrow=narrow)
-        program, _, graph = graph_of(fn, w, x, device="v5e")
-        without = model_of(program, "v5e", ["squares"]).graph
-        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
-        assert graph.workspace_bytes[product] - without.workspace_bytes[product] == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""Products of a value with itself: how many cotangents there are at once."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.squares import apart, squares
+from remat_opt.program import tracing
+from remat_opt.schedule import Region, Schedule, unchanged
+from tests.compiler_graphs import InStep, changed, graph_of, model_of, names
+from tests.devices import needs_cuda_plugin
+from tests.programs import ones
+
+W, X = ones(64, 64), ones(256, 64)
+
+
+def similar(w: jax.Array, x: jax.Array) -> jax.Array:
+    features = jnp.tanh(x @ w)
+    return jnp.sum(jnp.sin(features.T @ features))
+
+
+def different(w: jax.Array, x: jax.Array) -> jax.Array:
+    features = jnp.tanh(x @ w)
+    return jnp.sum(jnp.sin(features.T @ jnp.tanh(features)))
+
+
+def gram(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Products of features within groups, each operand reshaped by itself."""
+    features = jnp.tanh(x @ w)
+    groups = (features.reshape(4, -1, w.shape[1]) for _ in range(2))
+    return jnp.sum(jnp.sin(jnp.einsum("nbd,nbe->nde", *groups)))
+
+
+def similarities(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """How alike the rows are that some layers make."""
+    for first, second in weights:
+        x = x + jax.nn.silu(x @ first) @ second
+    x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    return jnp.mean(jax.nn.logsumexp(10 * (x @ x.T), axis=-1))
+
+
+def test_operands_may_have_other_shapes_but_not_other_values() -> None:
+    for fn, count in ((similar, 1), (gram, 1), (different, 0)):
+        assert len(list(squares(tracing.trace(fn, W, X)))) == count
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 1), ("h200", 0)])
+def test_a_gpu_adds_the_second_cotangent_where_the_first_is(device: str, times: int) -> None:
+    for fn, expected in ((similar, X.nbytes), (different, 0)):
+        program, _, graph = graph_of(fn, W, X, device=device)
+        without = model_of(program, device, ["squares"]).graph
+        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
+        more = graph.workspace_bytes[product] - without.workspace_bytes[product]
+        assert more == times * expected
+
+
+def test_a_tpu_adds_the_second_cotangent_as_it_writes_it() -> None:
+    """So there are two arrays only if the sum is rounded, for the product that reads it."""
+
+    def similar(w: jax.Array, x: jax.Array, narrow: bool) -> jax.Array:
+        features = x @ w if narrow else jnp.tanh(x @ w)
+        products = jnp.einsum("ab,cb->ac", features, features)
+        return jnp.sum(jnp.sin(products)) + (0 if narrow else jnp.sum(features))
+
+    w, x = jnp.ones((128, 128)), jnp.ones((256, 128))
+    for narrow, expected in ((True, x.nbytes), (False, 0)):
+        fn = functools.partial(similar, narrow=narrow)
+        program, _, graph = graph_of(fn, w, x, device="v5e")
+        without = model_of(program, "v5e", ["squares"]).graph
+        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
+        assert graph.workspace_bytes[product] - without.workspace_bytes[product] == expected
+
+
+def test_only_small_operands_are_multiplied_side_by_side() -> None:
+    rules = Rules(platform="cuda")
+    for rows, merged in ((5504, True), (5632, False)):
+        x = jax.ShapeDtypeStruct((rows, 512), "bfloat16")
+        program = tracing.trace(lambda x: jnp.sum(jnp.sin(x @ x.T)), x)
+        assert bool(apart(program, rules)) is merged
+        assert not apart(program, Rules(platform="cpu"))
+
+
+def test_both_cotangents_are_side_by_side_only_in_the_unchanged_function() -> None:
+    program, found, graph = graph_of(similar, W, X, device="h200")
+    product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
+    (result,) = program.equations[found.roots[product]].outputs
+    every = tuple(range(len(graph)))
+    for schedule, times in (
+        (unchanged(graph), 2),
+        (Schedule(regions=(Region(vertices=every),)), 0),
+    ):
+        size = changed(found, schedule).workspace_bytes[product] - graph.workspace_bytes[product]
+        assert size == times * program.types[result].bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@needs_cuda_plugin
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_similarities_take_what_is_predicted_and_less_than_merged(dtype: str) -> None:
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    weights = [(shape((512, 2048)), shape((2048, 512))) for _ in range(2)]
+    step = InStep(similarities, weights, shape((4096, 512)), device="h200")
+    plan = step.plan()
+    compiled = step.compiled_bytes(plan)
+    assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=0.05)
+    # The cotangents take 64 MiB each in float32, which is too large to merge.
+    merged = step.compiled_bytes(plan, ["squares_apart"])
+    assert (merged > 1.8 * compiled) is (dtype == "bfloat16")
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@needs_cuda_plugin
+def test_nothing_keeps_the_cotangents_from_their_sum() -> None:
+    def interactions(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        first, *others = weights
+        features = jnp.tanh(jnp.einsum("bd,dif->bif", x, first))
+        x = jnp.einsum("bif,bjf->bij", features, features).reshape(len(x), -1)
+        for w in others:
+            x = jnp.sin(x @ w)
+        return jnp.mean(x)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    layers = [shape((a, b)) for a, b in itertools.pairwise([81, 2048, 2048, 2048, 64])]
+    step = InStep(interactions, [shape((64, 9, 512)), *layers], shape((8192, 64)), device="h200")
+    plan = step.plan()
+    assert any(stage.checkpointed for stage in plan.stages)
+    assert plan.predicted.temporary_bytes == pytest.approx(step.compiled_bytes(plan), rel=0.05)
