@@ -331,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ablation", description=__doc__)
     parser.add_argument("--device", default="h200", help="of the plans")
     parser.add_argument("--step", default="adam", choices=sorted(STEPS), help="of the plans")
-    parser.add_argument("--plans", type=Path, required=True, help="what benchmarks.truth wrote")
+    parser.add_argument("--plans", type=Path, required=True, help="rows of truth that hold plans")
     parser.add_argument("--rule", action="append", choices=sorted(RULES), help="all if left out")
     parser.add_argument("--errors", action="store_true", help="choose no plans without the rules")
     parser.add_argument("--compile", action="store_true", help="compile without rewriting rules")
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     platform = get_device(given.device).platform
     rules = given.rule or [name for name, rule in RULES.items() if platform in rule.platforms]
-    plans = JsonLines(given.plans).rows
+    plans = [row for row in JsonLines(given.plans).rows if "stages" in row]
     table = Table(given.device, given.step, plans, given.rows, choosing=not given.errors)
     found = []
     for row in table.rows(rules, compiling=given.compile):

@@ -336,7 +336,7 @@ def _summary_lines(of: dict[str, Any]) -> Iterator[str]:
         if "error" in one:
             said = "does not compile"
         elif one["beaten_by"] is None:
-            said = f"matched by {one['matched_by']}" if one["matched_by"] else "NOT MATCHED"
+            said = f"matched by {one['matched_by']}" if one["matched_by"] else _missed_by(one)
         else:
             said = (
                 f"beaten by {one['beaten_by']}: memory less by "
@@ -350,6 +350,16 @@ def _summary_lines(of: dict[str, Any]) -> Iterator[str]:
             f"one pass; predictions off by {format_share(of['prediction_error_median'])} in the "
             f"median, {format_share(of['prediction_error_worst'])} at worst"
         )
+
+
+def _missed_by(one: dict[str, Any]) -> str:
+    """How much more our best plan within a default's bytes recomputes, in forward passes."""
+    ours, its = one["our_least_flops_share_within_its_bytes"], one["recomputed_flops_share"]
+    if ours is None:
+        return "NOT MATCHED: none of our plans is within its bytes"
+    return (
+        f"NOT MATCHED: in its bytes ours recomputes {format_share(ours)}, not {format_share(its)}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
