@@ -17,7 +17,9 @@ from tests.graphs import scheduled_graphs
 MIB = 2**20
 
 
-def arrays(*lives: tuple[int, int, int], unit: int = 1, seconds: float = 1.0) -> Spans:
+def arrays(
+    *lives: tuple[int, int, int], unit: int = 1, backward: int = 1000, seconds: float = 1.0
+) -> Spans:
     """Spans from (first step, last step, bytes in units), all steps as long as one another."""
     first, last, sizes = np.array(lives, dtype=np.int64).T
     none = np.zeros(0, dtype=np.int64)
@@ -25,7 +27,7 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, seconds: float = 1.0) ->
         first=first,
         last=last,
         bytes=sizes * unit,
-        backward=1000,
+        backward=backward,
         turn=none,
         again=none,
         from_memory=(),
@@ -100,18 +102,31 @@ def test_what_is_small_and_soon_read_stays_in_vector_memory() -> None:
 
 def test_what_waits_shortly_for_its_size_fills_vector_memory() -> None:
     large = 0, 60, 1000
-    # Between the step that writes it and the one that reads it are 16 seconds, or 17.
-    for last, counts in ((27, False), (28, True)):
-        found = beside_vector_memory(arrays(large, (10, last, 48), unit=MIB))
+    # Between the step that writes it and the one that reads it are 6 seconds, or more.
+    for last, counts in ((23, False), (24, True)):
+        found = beside_vector_memory(arrays(large, (10, last, 48), unit=MIB, seconds=0.5))
         assert found == (1000 + 48 * counts) * MIB
     # A third as large may wait a third as long.
-    for last, counts in ((16, False), (17, True)):
-        found = beside_vector_memory(arrays(large, (10, last, 16), unit=MIB))
+    for last, counts in ((15, False), (16, True)):
+        found = beside_vector_memory(arrays(large, (10, last, 16), unit=MIB, seconds=0.5))
         assert found == (1000 + 16 * counts) * MIB
     # Five are read in reverse order. Two find room: those that wait for the shortest time.
     nested = [(10 + number, 40 - number, 48) for number in range(5)]
-    found = arrays(large, *nested, unit=MIB, seconds=0.5)
+    found = arrays(large, *nested, unit=MIB, seconds=0.2)
     assert beside_vector_memory(found) == (1000 + 3 * 48) * MIB
+
+
+def test_the_backward_pass_fills_vector_memory_with_what_it_reads_soonest() -> None:
+    # Five run again, one after the other, and are read in reverse order. Two find room.
+    again = [(10 + number, 40 - number, 48) for number in range(5)]
+    kept = 0, 50, 1000
+    for backward, staying in ((10, 2), (11, 2), (14, 1)):
+        # Those of the forward pass wait for too long.
+        found = arrays(kept, *again, unit=MIB, backward=backward)
+        assert beside_vector_memory(found) == (1000 + (5 - staying) * 48) * MIB
+    # One that is too large does not stay.
+    found = arrays(kept, (10, 30, 49), unit=MIB, backward=10)
+    assert beside_vector_memory(found) == 1049 * MIB
 
 
 @hypothesis.given(
