@@ -42,7 +42,6 @@ class Spans:
       again: the vertices that run again, each as often as it does, in no order.
       from_memory: what the regions at each depth read that they do not run again themselves; see
         ``read_from_memory``.
-      seconds: how long each step takes; a backward step twice as long as the forward step.
     """
 
     first: np.ndarray
@@ -52,7 +51,6 @@ class Spans:
     turn: np.ndarray
     again: np.ndarray
     from_memory: Sequence[np.ndarray]
-    seconds: np.ndarray
 
     @property
     def peak_bytes(self) -> int:
@@ -204,19 +202,7 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
         turn=turn,
         again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
         from_memory=_from_memory(count, levels, demanded),
-        seconds=_seconds(arrays.seconds, times, levels),
     )
-
-
-def _seconds(of_vertices: np.ndarray, times: _Times, levels: Sequence[_Level]) -> np.ndarray:
-    """How long each step takes, by what its vertex takes."""
-    count = len(of_vertices)
-    steps, found = [times.forward, times.step[:count]], [of_vertices, 2 * of_vertices]
-    for depth, level in enumerate(levels):
-        again = np.flatnonzero(level.again)
-        steps.append(times.step[(depth + 1) * count + again])
-        found.append(of_vertices[again])
-    return np.bincount(np.concatenate(steps), np.concatenate(found))
 
 
 def _copies(

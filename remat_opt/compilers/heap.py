@@ -9,18 +9,13 @@ the arrays of compiled programs, this yields their heaps, to 0.1 MiB, once the s
 added (``copies``): 9,800 MiB with 9,065 alive for an unchanged GPT, 2,776 with 2,730 for one of its
 plans, 3,956 with 3,854 for a plan of ViT-B/16.
 
-Arrays that are soon read never get there: they stay in vector memory, 128 MiB on a v5e, of which
-112 are for arrays. In compiled programs, most of up to 48 MiB did if they were short-lived. In the
+Small arrays that are soon read never get there: they stay in vector memory, 128 MiB on a v5e. In
+compiled programs, arrays of up to 48 MiB did if they were short-lived; none of 64 did. In the
 backward pass, when a checkpoint's part has run again and its gradients are about to be taken, that
 memory is full: of the last twelve values of a part of ResNet-152, 24.5 MiB each, seven were on the
-heap. So what is written from there on stays as far as there is room, starting with what waits for
-the shortest time. What the forward pass writes stays likewise, if it waits for at most some
-multiple of the time in which it could be copied: in a program of small arrays most of what waits
-when the forward pass ends, and where products take longer, hardly anything. (Own programs that need
-less than 300 MiB were predicted 49 % too large in the median when that stayed on the heap, and so
-did all of more than an eighth of what is alive. Now they are 36 % off. With 16 times instead of 6
-they would be 26 % off, but a plan of attention would be chosen then that has a hole as large as the
-scores, which nobody can predict: 386 MiB instead of 282.)
+heap. So what is written from there on stays as far as there is room, starting with those during
+whose life the fewest bytes are written. Of what the forward pass writes last, less stays than would
+fit.
 
 Arrays of up to 16 MiB that do not stay are also written there, and copied to the heap by the time
 the next step runs, when everything last read by the step that made them is gone. (In a GPT this is
@@ -51,12 +46,10 @@ import numpy as np
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.spans import Spans
 
-#: Arrays of at most this many bytes can stay in vector memory, and do if they live for at most this
-#: many steps.
-_VECTOR_BYTES, _VECTOR_STEPS = 48 * 2**20, 4
-#: Others of the forward pass can if they wait for at most this multiple of the time that it takes
-#: to copy them.
-_VECTOR_COPIES = 6
+#: Arrays of at most this many bytes, and at most this share of what is alive at once, can stay in
+#: vector memory, and do if they live for at most this many steps. In an iteration of a loop, most
+#: of what is alive is stacks beside it, and the share does not count.
+_VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 8, 4
 #: Those of at most this many bytes that do not stay are copied from there.
 _COPIED_BYTES = 16 * 2**20
 #: Arrays smaller than this share of what is alive at once are not placed individually.
@@ -77,17 +70,17 @@ def vector_memory_bytes(compiler: Compiler) -> int:
     return 112 * 2**20 if compiler.has("vector_memory") else 0
 
 
-def laid_out_bytes(arrays: Spans, compiler: Compiler) -> int:
+def laid_out_bytes(arrays: Spans, compiler: Compiler, *, among_others: bool = False) -> int:
     """The size of the heap on which a compiler lays the arrays out.
 
     Args:
       arrays: their lives.
       compiler: which one it is.
+      among_others: whether much else is alive beside them, as in an iteration of a loop.
     """
     arrays = _without_negative(arrays)
     if compiler.has("heap_in_order"):
-        bandwidth = compiler.device.memory_bandwidth
-        return heap_bytes(arrays, vector_memory_bytes(compiler), bandwidth)
+        return heap_bytes(arrays, vector_memory_bytes(compiler), among_others=among_others)
     if compiler.has("heap_by_size"):
         return decreasing_size_heap_bytes(arrays)
     return arrays.peak_bytes
@@ -140,17 +133,17 @@ def _without_negative(arrays: Spans) -> Spans:
     return dataclasses.replace(arrays, last=last, bytes=sizes)
 
 
-def heap_bytes(arrays: Spans, vector_bytes: int, bandwidth: float) -> int:
+def heap_bytes(arrays: Spans, vector_bytes: int, *, among_others: bool = False) -> int:
     """The size of the heap that holds those of the arrays that do not stay in vector memory.
 
     Args:
       arrays: their lives.
-      vector_bytes: how much vector memory there is for arrays that stay longer than a few steps.
-      bandwidth: of the memory that the heap is in, in bytes per second.
+      vector_bytes: how much vector memory there is for arrays of the backward pass.
+      among_others: see ``laid_out_bytes``.
     """
     on_heap = np.full(len(arrays.bytes), True)
     if vector_bytes:
-        on_heap = ~_staying(arrays, vector_bytes, bandwidth)
+        on_heap = ~_staying(arrays, vector_bytes, among_others)
     least = _chosen(arrays, on_heap).peak_bytes
     arrays = _chosen(_copied_there(arrays), on_heap)
     small = arrays.bytes < least * _SMALL_SHARE
@@ -194,19 +187,19 @@ def _filled_bytes(placed: Spans, beside: np.ndarray) -> int:
     return int((filled + beside).max(initial=0))
 
 
-def _staying(arrays: Spans, vector_bytes: int, bandwidth: float) -> np.ndarray:
-    """Which arrays stay in vector memory, those first that are there for the shortest time."""
-    fits = arrays.bytes <= _VECTOR_BYTES
+def _staying(arrays: Spans, vector_bytes: int, among_others: bool) -> np.ndarray:
+    """Which arrays stay in vector memory."""
+    least = arrays.peak_bytes
+    largest = _VECTOR_BYTES if among_others else min(_VECTOR_BYTES, least * _VECTOR_SHARE)
+    fits = arrays.bytes <= largest
     stays: np.ndarray = fits & (arrays.last - arrays.first <= _VECTOR_STEPS)
-    # Between the step that writes it and the one that reads it last.
-    passed = np.concatenate([[0.0], np.cumsum(arrays.seconds)])
-    waits = passed[arrays.last] - passed[np.minimum(arrays.first + 1, arrays.last)]
-    short = waits * bandwidth <= arrays.bytes * _VECTOR_COPIES
-    matters = arrays.bytes >= arrays.peak_bytes * _SMALL_SHARE
-    can = fits & matters & ~stays & (short | (arrays.first >= arrays.backward))
-    chosen = np.flatnonzero(can)
-    free = np.full(int(arrays.last.max(initial=-1)) + 1, vector_bytes)
-    for number in chosen[np.argsort(waits[chosen], kind="stable")]:
+    matters = arrays.bytes >= least * _SMALL_SHARE
+    late = np.flatnonzero(fits & matters & (arrays.first >= arrays.backward))
+    steps = int(arrays.last.max(initial=-1)) + 1
+    written = np.cumsum(np.bincount(arrays.first, arrays.bytes, steps))
+    between = written[arrays.last[late]] - written[arrays.first[late]]
+    free = np.full(steps, vector_bytes)
+    for number in late[np.argsort(between, kind="stable")]:
         life = slice(arrays.first[number], arrays.last[number] + 1)
         if free[life].min() >= arrays.bytes[number]:
             free[life] -= arrays.bytes[number]

@@ -47,6 +47,7 @@ class Model:
       converted: weights that are converted before their turn (``scheduling.early``), and what the
         unchanged function starts with (``scheduling.started``).
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
+      is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
 
     compiler: Compiler
@@ -63,6 +64,7 @@ class Model:
     early: tuple[int, ...] = ()
     converted: tuple[tuple[int, int, int], ...] = ()
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    is_iteration: bool = False
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph as it is under a schedule."""
@@ -74,7 +76,7 @@ class Model:
     def in_loop(self) -> Model:
         """The same for the body of an opened loop."""
         effects = tuple(effect.in_loop() for effect in self.effects)
-        return dataclasses.replace(self, effects=effects)
+        return dataclasses.replace(self, effects=effects, is_iteration=True)
 
     def held_bytes(self, schedule: Schedule) -> int:
         """Bytes that are held throughout, besides what is alive."""
@@ -100,7 +102,7 @@ class Model:
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:
         """Those of arrays with these lives under a schedule."""
-        heap_bytes = laid_out_bytes(lives, self.compiler)
+        heap_bytes = laid_out_bytes(lives, self.compiler, among_others=self.is_iteration)
         return heap_bytes + self.held_bytes(schedule)
 
     def under(self, schedule: Schedule) -> tuple[Model, Schedule]:

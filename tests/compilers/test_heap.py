@@ -17,10 +17,8 @@ from tests.graphs import scheduled_graphs
 MIB = 2**20
 
 
-def arrays(
-    *lives: tuple[int, int, int], unit: int = 1, backward: int = 1000, seconds: float = 1.0
-) -> Spans:
-    """Spans from (first step, last step, bytes in units), all steps as long as one another."""
+def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) -> Spans:
+    """Spans from (first step, last step, bytes in units)."""
     first, last, sizes = np.array(lives, dtype=np.int64).T
     none = np.zeros(0, dtype=np.int64)
     return Spans(
@@ -31,18 +29,11 @@ def arrays(
         turn=none,
         again=none,
         from_memory=(),
-        seconds=np.full(last.max() + 1, seconds),
     )
 
 
 def heap_bytes(lives: Spans) -> int:
-    """Without vector memory."""
-    return heap.heap_bytes(lives, vector_bytes=0, bandwidth=1.0)
-
-
-def beside_vector_memory(lives: Spans) -> int:
-    """With vector memory to which 48 MiB are copied in a second."""
-    return heap.heap_bytes(lives, vector_bytes=112 * MIB, bandwidth=48 * MIB)
+    return heap.heap_bytes(lives, vector_bytes=112 * MIB)
 
 
 def test_arrays_that_never_meet_share_their_place() -> None:
@@ -94,39 +85,22 @@ def test_many_small_arrays_count_by_what_is_alive() -> None:
 def test_what_is_small_and_soon_read_stays_in_vector_memory() -> None:
     large = 0, 60, 2000 * MIB
     for last, mebibytes, counts in ((5, 48, False), (6, 48, True), (5, 49, True)):
-        found = beside_vector_memory(arrays(large, (1, last, mebibytes * MIB), seconds=9.0))
+        found = heap_bytes(arrays(large, (1, last, mebibytes * MIB)))
         assert found == (2000 + mebibytes * counts) * MIB
-    # However much of the program it is.
-    assert beside_vector_memory(arrays((0, 9, 64), (1, 3, 32), unit=MIB)) == 64 * MIB
-
-
-def test_what_waits_shortly_for_its_size_fills_vector_memory() -> None:
-    large = 0, 60, 1000
-    # Between the step that writes it and the one that reads it are 6 seconds, or more.
-    for last, counts in ((23, False), (24, True)):
-        found = beside_vector_memory(arrays(large, (10, last, 48), unit=MIB, seconds=0.5))
-        assert found == (1000 + 48 * counts) * MIB
-    # A third as large may wait a third as long.
-    for last, counts in ((15, False), (16, True)):
-        found = beside_vector_memory(arrays(large, (10, last, 16), unit=MIB, seconds=0.5))
-        assert found == (1000 + 16 * counts) * MIB
-    # Five are read in reverse order. Two find room: those that wait for the shortest time.
-    nested = [(10 + number, 40 - number, 48) for number in range(5)]
-    found = arrays(large, *nested, unit=MIB, seconds=0.2)
-    assert beside_vector_memory(found) == (1000 + 3 * 48) * MIB
+    # But not if that would be much of the program.
+    assert heap_bytes(arrays((0, 60, 300 * MIB), (1, 5, 48 * MIB))) == 348 * MIB
 
 
 def test_the_backward_pass_fills_vector_memory_with_what_it_reads_soonest() -> None:
     # Five run again, one after the other, and are read in reverse order. Two find room.
     again = [(10 + number, 40 - number, 48) for number in range(5)]
     kept = 0, 50, 1000
-    for backward, staying in ((10, 2), (11, 2), (14, 1)):
-        # Those of the forward pass wait for too long.
-        found = arrays(kept, *again, unit=MIB, backward=backward)
-        assert beside_vector_memory(found) == (1000 + (5 - staying) * 48) * MIB
-    # One that is too large does not stay.
-    found = arrays(kept, (10, 30, 49), unit=MIB, backward=10)
-    assert beside_vector_memory(found) == 1049 * MIB
+    assert heap_bytes(arrays(kept, *again, unit=MIB, backward=10)) == (1000 + 3 * 48) * MIB
+    # One of the forward pass does not stay: the first of them.
+    assert heap_bytes(arrays(kept, *again, unit=MIB, backward=11)) == (1000 + 3 * 48) * MIB
+    assert heap_bytes(arrays(kept, *again, unit=MIB, backward=14)) == (1000 + 4 * 48) * MIB
+    # Nor does one that is too large.
+    assert heap_bytes(arrays(kept, (10, 30, 49), unit=MIB, backward=10)) == 1049 * MIB
 
 
 @hypothesis.given(
@@ -183,3 +157,10 @@ def test_arrays_lie_in_the_smallest_result_that_is_written_after_them() -> None:
     assert heap.outside_results(arrays((0, 3, 4)), [(3, 4)]).bytes.tolist() == [4]
     assert heap.outside_results(arrays((0, 3, 4)), [(4, 3)]).bytes.tolist() == [4]
     assert heap.outside_results(arrays((0, 3, 4)), []).bytes.tolist() == [4]
+
+
+def test_in_an_iteration_large_arrays_stay_in_vector_memory_too() -> None:
+    # The 32 is short-lived, but more than an eighth of what is alive here.
+    found = arrays((0, 9, 64), (1, 3, 32), unit=MIB)
+    assert heap_bytes(found) == 96 * MIB
+    assert heap.heap_bytes(found, vector_bytes=112 * MIB, among_others=True) == 64 * MIB

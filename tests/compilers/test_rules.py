@@ -496,14 +496,9 @@ def halves(count: int) -> Schedule:
 
 
 def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
-    """What the program that shows a rule is expected to take on a device.
-
-    Without vector memory, in which most of these programs fit, unless the rule is about layout.
-    """
+    """What the program that shows a rule is expected to take on a device."""
     program, linearization = traced(rule), linearized(rule)
-    without = {*off} if RULES[rule].kind == "heap" else {*off, "vector_memory"}
-    told = get_device(device).told(RULES[rule].told)
-    compiler = Compiler(device=told, off=frozenset(without))
+    compiler = Compiler(device=get_device(device).told(RULES[rule].told), off=frozenset(off))
     found = model(program, linearization, compiler)
     in_step = model(program, linearization, compiler, gradients=Gradients.CONSUMED)
     schedules = plain(found.graph), halves(len(found.graph))
