@@ -32,9 +32,9 @@ def squares(program: Program) -> Iterator[tuple[int, int]]:
     """Products of matrices of a value with itself, perhaps transposed, each with the value."""
     maker = program.makers()
     for index, equation in enumerate(program.equations):
-        if equation.operation.primitive == "dot_general":
-            left, right = (unaliased(program, maker, atom) for atom in equation.inputs)
-            if isinstance(left, int) and left == right:
+        if equation.operation.primitive == "dot_general" and len(equation.value_inputs) == 2:
+            left, right = (unaliased(program, maker, value) for value in equation.value_inputs)
+            if left == right:
                 yield index, left
 
 

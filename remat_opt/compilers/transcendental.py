@@ -34,7 +34,7 @@ from remat_opt.compilers.effects import Effect, Figures, kept_by_name
 from remat_opt.compilers.operands import as_operand
 from remat_opt.device import Platform
 from remat_opt.operation import PRODUCTS, Operation
-from remat_opt.program.dataflow import ALIASES, Dataflow
+from remat_opt.program.dataflow import ALIASES, Dataflow, unaliased
 from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule
 
@@ -113,9 +113,8 @@ def twice(program: Program, rules: Rules, *, in_loop: bool = False) -> dict[int,
     for equation in program.equations:
         if equation.operation.primitive != "dot_general":
             continue
-        for value in equation.value_inputs:
-            while value in maker and program.equations[maker[value]].operation.primitive in ALIASES:
-                (value,) = program.equations[maker[value]].value_inputs
+        for read in equation.value_inputs:
+            value = unaliased(program, maker, read)
             group = _elementwise(program, maker, readers, value)
             if (
                 any(program.equations[i].operation.primitive in primitives for i in group)

@@ -73,9 +73,9 @@ def _alike(program: Program) -> dict[tuple[int, int], list[int]]:
     found: dict[tuple[int, int], list[int]] = {}
     for index, weight in places.items():
         equation, place = program.equations[index], 1 - weight
-        read = unaliased(program, maker, equation.inputs[place])
+        read = equation.inputs[place]
         if isinstance(read, int) and equation.operation.primitive == "dot_general":
-            found.setdefault((read, place), []).append(index)
+            found.setdefault((unaliased(program, maker, read), place), []).append(index)
     return found
 
 

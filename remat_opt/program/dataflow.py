@@ -6,26 +6,26 @@ from collections import Counter
 from collections.abc import Mapping
 
 from remat_opt import costs
-from remat_opt.program.record import Atom, Equation, Linearization, Program
+from remat_opt.program.record import Equation, Linearization, Program
 
 #: Equations whose result shares its operand's bytes and needs no kernel.
 ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "name", "copy"})
 
 
-def unaliased(program: Program, maker: Mapping[int, int], atom: Atom) -> Atom:
+def unaliased(program: Program, maker: Mapping[int, int], value: int) -> int:
     """What a value is another name for, perhaps itself.
 
     Args:
       program: the program.
       maker: for each of its values, the equation that makes it.
-      atom: one of them, or a literal.
+      value: one of them.
     """
-    while isinstance(atom, int) and atom in maker:
-        made = program.equations[maker[atom]]
-        if made.operation.primitive not in ALIASES:
+    while value in maker:
+        made = program.equations[maker[value]]
+        if made.operation.primitive not in ALIASES or len(made.value_inputs) != 1:
             break
-        (atom,) = made.value_inputs
-    return atom
+        (value,) = made.value_inputs
+    return value
 
 
 class Dataflow:
