@@ -10,7 +10,8 @@ Method. The body is a program of its own, and gets its own model. An iteration u
 that keeps some values by name has three figures: bytes kept, recomputation, and the workspace of
 one iteration. The kept sets are those of the minimum cut, which are best for every exchange rate
 between the first two, and those of ``jax.checkpoint``'s own policies; where the workspace is
-large, the body runs again as a chain that the default solver found. From these come the ways to
+large, the body runs again as a chain that the default solver found, and keeps nothing or what
+passes between the chain's regions. From these come the ways to
 open a loop: all iterations alike, and parts with chunks in chunks (``solvers.loop_nests``). What
 keeps more comes last, since it is free again first. The ways that no other beats in memory and
 recomputation are left.
@@ -58,8 +59,8 @@ from remat_opt.solvers.loop_nests import Chain, Piece, Way
 _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
 _MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
-#: How many ways to run an iteration one loop mixes.
-_MOST_MIXED = 10
+#: How many ways to run an iteration one loop mixes, for each way to measure their memory.
+_MOST_MIXED = 12
 #: Choices for several loops together; for how many of them the rest is planned, and how many of
 #: its schedules are judged with all.
 _MOST_CHOICES, _MOST_SEARCHES, _MOST_SCHEDULES = 64, 4, 48
@@ -396,15 +397,26 @@ def _drafts(
     """Parts, in order of execution, with the iterations that they speak of."""
     for number in range(len(iterations)):
         yield iterations, (Piece(length=shape.length, way=number),)
-    # What is best at some exchange rate, by what it keeps, and what takes the least.
-    points: dict[tuple[int, float], _Iteration] = {}
-    for one in iterations:
-        points.setdefault((one.kept_bytes, _cost(one, measure)), one)
-    hull = [points[point] for point in _hull(list(points))]
-    smallest = sorted(iterations, key=lambda one: one.workspace_bytes + one.kept_bytes)
-    used = list(dict.fromkeys([*thinned(hull, _MOST_MIXED - 2), *smallest[:2]]))
+    used = _mixed(shape, iterations, measure)
     for pieces in loop_nests.nests(shape.chain(used, measure)):
         yield used, pieces
+
+
+def _mixed(shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead) -> list[_Iteration]:
+    """Those that parts are made of: best at some exchange rate between memory and recomputation.
+
+    In a part of many iterations memory is what each keeps; in one of few, a share of the workspace
+    as well.
+    """
+    found: dict[_Iteration, None] = {}
+    for share in (0.0, 1 / shape.length, 1.0):
+        points: dict[tuple[int, float], _Iteration] = {}
+        for one in sorted(iterations, key=lambda one: one.workspace_bytes):
+            size = one.kept_bytes + math.ceil(share * one.workspace_bytes)
+            points.setdefault((size, _cost(one, measure)), one)
+        hull = [points[point] for point in _hull(list(points))]
+        found |= dict.fromkeys(thinned(hull, _MOST_MIXED))
+    return list(found)
 
 
 def _opening(
@@ -589,7 +601,23 @@ def _schedules(
             if len(one.schedule.regions) > 1
         ]
         for chain in thinned(chains, _MOST_INSIDE):
-            yield Schedule(regions=(Region(vertices=everything, inside=chain),))
+            for kept in dict.fromkeys(_kept_of(graph, chain)):
+                region = Region(vertices=everything, kept=kept, inside=chain)
+                yield Schedule(regions=(region,))
+
+
+def _kept_of(graph: Graph, chain: Sequence[Region]) -> Iterator[tuple[int, ...]]:
+    """What an iteration may keep by name that runs again as a chain.
+
+    Nothing; what some regions hand on to those behind them, so that they run again only in their
+    own turn; or all that any region reads.
+    """
+    yield ()
+    for first in range(1, len(chain)):
+        later = chain[first:]
+        own = {vertex for region in later for vertex in region.vertices}
+        yield tuple(sorted(demand(graph, Schedule(regions=tuple(later))).stored - own))
+    yield tuple(sorted(demand(graph, Schedule(regions=tuple(chain))).stored))
 
 
 def _iteration(expected: Model, schedule: Schedule, read: Read) -> _Iteration:

@@ -14,6 +14,7 @@ import remat_opt
 from remat_opt.checksum import checksum_of
 from remat_opt.errors import BudgetError, PlanFileError
 from remat_opt.plan import FORMAT, Plan
+from remat_opt.program.flop_count import forward_flops, gradient_flops
 from remat_opt.schedule import Loop
 from tests.programs import array
 
@@ -47,6 +48,18 @@ def recurrent(w: Any, x: jax.Array) -> jax.Array:
     (h, _), sums = lax.scan(step, (x, 0), x[:LENGTH])
     h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w[0]) @ w[1] + h, None), h, w, reverse=True)
     return jnp.mean(jnp.sin(h) ** 2) + jnp.mean(sums)
+
+
+def attention(w: Any, x: jax.Array) -> jax.Array:
+    """Layers whose scores are large beside what passes between them."""
+
+    def layer(h: jax.Array, w: Any) -> Any:
+        up, down = w
+        q, k, v = (h @ up[:, n * WIDTH : (n + 1) * WIDTH] for n in range(3))
+        h = (h + jax.nn.softmax(q @ k.T / WIDTH) @ v) / 2
+        return h + jnp.tanh(h @ up) @ down, None
+
+    return jnp.mean(lax.scan(layer, x, w)[0] ** 2)
 
 
 def agree(found: Any, expected: Any) -> None:
@@ -101,6 +114,24 @@ def test_what_policies_in_the_body_do_is_matched() -> None:
             and row["recomputed_flops_share"] <= again * LENGTH * 2 * product / forward + 0.02
             for row in front
         )
+
+
+def test_iterations_keep_what_passes_between_the_regions_in_them() -> None:
+    """Scores and hidden units are then never there together, and nothing runs again twice."""
+
+    plan = make_plan(attention, budget=0.12, overhead="flops")
+    (loop,) = plan.loops
+    assert isinstance(loop, Loop)
+    assert any(
+        part.kept and sum(stage.checkpointed for stage in part.stages) > 1 for part in loop.parts
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+    written = remat_opt.apply_plan(plan, attention)
+    again = gradient_flops(written, W, X) - gradient_flops(attention, W, X)
+    forward = forward_flops(attention, W, X)
+    assert again == pytest.approx(plan.predicted.recomputed_flops, abs=0.02 * forward)
+    assert again < forward
+    agree(jax.jit(jax.value_and_grad(written))(W, X), jax.jit(jax.value_and_grad(attention))(W, X))
 
 
 @pytest.mark.slow
