@@ -59,6 +59,8 @@ from remat_opt.solvers.loop_nests import Chain, Piece, Way
 _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
 _MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
+#: In how many places of a way to run again it is looked at to keep what passes there.
+_MOST_PLACES = 4
 #: How many ways to run an iteration one loop mixes, for each way to measure their memory.
 _MOST_MIXED = 12
 #: Choices for several loops together; for how many of them the rest is planned, and how many of
@@ -613,7 +615,7 @@ def _kept_of(graph: Graph, chain: Sequence[Region]) -> Iterator[tuple[int, ...]]
     own turn; or all that any region reads.
     """
     yield ()
-    for first in range(1, len(chain)):
+    for first in thinned(range(1, len(chain)), _MOST_PLACES):
         later = chain[first:]
         own = {vertex for region in later for vertex in region.vertices}
         yield tuple(sorted(demand(graph, Schedule(regions=tuple(later))).stored - own))

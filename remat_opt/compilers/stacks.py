@@ -147,9 +147,10 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
 
     # An iteration alone has no stacks: what is kept waits as arrays.
     kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)
+    whole_bytes = laid_out_bytes(whole)
     return Beside(
-        whole_bytes=laid_out_bytes(whole),
-        part_bytes=laid_out_bytes(in_part),
+        whole_bytes=whole_bytes,
+        part_bytes=whole_bytes if at_once == whole.inputs else laid_out_bytes(in_part),
         alone_bytes=max(0, laid_out_bytes(alone) - kept_bytes),
     )
 
