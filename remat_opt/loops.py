@@ -9,12 +9,11 @@ often as the loop is long. Beside that may be decided how many iterations share 
 Method. The body is a program of its own, and gets its own model. An iteration under one checkpoint
 that keeps some values by name has three figures: bytes kept, recomputation, and the workspace of
 one iteration. The kept sets are those of the minimum cut, which are best for every exchange rate
-between the first two, and those of ``jax.checkpoint``'s own policies; where the workspace is
-large, the body runs again as a chain that the default solver found, and keeps nothing or what
-passes between the chain's regions. From these come the ways to
-open a loop: all iterations alike, and parts with chunks in chunks (``solvers.loop_nests``). What
-keeps more comes last, since it is free again first. The ways that no other beats in memory and
-recomputation are left.
+between the first two, and those of ``jax.checkpoint``'s own policies; where the workspace is large,
+the body runs again as a chain that the default solver found, and keeps nothing or what passes
+between the chain's regions. From these come the ways to open a loop: all iterations alike, and
+parts with chunks in chunks (``solvers.loop_nests``). What keeps more comes last, since it is free
+again first. The ways that no other beats in memory and recomputation are left.
 
 To the rest of the program a loop is a vertex, whose figures depend on the way it is opened. Several
 loops are opened at common exchange rates. The default solver plans the rest for a few of these
