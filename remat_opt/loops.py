@@ -410,9 +410,10 @@ def _mixed(shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead) -
     as well.
     """
     found: dict[_Iteration, None] = {}
+    by_workspace = sorted(iterations, key=lambda one: one.workspace_bytes)
     for share in (0.0, 1 / shape.length, 1.0):
         points: dict[tuple[int, float], _Iteration] = {}
-        for one in sorted(iterations, key=lambda one: one.workspace_bytes):
+        for one in by_workspace:
             size = one.kept_bytes + math.ceil(share * one.workspace_bytes)
             points.setdefault((size, _cost(one, measure)), one)
         hull = [points[point] for point in _hull(list(points))]
