@@ -58,7 +58,7 @@ from remat_opt.solvers.loop_nests import Chain, Piece, Way
 _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
 _MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
-#: In how many places of a way to run again it is looked at to keep what passes there.
+#: After how many of the regions in which an iteration runs again what they hand on may be kept.
 _MOST_PLACES = 4
 #: How many ways to run an iteration one loop mixes, for each way to measure their memory.
 _MOST_MIXED = 12
@@ -608,7 +608,7 @@ def _schedules(
                 yield Schedule(regions=(region,))
 
 
-def _kept_of(graph: Graph, chain: Sequence[Region]) -> Iterator[tuple[int, ...]]:
+def _kept_of(graph: Graph, chain: tuple[Region, ...]) -> Iterator[tuple[int, ...]]:
     """What an iteration may keep by name that runs again as a chain.
 
     Nothing; what some regions hand on to those behind them, so that they run again only in their
@@ -618,8 +618,8 @@ def _kept_of(graph: Graph, chain: Sequence[Region]) -> Iterator[tuple[int, ...]]
     for first in thinned(range(1, len(chain)), _MOST_PLACES):
         later = chain[first:]
         own = {vertex for region in later for vertex in region.vertices}
-        yield tuple(sorted(demand(graph, Schedule(regions=tuple(later))).stored - own))
-    yield tuple(sorted(demand(graph, Schedule(regions=tuple(chain))).stored))
+        yield tuple(sorted(demand(graph, Schedule(regions=later)).stored - own))
+    yield tuple(sorted(demand(graph, Schedule(regions=chain)).stored))
 
 
 def _iteration(expected: Model, schedule: Schedule, read: Read) -> _Iteration:
