@@ -6,6 +6,7 @@ are numbered in an order of execution, so every edge leads from a lower to a hig
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import numbers
@@ -16,6 +17,17 @@ from remat_opt.errors import GraphError
 
 if TYPE_CHECKING:
     import networkx
+
+#: The fields that hold figures.
+_FIGURES = (
+    "bytes",
+    "seconds",
+    "flops",
+    "cotangent_bytes",
+    "internal_bytes",
+    "workspace_bytes",
+    "forward_workspace_bytes",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +93,24 @@ class Graph:
         return self.in_place[vertex] and any(
             0 < self.cotangent_bytes[read] <= size for read in self.predecessors[vertex]
         )
+
+    def with_bytes(self, **changed: tuple[int, ...]) -> Graph:
+        """The graph with other figures in some of the fields that hold bytes.
+
+        Only these are checked: edges and names, which take longest, are the same.
+
+        Raises:
+          GraphError: a negative or non-finite number, or workspace where there may be none.
+        """
+        found = copy.copy(self)
+        for field, entries in changed.items():
+            object.__setattr__(found, field, entries)
+            if len(entries) != len(self):
+                raise GraphError(f"{field} has {len(entries)} entries for {len(self)} vertices.")
+            _check_figures(found, field)
+        if "forward_workspace_bytes" in changed:
+            _check_forward_workspaces(found)
+        return found
 
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """For each vertex, those that read it, ascending."""
@@ -252,24 +282,9 @@ def _validate(graph: Graph) -> None:
     if len(set(graph.names)) != count:
         doubled = next(name for name in graph.names if graph.names.count(name) > 1)
         raise GraphError(f"Two vertices are called {doubled!r}; names must be unique.")
-    figures = (
-        "bytes seconds flops cotangent_bytes internal_bytes workspace_bytes forward_workspace_bytes"
-    )
-    for field in figures.split():
-        for vertex, number in enumerate(per_vertex[field]):
-            real = isinstance(number, numbers.Real)
-            signed = field == "workspace_bytes"
-            if not (real and math.isfinite(number) and (signed or number >= 0)):
-                raise GraphError(
-                    f"Vertex {graph.names[vertex]!r} has {field} = {number!r}; it must be a "
-                    "finite number, 0 or more."
-                )
-    for vertex, size in enumerate(graph.forward_workspace_bytes):
-        if size and not graph.pinned[vertex]:
-            raise GraphError(
-                f"Vertex {graph.names[vertex]!r} has forward_workspace_bytes = {size!r} and is not "
-                "pinned: only what runs exactly once may take memory just while it runs forward."
-            )
+    for field in _FIGURES:
+        _check_figures(graph, field)
+    _check_forward_workspaces(graph)
     for vertex, predecessors in enumerate(graph.predecessors):
         for predecessor in predecessors:
             if not 0 <= predecessor < vertex:
@@ -292,4 +307,26 @@ def _validate(graph: Graph) -> None:
             raise GraphError(
                 f"What the backward step of {graph.names[vertex]!r} reads is not given ascending "
                 "and distinct."
+            )
+
+
+def _check_figures(graph: Graph, field: str) -> None:
+    signed = field == "workspace_bytes"
+    entries: Sequence[Any] = getattr(graph, field)
+    for vertex, number in enumerate(entries):
+        # Asking for the type first is quicker: almost all are plain numbers.
+        real = type(number) in (int, float) or isinstance(number, numbers.Real)
+        if not (real and math.isfinite(number) and (signed or number >= 0)):
+            raise GraphError(
+                f"Vertex {graph.names[vertex]!r} has {field} = {number!r}; it must be a "
+                "finite number, 0 or more."
+            )
+
+
+def _check_forward_workspaces(graph: Graph) -> None:
+    for vertex, size in enumerate(graph.forward_workspace_bytes):
+        if size and not graph.pinned[vertex]:
+            raise GraphError(
+                f"Vertex {graph.names[vertex]!r} has forward_workspace_bytes = {size!r} and is not "
+                "pinned: only what runs exactly once may take memory just while it runs forward."
             )

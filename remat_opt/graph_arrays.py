@@ -67,6 +67,15 @@ def arrays_of(graph: Graph) -> GraphArrays:
 
 
 def _arrays(graph: Graph) -> GraphArrays:
+    # Most graphs are a known one with other figures, and the same edges.
+    alike = (
+        arrays
+        for known, arrays in _known.values()
+        if known.predecessors is graph.predecessors and known.needs is graph.needs
+    )
+    same = next(alike, None)
+    forward = same.forward if same else _reads(graph.predecessors)
+    backward = same.backward if same else _reads(graph.needs)
     cotangent_bytes = np.asarray(graph.cotangent_bytes, dtype=np.int64)
     workspace_bytes = np.asarray(graph.workspace_bytes, dtype=np.int64)
     return GraphArrays(
@@ -76,10 +85,19 @@ def _arrays(graph: Graph) -> GraphArrays:
         internal_bytes=np.asarray(graph.internal_bytes, dtype=np.int64),
         forward_workspace_bytes=np.asarray(graph.forward_workspace_bytes, dtype=np.int64),
         workspace_bytes=workspace_bytes * (cotangent_bytes > 0),
-        forward=_reads(graph.predecessors),
-        backward=_reads(graph.needs),
-        turns_in_place=np.array([graph.turns_in_place(v) for v in range(len(graph))], dtype=bool),
+        forward=forward,
+        backward=backward,
+        turns_in_place=_turns_in_place(graph, cotangent_bytes, forward),
     )
+
+
+def _turns_in_place(graph: Graph, cotangent_bytes: np.ndarray, forward: Reads) -> np.ndarray:
+    """``Graph.turns_in_place`` of all vertices."""
+    read, reader = cotangent_bytes[forward.read], cotangent_bytes[forward.reader]
+    fits = np.zeros(len(graph), dtype=bool)
+    fits[forward.reader[(read > 0) & (read <= reader)]] = True
+    fits &= np.asarray(graph.in_place, dtype=bool)
+    return fits
 
 
 def _reads(lists: Sequence[Sequence[int]]) -> Reads:

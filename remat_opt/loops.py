@@ -582,7 +582,7 @@ def _with_outputs(body: Program, expected: Model) -> Graph:
         )
         for root, size in zip(expected.roots, graph.bytes, strict=True)
     ]
-    return dataclasses.replace(graph, bytes=tuple(sizes))
+    return graph.with_bytes(bytes=tuple(sizes))
 
 
 def _schedules(

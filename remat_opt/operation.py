@@ -7,6 +7,7 @@ Nothing here imports jax. ``tracing`` turns each jaxpr equation into an Operatio
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ _KEY_WORDS = {"fry": 2, "rbg": 4, "urbg": 4}
 _USUAL_KEY_WORDS = 2
 
 
+@functools.lru_cache(maxsize=256)
 def _element_bits(dtype: str) -> int:
     """Bits one element of ``dtype`` takes.
 

@@ -47,6 +47,26 @@ def test_length_counts_vertices() -> None:
     assert len(DIAMOND) == 4
 
 
+def test_with_bytes_changes_these_figures_and_nothing_else() -> None:
+    changed = DIAMOND.with_bytes(bytes=(5, 6, 7, 8), workspace_bytes=(0, 0, -1, 0))
+    assert changed == dataclasses.replace(
+        DIAMOND, bytes=(5, 6, 7, 8), workspace_bytes=(0, 0, -1, 0)
+    )
+    assert DIAMOND.bytes == (1, 2, 3, 4)
+
+
+def test_with_bytes_refuses_what_a_graph_refuses() -> None:
+    with refuses("Vertex 'b' has bytes = -1; it must be a finite number, 0 or more."):
+        DIAMOND.with_bytes(bytes=(1, -1, 3, 4))
+    with refuses("bytes has 3 entries for 4 vertices."):
+        DIAMOND.with_bytes(bytes=(1, 2, 3))
+    with refuses(
+        "Vertex 'd' has forward_workspace_bytes = 9 and is not pinned: only what runs exactly once "
+        "may take memory just while it runs forward."
+    ):
+        DIAMOND.with_bytes(forward_workspace_bytes=(0, 0, 0, 9))
+
+
 @pytest.mark.parametrize("given", INSTANCES.values(), ids=INSTANCES)
 def test_instances_survive_networkx(given: Graph) -> None:
     assert Graph.from_networkx(given.to_networkx()) == given

@@ -95,8 +95,10 @@ class Compiler:
             (``compilers.matrix_axes``).
           lanes: the axes that may be in the lanes, if not all (``compilers.lanes``).
         """
+        if not self.has("tiles"):
+            return kind.bytes
         shape = [size for size in kind.shape if size > 1]
-        if not self.has("tiles") or len(shape) < 2 or not kind.size:
+        if len(shape) < 2 or not kind.size:
             return kind.bytes
         packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
         axes = innermost or [axis for axis, size in enumerate(kind.shape) if size > 1]

@@ -42,11 +42,11 @@ class Figures:
     def put_into(self, graph: Graph) -> Graph:
         """The graph with these figures; the same object if nothing changed.
 
-        Checking a graph and building its arrays takes longer than comparing.
+        Building the arrays of a graph takes longer than comparing.
         """
         found = {name: tuple(getattr(self, name).tolist()) for name in self.__slots__}
         changed = {name: sizes for name, sizes in found.items() if sizes != getattr(graph, name)}
-        return dataclasses.replace(graph, **changed) if changed else graph
+        return graph.with_bytes(**changed) if changed else graph
 
 
 class Effect:

@@ -25,10 +25,10 @@ can tell.)
 
 Why not a ready-made tool: we want the compiler's answer, not the best one.
 
-Complexity: O(n^2) for n arrays, in numpy. Arrays too small to leave holes that matter are not
-placed; those alive at a step are added to what is placed then. (Adding their maximum to the heap of
-the others made DenseNet-121's plans a sixth too large: small ones are alive when the forward pass
-ends, large ones when the backward pass does.)
+Complexity: O(p log p) for p pairs of arrays that are alive at once. Arrays too small to leave holes
+that matter are not placed; those alive at a step are added to what is placed then. (Adding their
+maximum to the heap of the others made DenseNet-121's plans a sixth too large: small ones are alive
+when the forward pass ends, large ones when the backward pass does.)
 
 Guarantee: at least what is alive at once in this memory. The compiler's own order of steps differs
 from the replay's, and with it the holes, so its heap is near this one but not equal. Where little
@@ -38,8 +38,9 @@ memory is left, the compiler packs tighter than this.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -181,9 +182,13 @@ def decreasing_size_heap_bytes(arrays: Spans) -> int:
 
 def _filled_bytes(placed: Spans, beside: np.ndarray) -> int:
     """How far arrays fill a heap, placed in this order, with what is alive beside them."""
+    ends = _best_fit(placed)
     filled = np.zeros(len(beside))
-    for first, last, end in zip(placed.first, placed.last, _best_fit(placed), strict=True):
-        np.maximum(filled[first : last + 1], end, out=filled[first : last + 1])
+    # In ascending order, so that where arrays meet the one that ends highest is written last.
+    upwards = ends.argsort()
+    lives = zip(placed.first[upwards], placed.last[upwards] + 1, ends[upwards], strict=True)
+    for start, stop, end in lives:
+        filled[start:stop] = end
     return int((filled + beside).max(initial=0))
 
 
@@ -221,28 +226,37 @@ def _chosen(arrays: Spans, which: np.ndarray) -> Spans:
 
 def _best_fit(arrays: Spans) -> np.ndarray:
     """Where each array ends once all are placed in the given order."""
-    count = len(arrays.bytes)
-    ends = np.zeros(count, dtype=np.int64)
-    # What is placed, from the bottom to the top.
-    first, last, bottom, top = np.zeros((4, count), dtype=np.int64)
-    for number, (size, start, stop) in enumerate(
-        zip(arrays.bytes.tolist(), arrays.first.tolist(), arrays.last.tolist(), strict=True)
-    ):
-        meets = ((first[:number] <= stop) & (last[:number] >= start)).nonzero()[0]
-        place = 0
-        if len(meets):
-            floors = np.maximum.accumulate(top[meets])
-            holes = bottom[meets]
-            holes[1:] -= floors[:-1]
-            holes[holes < size] = sys.maxsize
-            tightest = int(holes.argmin())
-            if holes[tightest] == sys.maxsize:
-                place = int(floors[-1])
-            elif tightest:
-                place = int(floors[tightest - 1])
-        ends[number] = place + size
-        above = int(bottom[:number].searchsorted(place, side="right"))
-        for column, value in ((first, start), (last, stop), (bottom, place), (top, place + size)):
-            column[above + 1 : number + 1] = column[above:number]
-            column[above] = value
-    return ends
+    bottoms: list[int] = []
+    tops: list[int] = []
+    for size, before in zip(arrays.bytes.tolist(), _met_before(arrays), strict=True):
+        floor = place = 0
+        tightest = sys.maxsize
+        for bottom, top in sorted([(bottoms[one], tops[one]) for one in before]):
+            if size <= bottom - floor < tightest:
+                tightest, place = bottom - floor, floor
+            if top > floor:
+                floor = top
+        if tightest == sys.maxsize:
+            place = floor
+        bottoms.append(place)
+        tops.append(place + size)
+    return np.array(tops, dtype=np.int64)
+
+
+def _met_before(arrays: Spans) -> Iterator[list[int]]:
+    """For each array those before it, in the given order, that are alive at one of its steps."""
+    count = len(arrays.first)
+    # By their first steps, each meets those that follow until one starts after it ends.
+    order = arrays.first.argsort(kind="stable")
+    follow = arrays.first[order].searchsorted(arrays.last[order], side="right")
+    follow -= np.arange(1, count + 1)
+    one = order.repeat(follow)
+    position = np.arange(1, count + 1).repeat(follow)
+    position += np.arange(len(one)) - (follow.cumsum() - follow).repeat(follow)
+    other = order[position]
+    after = np.maximum(one, other)
+    grouped = after.argsort(kind="stable")
+    before = np.minimum(one, other)[grouped].tolist()
+    ends = after[grouped].searchsorted(np.arange(count), side="right").tolist()
+    for begin, end in itertools.pairwise([0, *ends]):
+        yield before[begin:end]

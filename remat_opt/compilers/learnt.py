@@ -484,7 +484,7 @@ class Corrections:
                 limit -= sum(graph.cotangent_bytes[one] for one in there)
                 limit -= sum(graph.bytes[one] for one in graph.needs[vertex])
             workspaces.append(max(limit, size + more[vertex]))
-        return dataclasses.replace(graph, workspace_bytes=tuple(workspaces))
+        return graph.with_bytes(workspace_bytes=tuple(workspaces))
 
 
 def _less_and_less(situation: str) -> tuple[str, ...]:

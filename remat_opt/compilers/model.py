@@ -221,7 +221,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
 def _in_step(graph: Graph, of_parameters: np.ndarray) -> Graph:
     """The graph in a step where gradients of parameters take this much in addition."""
     workspaces = np.array(graph.workspace_bytes, dtype=np.int64) + of_parameters
-    return dataclasses.replace(graph, workspace_bytes=tuple(workspaces.tolist()))
+    return graph.with_bytes(workspace_bytes=tuple(workspaces.tolist()))
 
 
 def _without(regions: Sequence[Region], never: Set[int]) -> tuple[Region, ...]:

@@ -21,6 +21,8 @@ allocates.
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
@@ -72,28 +74,42 @@ def waits(
         read last by anything else.
       allocated: for each vertex, the bytes that its backward step allocates.
     """
-    readers = Counter(name for one in updates for name in one.reads)
-    ready: dict[int, list[Update]] = {}
-    for one in updates:
-        ready.setdefault(one.ready, []).append(one)
-    waiting: list[Update] = []
+    given = tuple(updates)
+    readers = Counter(name for one in given for name in one.reads)
+    reading: dict[Hashable, list[int]] = {}
+    ready: dict[int, list[int]] = {}
+    for number, one in enumerate(given):
+        ready.setdefault(one.ready, []).append(number)
+        for name in one.reads:
+            reading.setdefault(name, []).append(number)
+    # By what each allocates, less what it frees, and of equals in the order in which they come. Of
+    # an update that frees more by now there are two entries, of which the first counts.
+    waiting: list[tuple[int, int, int]] = []
+    position: dict[int, int] = {}
+    serial = itertools.count()
 
-    def more(one: Update) -> int:
-        """What it allocates, less what it frees."""
-        return one.allocated_bytes - sum(arrays[n][0] for n in one.reads if readers[n] == 1)
+    def put(number: int) -> None:
+        one = given[number]
+        more = one.allocated_bytes - sum(arrays[n][0] for n in one.reads if readers[n] == 1)
+        heapq.heappush(waiting, (more, position[number], number))
 
     for vertex in reversed(range(-1, len(allocated))):
-        while waiting:
-            best = min(waiting, key=more)
-            if vertex >= 0 and more(best) >= allocated[vertex]:
-                break
-            waiting.remove(best)
-            readers.subtract(best.reads)
-            for name in best.reads:
+        while waiting and (vertex < 0 or waiting[0][0] < allocated[vertex]):
+            number = heapq.heappop(waiting)[2]
+            if position.pop(number, None) is None:
+                continue
+            readers.subtract(given[number].reads)
+            for name in given[number].reads:
                 size, last = arrays[name]
                 if not readers[name] and vertex + 1 < last:
                     yield Wait(first=vertex + 1, last=last - 1, bytes=size)
-        waiting += ready.get(vertex, ())
+                if readers[name] == 1:
+                    # The one that is left frees it.
+                    for other in position.keys() & reading[name]:
+                        put(other)
+        for number in ready.get(vertex, ()):
+            position[number] = next(serial)
+            put(number)
 
 
 def gradients_wait(
