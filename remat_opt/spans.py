@@ -20,7 +20,7 @@ Left out: steps that only free; nothing is written during one, so no peak is los
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,8 +38,10 @@ class Spans:
       last: number of the last step during which it is there.
       bytes: its size.
       backward: number of the first step of the backward pass.
+      forward: for each vertex, the number of its step in the forward pass.
       turn: for each vertex, the number of its backward step.
       again: the vertices that run again, each as often as it does, in no order.
+      again_at: the numbers of the steps in which they do.
       from_memory: what the regions at each depth read that they do not run again themselves; see
         ``read_from_memory``.
     """
@@ -48,8 +50,10 @@ class Spans:
     last: np.ndarray
     bytes: np.ndarray
     backward: int
+    forward: np.ndarray
     turn: np.ndarray
     again: np.ndarray
+    again_at: np.ndarray
     from_memory: Sequence[np.ndarray]
 
     @property
@@ -72,7 +76,17 @@ class Spans:
           early: of others the first and the last vertex in whose forward steps they are there, and
             their bytes.
         """
-        more = [*((0, self.backward - 1, size) for size in sizes), *early]
+        return self._with([*((0, self.backward - 1, size) for size in sizes), *early])
+
+    def with_runs(self, sizes: Mapping[int, int]) -> Spans:
+        """The lives, with an array of so many bytes wherever one of these vertices runs."""
+        runs = zip(self.again.tolist(), self.again_at.tolist(), strict=True) if sizes else ()
+        again = [(at, at, sizes[vertex]) for vertex, at in runs if vertex in sizes]
+        forward = ((int(self.forward[vertex]), size) for vertex, size in sizes.items())
+        return self._with([*((at, at, size) for at, size in forward), *again])
+
+    def _with(self, more: Sequence[tuple[int, int, int]]) -> Spans:
+        """The lives, with more arrays: first and last step, and bytes."""
         if not more:
             return self
         first, last, size = np.array(more, dtype=np.int64).T
@@ -194,13 +208,18 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
     add(forward[busy], forward[busy], arrays.forward_workspace_bytes[busy])
     busy = np.flatnonzero(arrays.workspace_bytes)
     add(turn[busy], turn[busy], arrays.workspace_bytes[busy])
+    again_of = [np.flatnonzero(level.again) for level in levels]
     return Spans(
         first=np.concatenate(first),
         last=np.concatenate(last),
         bytes=np.concatenate(sizes),
         backward=count,
+        forward=forward,
         turn=turn,
-        again=np.concatenate([np.flatnonzero(level.again) for level in levels]),
+        again=np.concatenate(again_of),
+        again_at=np.concatenate(
+            [step[(depth + 1) * count + again] for depth, again in enumerate(again_of)]
+        ),
         from_memory=_from_memory(count, levels, demanded),
     )
 

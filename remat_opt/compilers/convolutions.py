@@ -12,7 +12,11 @@ weight: in place of the operand, or beside it if another backward step reads tha
 checkpoint it is made again.
 
 The gradient of a kernel with holes (``rhs_dilation``) is no operation of the library: it is a
-convolution in which examples are channels, so both the operand and the cotangent are transposed.
+convolution in which examples are channels, so both the operand and the cotangent are transposed. So
+is that of the kernel of a transposed convolution, which puts zeros between the elements of its
+operand (``lhs_dilation``). The library runs such a convolution as the gradient of another one if
+its kernel is reversed (``transpose_kernel=True``). Otherwise the operand is written with its zeros
+and its padding whenever it runs.
 
 Before a convolution that pads unevenly, a kernel with holes is filled with zeros, and the
 library multiplies by these as well. On an H200, two taps that are 512 apart take 64 times as long
@@ -29,6 +33,7 @@ from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures, handed_in, under_checkpoints
 from remat_opt.operation import Operation
+from remat_opt.program.dataflow import unaliased
 from remat_opt.program.record import Derivative, Program
 from remat_opt.schedule import Schedule
 
@@ -115,14 +120,19 @@ def _is_lopsided(operation: Operation) -> bool:
     )
 
 
+def _is_spread(operation: Operation) -> bool:
+    """Whether it is a convolution that puts zeros between elements, as a transposed one does."""
+    return operation.primitive == "conv_general_dilated" and any(
+        one > 1 for one in operation.params["lhs_dilation"]
+    )
+
+
 def is_transposed(operation: Operation, compiler: Compiler) -> bool:
     """Whether a weight's gradient reads its operand and its cotangent transposed."""
-    return (
-        operation.primitive == "conv_general_dilated"
-        and compiler.has("operands_transposed")
-        and any(one > 1 for one in operation.params["rhs_dilation"])
-        and not _is_lopsided(operation)
-    )
+    if operation.primitive != "conv_general_dilated" or not compiler.has("operands_transposed"):
+        return False
+    with_holes = any(one > 1 for one in operation.params["rhs_dilation"])
+    return _is_spread(operation) or (with_holes and not _is_lopsided(operation))
 
 
 def seconds(operation: Operation, cost: costs.Cost, compiler: Compiler, dtype: str) -> float:
@@ -171,7 +181,11 @@ def copied(
     for index, derivative in derivatives.items():
         equation = program.equations[index]
         operand = equation.inputs[0] if equation.inputs else None
-        is_padded = compiler.has("operands_padded") and _is_lopsided(equation.operation)
+        is_padded = (
+            compiler.has("operands_padded")
+            and _is_lopsided(equation.operation)
+            and not _is_spread(equation.operation)
+        )
         if (
             (is_padded or is_transposed(equation.operation, compiler))
             # The gradient of the weight reads the operand.
@@ -190,6 +204,31 @@ def copied(
                 bytes=kind.bytes,
             )
     return found
+
+
+def spread_bytes(
+    program: Program, compiler: Compiler, vertex_of: Mapping[int, int]
+) -> Iterator[tuple[int, int]]:
+    """Vertices of convolutions whose operand is written with zeros in between, and its bytes.
+
+    Args:
+      program: a traced function.
+      compiler: which one it is.
+      vertex_of: for each value that is stored the vertex that holds it.
+    """
+    if not compiler.has("operands_spread"):
+        return
+    maker = program.makers()
+    for equation in program.equations:
+        operation = equation.operation
+        if _is_spread(operation) and equation.outputs[0] in vertex_of:
+            kernel = equation.inputs[1]
+            if isinstance(kernel, int):
+                kernel = unaliased(program, maker, kernel)
+            made = program.equations[maker[kernel]].operation if kernel in maker else None
+            if made is None or made.primitive != "rev":
+                kind = dataclasses.replace(operation.inputs[0], shape=(_padded_size(operation),))
+                yield vertex_of[equation.outputs[0]], kind.bytes
 
 
 def weight_copies(
@@ -226,10 +265,12 @@ def weight_copies(
 
 
 def _padded_size(convolution: Operation) -> int:
-    """Elements of the operand with its padding."""
-    shape = convolution.inputs[0].shape
-    _, _, *spatial = convolution.params["dimension_numbers"].lhs_spec
+    """Elements of the operand with its padding, and with zeros in between."""
+    shape, params = convolution.inputs[0].shape, convolution.params
+    _, _, *spatial = params["dimension_numbers"].lhs_spec
     sides = list(shape)
-    for axis, (low, high) in zip(spatial, convolution.params["padding"], strict=True):
-        sides[axis] += low + high
+    for axis, (low, high), apart in zip(
+        spatial, params["padding"], params["lhs_dilation"], strict=True
+    ):
+        sides[axis] = low + max(0, (shape[axis] - 1) * apart + 1) + high
     return math.prod(sides)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
-from remat_opt.compilers import scheduling
+from remat_opt.compilers import convolutions, scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results
@@ -46,6 +46,8 @@ class Model:
       early: the bytes of arrays that gradients begin as, and that are there in the forward pass.
       converted: weights that are converted before their turn (``scheduling.early``), and what the
         unchanged function starts with (``scheduling.started``).
+      running: by vertex, what it takes just while it runs, in the forward pass and again, in bytes.
+        Solvers do not know of it.
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
       is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
@@ -63,6 +65,7 @@ class Model:
     results: tuple[ParameterGradient, ...] = ()
     early: tuple[int, ...] = ()
     converted: tuple[tuple[int, int, int], ...] = ()
+    running: Mapping[int, int] = dataclasses.field(default_factory=dict)
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     is_iteration: bool = False
 
@@ -87,7 +90,7 @@ class Model:
         expected, schedule = self.under(schedule)
         if expected is not self:
             return expected.peak_bytes(schedule)
-        lives = spans(self.graph_of(schedule), schedule)
+        lives = self._lives(schedule)
         written = [(int(lives.turn[max(0, one.last)]), one.bytes) for one in self.results]
         found = self.laid_out_bytes(outside_results(lives, written), schedule)
         if not (self.early or self.converted):
@@ -97,8 +100,10 @@ class Model:
 
     def branch_peak_bytes(self, schedule: Schedule) -> int:
         """Those of the program as a branch: its inputs stay until it ends."""
-        lives = spans(self.graph_of(schedule), schedule).held_to_the_end()
-        return self.laid_out_bytes(lives, schedule)
+        return self.laid_out_bytes(self._lives(schedule).held_to_the_end(), schedule)
+
+    def _lives(self, schedule: Schedule) -> Spans:
+        return spans(self.graph_of(schedule), schedule).with_runs(self.running)
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:
         """Those of arrays with these lives under a schedule."""
@@ -215,6 +220,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         else (),
         early=tuple(early),
         converted=tuple(scheduling.early(storage, found.graph.bytes)),
+        running=dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)),
     )
 
 

@@ -255,7 +255,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _NVIDIA,
             "beside",
             "convolutions",
-            "The gradient of a kernel with holes reads its operand and cotangent transposed.",
+            "The gradient of a kernel with holes, or that is transposed, reads its operand and "
+            "cotangent transposed.",
+        ),
+        "operands_spread": _rule(
+            _NVIDIA,
+            "beside",
+            "convolutions",
+            "A transposed convolution writes its operand with zeros in between.",
         ),
         "operands_first": _rule(
             _NVIDIA, "beside", "turns", "A product's operand is freed before its cotangent."

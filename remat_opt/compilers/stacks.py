@@ -132,7 +132,7 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
             in_place = dataclasses.replace(
                 read.stacks, slicing=np.zeros(len(graph), dtype=bool), inputs=[]
             )
-            lives = spans(graph, schedule, in_place)
+            lives = spans(graph, schedule, in_place).with_runs(expected.running)
             in_place_bytes = expected.laid_out_bytes(lives, schedule)
             whole_bytes = min(in_loop, in_place_bytes + read.stacks.carried_bytes)
         return Beside(whole_bytes=whole_bytes, part_bytes=in_loop, alone_bytes=peak_bytes)
@@ -143,7 +143,8 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
 
     def laid_out_bytes(stacks: Stacks) -> int:
-        return expected.laid_out_bytes(spans(graph, schedule, stacks), schedule)
+        lives = spans(graph, schedule, stacks).with_runs(expected.running)
+        return expected.laid_out_bytes(lives, schedule)
 
     # An iteration alone has no stacks: what is kept waits as arrays.
     kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)

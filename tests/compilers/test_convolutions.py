@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 
 from remat_opt.compilers.convolutions import CopiedOperands
 from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.spans import spans
 from tests.compiler_graphs import InStep, changed, graph_of, names, whole
 from tests.devices import needs_cuda_plugin
 from tests.programs import convolved, ones
@@ -145,6 +147,67 @@ def test_a_kernel_with_holes_reads_its_operand_and_cotangent_transposed() -> Non
     for device in ("v5e", "cpu"):
         _, other, _ = graph_of(dilated, [KERNEL] * 3, IMAGES, device=device)
         assert not [one for one in other.effects if isinstance(one, CopiedOperands)]
+
+
+def widened(kernels: list[jax.Array], x: jax.Array, reversed_too: bool = False) -> jax.Array:
+    """An operand with zeros in between, as in a decoder."""
+    y = jnp.tanh(convolved(x, kernels[0]))
+    transposed = lax.conv_transpose(y, kernels[1], (2, 2), "SAME", transpose_kernel=reversed_too)
+    return jnp.sum(jnp.sin(transposed))
+
+
+@pytest.mark.parametrize("reversed_too", [False, True])
+def test_a_transposed_convolution(reversed_too: bool) -> None:
+    kernels = [KERNEL, ones(4, 4, 4, 4)]
+    loss = functools.partial(widened, reversed_too=reversed_too)
+    _, found, graph = graph_of(loss, kernels, IMAGES)
+    (effect,) = (one for one in found.effects if isinstance(one, CopiedOperands))
+    ((by, copy),) = effect.copies.items()
+    # Its weight's gradient reads both transposed.
+    assert (copy.bytes, copy.padding) == (IMAGES.nbytes, ())
+    in_the_open = changed(found, plain(graph))
+    assert in_the_open.cotangent_bytes[by] == 2 * graph.cotangent_bytes[by] == 8 * IMAGES.nbytes
+    # With its zeros and padding, the operand has 8 + 7 + 4 rows and columns.
+    spread = {} if reversed_too else {by: 4 * 2 * 19 * 19 * 4}
+    assert found.running == spread
+    for device in ("v5e", "cpu"):
+        _, other, _ = graph_of(loss, kernels, IMAGES, device=device)
+        assert not other.running
+
+
+def test_an_operand_is_spread_whenever_it_runs() -> None:
+    # One channel is left, so that nothing takes more than the operand with its zeros.
+    _, found, graph = graph_of(widened, [KERNEL, ones(4, 4, 4, 1)], ones(64, 8, 8, 4))
+    alone = dataclasses.replace(found, running={})
+    ((by, size),) = found.running.items()
+    # The operand itself is there too, and in the backward pass what is kept beside.
+    for schedule in (plain(graph), whole(graph)):
+        assert alone.peak_bytes(schedule) < size < found.peak_bytes(schedule)
+    lives = spans(graph, whole(graph))
+    runs = lives.with_runs({by: size})
+    steps = lives.turn.max() + 1
+    more = runs.live_bytes(steps) - lives.live_bytes(steps)
+    assert np.flatnonzero(more).tolist() == [by, len(graph) + by]
+    assert set(more.tolist()) == {0, size}
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@needs_cuda_plugin
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_decoder_takes_what_was_predicted(size: int) -> None:
+    def loss(kernels: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+        for up, down in kernels:
+            x = lax.conv_transpose(jnp.sin(x), up, (2, 2), "SAME")
+            x = convolved(jnp.sin(x), down, 2)
+        return jnp.mean(x * x)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    kernels = [(shape((size, size, 64, 64)), shape((2, 2, 64, 64)))] * 3
+    step = InStep(loss, kernels, shape((16, 64, 64, 64)))
+    for plan in (step.plan(step.problem.unchanged), step.plan()):
+        said = plan.predicted.temporary_bytes
+        assert step.compiled_bytes(plan) == pytest.approx(said, rel=0.1)
 
 
 @pytest.mark.slow

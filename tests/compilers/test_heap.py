@@ -26,8 +26,10 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
         last=last,
         bytes=sizes * unit,
         backward=backward,
+        forward=none,
         turn=none,
         again=none,
+        again_at=none,
         from_memory=(),
     )
 

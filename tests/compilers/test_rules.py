@@ -137,6 +137,11 @@ def dilated(kernels, x):
     return jnp.sum(x)
 
 
+def widened(kernel, x):
+    wide = lax.conv_transpose(jnp.sin(convolved(x, kernel)), kernel, (2, 2), "SAME")
+    return jnp.sum(jnp.sin(convolved(wide, kernel, 2)))
+
+
 def joined_skips(weights, x):
     first = x = jnp.tanh(x @ weights[0])
     for w in weights[1:]:
@@ -429,6 +434,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "pooling_search": ("cpu", apart, (KERNEL, IMAGES)),
     "weights_copied": ("h200", convolutions, (KERNEL, IMAGES)),
     "operands_transposed": ("h200", dilated, ([KERNEL] * 2, IMAGES)),
+    "operands_spread": ("h200", widened, (KERNEL, ones(64, 8, 8, 4))),
     "operands_padded": ("h200", strided, (KERNEL, IMAGES)),
     "operands_first": ("h200", two_layers, ([W, W], X)),
     "shared_weights": ("h200 v5e cpu", recurrent, (huge, huge)),
