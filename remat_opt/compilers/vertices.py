@@ -25,7 +25,7 @@ from remat_opt.compilers import (
     turns,
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
-from remat_opt.compilers.effects import Effect, OutsideCheckpoints
+from remat_opt.compilers.effects import Effect, OutsideCheckpoints, Unchanged
 from remat_opt.compilers.lookups import Zeros
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
@@ -143,12 +143,12 @@ def vertices(storage: Storage) -> Vertices:
     for vertex, size in apart.items():
         workspaces[vertex] -= size
     products = frozenset(overwriting.written_by_products(storage, predecessors, active))
+    added: Counter[int] = Counter()
+    for vertex, last in overwriting.added_apart(storage, predecessors, active):
+        added.update({last: sizes[vertex], vertex: sizes[vertex]})
     values = [draft.bytes for draft in drafts]
-    over = dict(overwriting.over_values(storage, products, needs, values, of_cotangents))
-    platform = compiler.device.platform
-    once = {v: over[v] for v in over if transcendental.is_dear(equations[v].operation, platform)}
-    for vertex in over.keys() - once.keys():
-        workspaces[vertex] -= over[vertex]
+    for vertex, size in overwriting.over_values(storage, products, needs, values, of_cotangents):
+        workspaces[vertex] -= size
     graph = Graph(
         names=tuple(
             f"{vertex}:{equation.operation.primitive}" for vertex, equation in enumerate(equations)
@@ -188,7 +188,7 @@ def vertices(storage: Storage) -> Vertices:
         waits=tuple(scheduling.gradients_wait(storage, ready, graph.bytes)),
         put_off=tuple(scheduling.put_off(storage, graph, ready, of_cotangents)),
         zeros=zeros,
-        effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph, once)),
+        effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph, added)),
     )
 
 
@@ -377,7 +377,7 @@ def _effects(
     transposed: tuple[tuple[int, int], ...],
     weights: SharedWeights,
     graph: Graph,
-    over: Mapping[int, int],
+    added: Mapping[int, int],
 ) -> Iterator[Effect]:
     """What depends on the schedule.
 
@@ -388,7 +388,8 @@ def _effects(
       transposed: see ``_transposed``.
       weights: those that several products read.
       graph: the graph.
-      over: those whose value the next cotangent is written over if under no checkpoint.
+      added: what is held beside backward steps if nothing is rewritten
+        (``overwriting.added_apart``).
     """
     program, compiler = storage.flow.program, storage.compiler
     derivatives = storage.flow.linearization.derivatives
@@ -410,8 +411,10 @@ def _effects(
             alone=convolutions.alone(copied, graph.needs),
             transposed={v: readers[v] for v, one in copied.items() if not one.padding},
         )
-    if outside := _outside_checkpoints(storage, of_cotangents, over):
+    if outside := _outside_checkpoints(storage, of_cotangents):
         yield OutsideCheckpoints(workspace_bytes=outside)
+    if added:
+        yield Unchanged(workspace_bytes=added)
     yield from joins.effects(storage, readers, [draft.active for draft in drafts])
     yield from logits.effects(storage)
     yield from squares.effects(storage)
@@ -424,15 +427,9 @@ def _effects(
     yield from copies.handed_on(storage, readers)
 
 
-def _outside_checkpoints(
-    storage: Storage, of_cotangents: Cotangents, over: Mapping[int, int]
-) -> dict[int, int]:
-    """What is held more, or less, in the backward steps of vertices under none.
-
-    Batched products hold more. An expensive function is written over, and not computed again.
-    """
+def _outside_checkpoints(storage: Storage, of_cotangents: Cotangents) -> dict[int, int]:
+    """What batched products hold more, or less, in the backward steps of vertices under none."""
     found: Counter[int] = Counter()
-    found.subtract(over)
     for one in storage.batched_reads:
         if one.comes_last and one.waiting is not None:
             found[storage.vertex_of[one.waiting]] += one.workspace_bytes
