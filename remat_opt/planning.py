@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -62,8 +63,8 @@ DEFAULT_SOLVER: Solver = Portfolio()
 
 #: If the least memory is asked for, at most this many forward passes are recomputed.
 MOST_PASSES = 1.0
-#: Frontier neighbours whose peaks (with opened loops, overheads) differ by these ratios each get a
-#: heap layout.
+#: Frontier neighbours whose peaks differ by the first ratio each get a heap layout, and of others
+#: those whose overheads differ by the second.
 _APART, _CHEAPER = 1.015, 0.95
 #: How many sweeps are kept.
 _MOST_SWEEPS = 16
@@ -357,24 +358,25 @@ def _candidates(
 def _spaced(front: Sequence[Candidate]) -> list[Candidate]:
     """The candidates whose temporaries are worth asking the model for.
 
-    Heaps take time to lay out and are harder to predict, so of candidates that hardly differ only
-    the first is taken. Opened loops come in larger steps: with them, all that differ in overhead
-    are taken.
+    Heaps take time to lay out and are harder to predict, so of candidates whose peaks hardly differ
+    only the smallest is taken, and the one that recomputes least where that is worth it. Opened
+    loops come in larger steps: with them, all that differ in overhead are taken.
 
     Args:
       front: candidates by ascending peak, and so by falling overhead.
     """
     spaced: list[Candidate] = []
-    for one in front:
-        if (
-            not spaced
-            or one is front[-1]
-            or one.peak_bytes > spaced[-1].peak_bytes * _APART
-            or (
-                one.schedule.loops and one.overhead_seconds < spaced[-1].overhead_seconds * _CHEAPER
-            )
-        ):
-            spaced.append(one)
+    apart_bytes = 0.0
+    for one, after in itertools.zip_longest(front, front[1:]):
+        if not spaced or one.peak_bytes > apart_bytes:
+            apart_bytes = one.peak_bytes * _APART
+        elif after is not None:
+            # The last one of all stays.
+            is_last = after.peak_bytes > apart_bytes or bool(one.schedule.loops)
+            is_cheaper = one.overhead_seconds < spaced[-1].overhead_seconds * _CHEAPER
+            if not (is_last and is_cheaper):
+                continue
+        spaced.append(one)
     return spaced
 
 

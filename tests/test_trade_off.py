@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -12,7 +13,11 @@ import pytest
 
 import remat_opt
 import remat_opt.device
+from remat_opt import planning
 from remat_opt.errors import RematError
+from remat_opt.graph import Graph
+from remat_opt.schedule import plain
+from remat_opt.solvers.base import judge
 
 SHAPES = (
     [jax.ShapeDtypeStruct((64, 64), "float32")] * 12,
@@ -43,6 +48,21 @@ def test_rows_ascend_and_are_budgets(overhead: str) -> None:
         assert plan.predicted.temporary_bytes == row["temporary_bytes"]
         assert plan.predicted.recomputed_share == pytest.approx(row["recomputed_flops_share"])
         assert len(plan.stages) == row["regions"]
+
+
+def test_of_plans_that_hardly_differ_in_memory_the_cheapest_counts_too() -> None:
+    graph = Graph.from_edges([4, 4], [(0, 1)])
+    one = judge(graph, plain(graph))
+    front = [
+        dataclasses.replace(one, peak_bytes=peak_bytes, overhead_seconds=float(seconds))
+        for peak_bytes, seconds in ((1000, 90), (1005, 60), (1010, 20), (1040, 19), (1045, 18.5))
+    ]
+    kept = [(one.peak_bytes, one.overhead_seconds) for one in planning._spaced(front)]
+    # The last one stays anyway.
+    assert kept == [(1000, 90), (1010, 20), (1040, 19), (1045, 18.5)]
+    assert planning._spaced(front[:4]) == [front[0], front[2], front[3]]
+    dear = dataclasses.replace(front[2], overhead_seconds=88.0)
+    assert planning._spaced([front[0], dear, front[3]]) == [front[0], front[3]]
 
 
 def test_a_decorated_function_has_the_frontier_of_the_plain_one() -> None:

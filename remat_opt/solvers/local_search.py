@@ -13,6 +13,11 @@ memory and recomputation. In each round, the moves of those not yet explored are
   ends, or a region without a checkpoint;
   wraps a stretch: its regions go inside a new one; or unwraps it: those inside replace it.
 
+Before and after the search, each chain is also tried with what a region keeps at its end in a
+region of its own, without a checkpoint: the backward steps there need nothing that runs again, and
+are done before it does. (An activation whose derivative reads its result, as ``tanh``, leaves one
+array there instead of two.)
+
 Memory is measured in two ways: by the peak, and by a norm of the bytes alive over all steps. Chains
 that no other beats by either measure stay. If several steps share the peak, a move lowers only one
 of them at a time: the peak shows nothing, but the norm does. Small graphs try all moves. In large
@@ -70,6 +75,8 @@ SMALL = 12
 #: its vertices, and the most chains.
 EVALUATIONS = 40_000
 WORK, MOST = 600_000, 600
+#: Of the chains to judge, one in so many is tried with open ends at last.
+_ENDS = 10
 #: A round explores only as many chains as leave moves for this many rounds: for a small graph,
 #: where many rounds follow one another, and for a large one, where as many chains as possible get a
 #: turn.
@@ -125,15 +132,18 @@ def front(
     pool = _Pool(known)
     settled = known.settled(given)
     pool.add(settled)
+    left -= pool.add(_with_open_ends(known, settled), left)
     for part in moves.templates() if isinstance(moves, _AllMoves) else ():
         left -= pool.add(part, left)
-    _search(pool, moves, left, rounds=ROUNDS if small else ROUNDS_OF_LARGE)
+    ends = left // _ENDS
+    _search(pool, moves, left - ends, rounds=ROUNDS if small else ROUNDS_OF_LARGE)
     for number in range(STARTS if small else 0):
         # In a separate pool: what is already known would crowd out its starts.
         other = _Pool(known)
         other.add(known.settled(_drawn(count, number)))
         _search(other, moves, EVALUATIONS, rounds=ROUNDS)
         pool.add(other.chains)
+    pool.add(_with_open_ends(known, pool.chains), ends)
     before: dict[bytes, Schedule] = {}
     for key, schedule, same in zip(
         given.keys(), taken, known.same_residuals(given, settled), strict=True
@@ -157,6 +167,24 @@ def front(
     return known.candidates(seen.whole, found, chains, figures) + judged(
         seen.whole, map(seen.spread, passed_over)
     )
+
+
+def _with_open_ends(known: ChainFigures, chains: Chains) -> Chains:
+    """The chains, where what a region keeps at its end is in a region of its own."""
+    arrays = arrays_of(known.graph)
+    reads, starts = arrays.backward, chains.starts.copy()
+    readers, firsts = np.unique(reads.reader, return_index=True)
+    for level in range(LEVELS):
+        dropped, region = chains.drops[level], np.cumsum(chains.starts[level], axis=0)
+        # Whose backward step needs nothing that runs again.
+        again = dropped[reads.read] & (region[reads.read] == region[reads.reader])
+        free = ~dropped & (arrays.internal_bytes == 0)[:, None]
+        if len(firsts):
+            free[readers] &= ~np.logical_or.reduceat(again, firsts, axis=0)
+        for vertex in reversed(range(len(free) - 1)):
+            free[vertex] &= free[vertex + 1] | chains.starts[level, vertex + 1]
+        starts[level, 1:] |= free[1:] & ~free[:-1]
+    return known.settled(Chains(starts=starts, drops=chains.drops))
 
 
 def _apart(figures: Figures, front: Sequence[int], same_seconds: float) -> list[int]:

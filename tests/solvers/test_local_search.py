@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import hypothesis
 import pytest
@@ -11,7 +13,7 @@ from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.solvers import integer_program, local_search
 from remat_opt.solvers.base import Overhead, Solution, fastest_within, judge, pareto
-from remat_opt.solvers.chain_figures import ChainFigures
+from remat_opt.solvers.chain_figures import ChainFigures, chains_of, schedule_of
 from remat_opt.solvers.coarsening import as_it_is
 from tests.graphs import INSTANCES, chain_edges, graphs, layered, network
 
@@ -39,6 +41,30 @@ def check_improved(graph: Graph) -> None:
     # What is passed over is returned unchanged: checkpoints that only put off residuals.
     if not any(graph.internal_bytes):
         assert pareto(found, Overhead.SECONDS) == found
+
+
+def activations(sizes: Sequence[int]) -> Graph:
+    """Products and activations in turn, whose backward steps read the activations alone."""
+    given = Graph.from_edges(sizes, itertools.pairwise(range(len(sizes))))
+    needs = tuple((v,) if v % 2 else (v - 1,) for v in range(1, len(sizes)))
+    return dataclasses.replace(given, needs=((), *needs))
+
+
+def test_what_a_region_keeps_at_its_end_is_done_with_before_it_runs_again() -> None:
+    graph = activations([4, 4, 4, 4, 1, 1])
+    kept = Region(vertices=(0, 1, 2, 3), kept=(3,))
+    last = Region(vertices=(4, 5), checkpointed=False)
+    known = ChainFigures(graph)
+    chains = chains_of(graph, [Schedule(regions=(kept, last)), plain(graph)])
+    found = local_search._with_open_ends(known, known.settled(chains))
+    opened, unchanged = (schedule_of(found, number).regions for number in range(2))
+    # It is in no checkpoint, as what follows.
+    assert opened == (Region(vertices=(0, 1, 2)), Region(vertices=(3, 4, 5), checkpointed=False))
+    assert unchanged == plain(graph).regions
+    before, after = (judge(graph, Schedule(regions=one)) for one in ((kept, last), opened))
+    assert after.overhead_seconds == before.overhead_seconds
+    # While it runs again, one array is there in the place of two.
+    assert after.peak_bytes == before.peak_bytes - 4
 
 
 @hypothesis.given(graphs(max_vertices=7))
