@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
 from remat_opt.compilers import (
@@ -54,6 +54,10 @@ _ASSEMBLED = frozenset({"concatenate", "stack"})
 
 #: Equations that read no more than they return.
 _SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
+
+
+#: Equations that read entries elsewhere than they write them.
+_MOVED = _SLICES | {"concatenate", "pad", "rev"}
 
 
 class Storage:
@@ -373,17 +377,21 @@ class Storage:
 
     def _reader_counts(self, stored: Set[int]) -> dict[int, int]:
         """How many vertices (counted up to 2) would read each fused value."""
-        roots: dict[int, set[int]] = {}
+        roots: dict[int, set[Hashable]] = {}
         squared = {index for index, _ in squares.squares(self.flow.program)}
         for index in reversed(range(len(self.flow.program.equations))):
             if self.flow.is_alias(index):
                 continue
             outputs = self.flow.program.equations[index].outputs
+            reached: set[Hashable]
             if not stored.isdisjoint(outputs) or self.flow.opaque(index):
                 # A product that reads a value from both sides counts as two.
                 reached = {index, ~index} if index in squared else {index}
             else:
                 reached = set().union(*(roots.get(value, ()) for value in outputs))
+                if self.flow.program.equations[index].operation.primitive in _MOVED:
+                    # In one kernel too, an entry is computed again wherever it is read.
+                    reached = {(index, one) for one in reached}
             for value in self.flow.reads(index):
                 known = roots.setdefault(value, set())
                 if len(known) < 2:

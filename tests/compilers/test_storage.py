@@ -78,6 +78,37 @@ def test_a_cheap_shared_value_is_not_stored() -> None:
     assert sum(size == X.nbytes for size in graph.bytes) == 1
 
 
+def test_what_is_read_in_two_places_is_read_twice() -> None:
+    """One kernel computes an entry again wherever it reads it."""
+
+    def loss(w, x, moved):
+        y = x @ w
+        z = jnp.sin(y) * (x @ w.T)
+        # Both halves are read in the place of the first, or each in its own.
+        pairs = z[:8] * z[8:] if moved else z * (1 - z)
+        return jnp.sum(pairs @ w)
+
+    for moved, expected in ((False, 0), (True, 1)):
+        _, _, graph = graph_of(functools.partial(loss, moved=moved), W, X, device="h200")
+        # What the product reads is stored anyway.
+        assert names(graph).count("mul") == 1 + expected
+
+
+def test_levels_of_an_associative_scan_are_stored() -> None:
+    def loss(w, x):
+        def combined(one, other):
+            return one[0] * other[0], one[1] * other[0] + other[1]
+
+        y = jax.nn.sigmoid(x @ w)
+        _, states = jax.lax.associative_scan(combined, (y, 1 - y))
+        return jnp.sum(states @ w)
+
+    _, _, graph = graph_of(loss, W, jnp.ones((256, 8)), device="h200")
+    # Not all is computed from the first product in one kernel.
+    between = len(graph) - names(graph).count("dot_general") - names(graph).count("reduce_sum")
+    assert between > 8
+
+
 def test_a_tpu_stores_a_concatenation_that_is_read_twice() -> None:
     """Like DenseNet's, of which a normalisation takes the mean before reading it again."""
 
