@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import numbers
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat_opt.errors import GraphError
@@ -105,8 +105,7 @@ class Graph:
         found = copy.copy(self)
         for field, entries in changed.items():
             object.__setattr__(found, field, entries)
-            if len(entries) != len(self):
-                raise GraphError(f"{field} has {len(entries)} entries for {len(self)} vertices.")
+            _check_length(found, field)
             _check_figures(found, field)
         if "forward_workspace_bytes" in changed:
             _check_forward_workspaces(found)
@@ -273,12 +272,8 @@ def _validate(graph: Graph) -> None:
     count = len(graph.names)
     if count == 0:
         raise GraphError("The graph is empty: there is nothing to plan.")
-    per_vertex: Mapping[str, Sequence[Any]] = {
-        field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)
-    }
-    for field, entries in per_vertex.items():
-        if len(entries) != count:
-            raise GraphError(f"{field} has {len(entries)} entries for {count} vertices.")
+    for one in dataclasses.fields(graph):
+        _check_length(graph, one.name)
     if len(set(graph.names)) != count:
         doubled = next(name for name in graph.names if graph.names.count(name) > 1)
         raise GraphError(f"Two vertices are called {doubled!r}; names must be unique.")
@@ -308,6 +303,12 @@ def _validate(graph: Graph) -> None:
                 f"What the backward step of {graph.names[vertex]!r} reads is not given ascending "
                 "and distinct."
             )
+
+
+def _check_length(graph: Graph, field: str) -> None:
+    count = len(getattr(graph, field))
+    if count != len(graph):
+        raise GraphError(f"{field} has {count} entries for {len(graph)} vertices.")
 
 
 def _check_figures(graph: Graph, field: str) -> None:

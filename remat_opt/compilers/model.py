@@ -24,7 +24,7 @@ from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, Stage, unchanged
-from remat_opt.spans import Spans, spans
+from remat_opt.spans import Spans, Stacks, spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +90,7 @@ class Model:
         expected, schedule = self.under(schedule)
         if expected is not self:
             return expected.peak_bytes(schedule)
-        lives = self._lives(schedule)
+        lives = self.lives(self.graph_of(schedule), schedule)
         written = [(int(lives.turn[max(0, one.last)]), one.bytes) for one in self.results]
         found = self.laid_out_bytes(outside_results(lives, written), schedule)
         if not (self.early or self.converted):
@@ -100,10 +100,18 @@ class Model:
 
     def branch_peak_bytes(self, schedule: Schedule) -> int:
         """Those of the program as a branch: its inputs stay until it ends."""
-        return self.laid_out_bytes(self._lives(schedule).held_to_the_end(), schedule)
+        lives = self.lives(self.graph_of(schedule), schedule).held_to_the_end()
+        return self.laid_out_bytes(lives, schedule)
 
-    def _lives(self, schedule: Schedule) -> Spans:
-        return spans(self.graph_of(schedule), schedule).with_runs(self.running)
+    def lives(self, graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spans:
+        """The lives of all arrays of a schedule.
+
+        Args:
+          graph: the graph as it is under the schedule.
+          schedule: what is kept, and how it runs again.
+          stacks: see ``spans``.
+        """
+        return spans(graph, schedule, stacks).with_runs(self.running)
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:
         """Those of arrays with these lives under a schedule."""

@@ -13,7 +13,8 @@ A ``tanh``, whose derivative reads its result, is written over instead. (In the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers.cotangents import Cotangents, readers_of
@@ -22,40 +23,17 @@ from remat_opt.compilers.storage import Storage
 
 def written_by_products(
     storage: Storage, predecessors: Sequence[tuple[int, ...]], active: Sequence[Sequence[int]]
-) -> Iterator[int]:
+) -> Iterator[tuple[int, Sequence[int]]]:
     """The vertices whose cotangent products write, alone, and nothing may be written over.
 
     Args:
       storage: what is stored.
       predecessors: for each vertex, those that it reads.
       active: for each vertex, its values that have a cotangent.
+
+    Yields:
+      Such a vertex, and the products that read it, ascending.
     """
-    for vertex, _ in _read_by_products(storage, predecessors, active):
-        yield vertex
-
-
-def added_apart(
-    storage: Storage, predecessors: Sequence[tuple[int, ...]], active: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, int]]:
-    """Those of them that more than two products read, with the one that runs last backward.
-
-    If nothing is rewritten, its product adds nothing: the sum of the others is there beside it,
-    until a third array takes both.
-
-    Args:
-      storage: what is stored.
-      predecessors: for each vertex, those that it reads.
-      active: for each vertex, its values that have a cotangent.
-    """
-    for vertex, readers in _read_by_products(storage, predecessors, active):
-        if len(readers) > 2:
-            yield vertex, min(readers)
-
-
-def _read_by_products(
-    storage: Storage, predecessors: Sequence[tuple[int, ...]], active: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, list[int]]]:
-    """Vertices that only products read, with these."""
     if not storage.compiler.has("products_stay"):
         return
     equations = storage.flow.program.equations
@@ -64,6 +42,25 @@ def _read_by_products(
         products = [equations[storage.roots[reader]].operation.primitive for reader in reading]
         if reading and set(products) == {"dot_general"}:
             yield vertex, reading
+
+
+def added_apart(
+    written_by_products: Mapping[int, Sequence[int]], sizes: Sequence[int]
+) -> dict[int, int]:
+    """What is held beside backward steps if nothing is rewritten, in bytes.
+
+    Of more than two products that read a value, the last to run adds nothing: the sum of the others
+    is there beside what it writes, until a third array takes both.
+
+    Args:
+      written_by_products: see there.
+      sizes: for each vertex, the bytes of its cotangent.
+    """
+    found: Counter[int] = Counter()
+    for vertex, readers in written_by_products.items():
+        if len(readers) > 2:
+            found.update({readers[0]: sizes[vertex], vertex: sizes[vertex]})
+    return dict(found)
 
 
 def over_values(

@@ -26,7 +26,7 @@ from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule
 from remat_opt.simulator import demand
-from remat_opt.spans import Stacks, spans
+from remat_opt.spans import Stacks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
             in_place = dataclasses.replace(
                 read.stacks, slicing=np.zeros(len(graph), dtype=bool), inputs=[]
             )
-            lives = spans(graph, schedule, in_place).with_runs(expected.running)
+            lives = expected.lives(graph, schedule, in_place)
             in_place_bytes = expected.laid_out_bytes(lives, schedule)
             whole_bytes = min(in_loop, in_place_bytes + read.stacks.carried_bytes)
         return Beside(whole_bytes=whole_bytes, part_bytes=in_loop, alone_bytes=peak_bytes)
@@ -143,8 +143,7 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
     alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
 
     def laid_out_bytes(stacks: Stacks) -> int:
-        lives = spans(graph, schedule, stacks).with_runs(expected.running)
-        return expected.laid_out_bytes(lives, schedule)
+        return expected.laid_out_bytes(expected.lives(graph, schedule, stacks), schedule)
 
     # An iteration alone has no stacks: what is kept waits as arrays.
     kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)

@@ -55,7 +55,6 @@ _ASSEMBLED = frozenset({"concatenate", "stack"})
 #: Equations that read no more than they return.
 _SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
 
-
 #: Equations that read entries elsewhere than they write them.
 _MOVED = _SLICES | {"concatenate", "pad", "rev"}
 

@@ -132,7 +132,8 @@ def twice(program: Program, rules: Rules, *, in_loop: bool = False) -> dict[int,
 
 def _is_worth_it(group: Sequence[str], dear: Set[str]) -> bool:
     """Whether one of these primitives is expensive, and more than what a product reads waits."""
-    return not dear.isdisjoint(group[:-1]) or bool({*group[-1:]} & dear - _FROM_RESULT)
+    *on_the_way, last = group or ("",)
+    return not dear.isdisjoint(on_the_way) or last in dear - _FROM_RESULT
 
 
 def _begins_at_argument(program: Program, group: Sequence[int]) -> bool:

@@ -142,10 +142,8 @@ def vertices(storage: Storage) -> Vertices:
     apart = turns.apart(storage, [draft.bytes for draft in drafts], sizes, predecessors, needs)
     for vertex, size in apart.items():
         workspaces[vertex] -= size
-    products = frozenset(overwriting.written_by_products(storage, predecessors, active))
-    added: Counter[int] = Counter()
-    for vertex, last in overwriting.added_apart(storage, predecessors, active):
-        added.update({last: sizes[vertex], vertex: sizes[vertex]})
+    products = dict(overwriting.written_by_products(storage, predecessors, active))
+    added = overwriting.added_apart(products, sizes)
     values = [draft.bytes for draft in drafts]
     for vertex, size in overwriting.over_values(storage, products, needs, values, of_cotangents):
         workspaces[vertex] -= size

@@ -13,10 +13,10 @@ memory and recomputation. In each round, the moves of those not yet explored are
   ends, or a region without a checkpoint;
   wraps a stretch: its regions go inside a new one; or unwraps it: those inside replace it.
 
-After the search, each chain is also tried with what a region keeps at its end in a
-region of its own, without a checkpoint: the backward steps there need nothing that runs again, and
-are done before it does. (An activation whose derivative reads its result, as ``tanh``, leaves one
-array there instead of two.)
+After the search, each chain is also tried with what a region keeps at its end in a region of its
+own, without a checkpoint: the backward steps there need nothing that runs again, and are done
+before it does. (An activation whose derivative reads its result, as ``tanh``, leaves one array
+there instead of two.)
 
 Memory is measured in two ways: by the peak, and by a norm of the bytes alive over all steps. Chains
 that no other beats by either measure stay. If several steps share the peak, a move lowers only one
