@@ -12,13 +12,12 @@ from remat_opt import planning, verification
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.model import Model, model
-from remat_opt.compilers.storage import Storage
+from remat_opt.compilers.storage import Storage, dataflow
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.plan import Objective, Plan
 from remat_opt.program import tracing
-from remat_opt.program.dataflow import Dataflow
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
 from remat_opt.program.tracing import Signature
@@ -48,7 +47,8 @@ def model_of(
 
 def storage_of(program: Program, device: str = "h200") -> Storage:
     """What a compiler stores of a program."""
-    return Storage(Dataflow(program, linearize(program)), compiler_of(device))
+    compiler = compiler_of(device)
+    return Storage(dataflow(program, linearize(program), compiler), compiler)
 
 
 def graph_of(

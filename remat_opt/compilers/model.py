@@ -17,11 +17,11 @@ from remat_opt.compilers import convolutions, scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results
-from remat_opt.compilers.storage import Storage
+from remat_opt.compilers.storage import Storage, dataflow
 from remat_opt.compilers.vertices import vertices
 from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
 from remat_opt.graph import Graph
-from remat_opt.program.dataflow import ALIASES, Dataflow
+from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, Stage, unchanged
 from remat_opt.spans import Spans, Stacks, spans
@@ -175,7 +175,7 @@ def model(
       compiler: the compiler.
       gradients: what happens to the gradients.
     """
-    flow = Dataflow(program, linearization)
+    flow = dataflow(program, linearization, compiler)
     storage = Storage(flow, compiler)
     as_it_is = None
     if storage.rewritten:

@@ -155,6 +155,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "rows_computed": _rule(
             _CPU, "stored", "storage", "Looked-up rows are computed as they are read."
         ),
+        "rows_fused": _rule(
+            _NVIDIA,
+            "stored",
+            "storage",
+            "What is looked up, or added up at places, is computed there.",
+        ),
         "slices_read_parts": _rule(
             _NVIDIA | _TPU, "stored", "storage", "Recomputing a slice reads only a part."
         ),
@@ -278,6 +284,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "transposed_cotangents": _rule(
             _CPU, "beside", "cpu_sums", "A weight's gradient transposes the cotangent."
+        ),
+        "zeros_shared": _rule(
+            _NVIDIA, "beside", "lookups", "Gradients of looked-up rows begin with the same zeros."
         ),
         "zeros_first": _rule(
             _CPU, "beside", "lookups", "Zeros that looked-up rows' gradients are added to."

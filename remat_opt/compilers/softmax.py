@@ -36,14 +36,16 @@ H100 a few rows that are no power of two long are stored, which is not modelled.
 Likewise it stores what a ``log_softmax`` exponentiates, the logits minus the maximum of their row,
 if labels' elements are gathered from the result and a row fits into one block of threads. (4,096
 rows of 8,192 bfloat16 logits and their loss: 204 MiB, 140 if the loss is a ``logsumexp`` minus
-labels' logits, as in optax.) XLA for TPU stores it of logits that are as wide, whatever is done
+labels' logits, as in optax.) If no gradient reaches the logits, as in distillation those of the
+teacher, one kernel computes the whole ``log_softmax``, and the result is stored, whatever is done
+with it. XLA for TPU stores it of logits that are as wide, whatever is done
 with the result.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.row_gathers import is_row_gather
@@ -155,8 +157,14 @@ def is_computed_again(kind: ArrayType, device: Device) -> bool:
     return traffic < (_FAST_MEMORY if few else _FASTER_MEMORY)
 
 
-def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
-    """What each ``log_softmax`` exponentiates, if it is stored, and the logits as they came."""
+def shifted(program: Program, rules: Rules, active: Set[int]) -> Iterator[tuple[int, int]]:
+    """What each ``log_softmax`` exponentiates, if it is stored, and the logits as they came.
+
+    Args:
+      program: a traced function.
+      rules: those about the compiler.
+      active: the values that gradients reach.
+    """
     if not rules.has("logits_shifted"):
         return
     maker, readers = program.makers(), program.readers()
@@ -168,6 +176,8 @@ def shifted(program: Program, rules: Rules) -> Iterator[tuple[int, int]]:
         if rules.platform == "tpu":
             wide = program.types[logits].bytes >= program.types[value].bytes
             found = wide and is_subtracted_from(program, value, readers)
+        elif value not in active:
+            found = is_subtracted_from(program, value, readers)
         else:
             found = is_picked_from(program, value, maker, readers)
         if found:

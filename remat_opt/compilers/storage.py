@@ -41,6 +41,7 @@ from remat_opt.compilers.lanes import lanes
 from remat_opt.compilers.matrix_axes import Matrices, matrix_axes
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
+from remat_opt.program.record import Linearization, Program
 
 #: A fused value is given a buffer when computing it again in each of several readers would
 #: read more than this many times its own bytes.
@@ -57,6 +58,24 @@ _SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
 
 #: Equations that read entries elsewhere than they write them.
 _MOVED = _SLICES | {"concatenate", "pad", "rev"}
+
+
+#: Equations that write, or add up, updates at computed places.
+_SCATTERS = frozenset(
+    {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
+)
+
+
+def dataflow(program: Program, linearization: Linearization, compiler: Compiler) -> Dataflow:
+    """A program's values as a compiler sees them.
+
+    Args:
+      program: a traced function.
+      linearization: what its backward steps read.
+      compiler: the compiler.
+    """
+    fused = frozenset({"gather"}) if compiler.has("rows_fused") else frozenset[str]()
+    return Dataflow(program, linearization, fused)
 
 
 class Storage:
@@ -108,7 +127,8 @@ class Storage:
                 for one in self.softmaxes
                 if batched_products.rows_lie_apart(flow, one.weights, compiler, batch_axes=2)
             }
-        self.weights_of |= softmax.shifted(program, compiler.rules)
+        active = flow.linearization.active_values
+        self.weights_of |= softmax.shifted(program, compiler.rules, active)
         self.batched_reads = tuple(
             batched_products.reads(
                 flow, compiler, set(softmax.exponentials(program)), self.weights_of
@@ -214,9 +234,15 @@ class Storage:
     # ------------------------------------------------------------------------ what and where
 
     def is_fusing_product(self, index: int) -> bool:
-        """Whether the equation computes elementwise operands as it reads them."""
+        """Whether the equation is a product that computes elementwise operands as it reads them."""
         operation = self.flow.program.equations[index].operation
         return self.compiler.has("operands_fused") and operation.primitive in PRODUCTS
+
+    def computes_operands(self, index: int) -> bool:
+        """Whether the equation's kernel computes elementwise operands as it reads them."""
+        primitive = self.flow.program.equations[index].operation.primitive
+        fused = self.compiler.has("rows_fused") and primitive in _SCATTERS
+        return fused or self.is_fusing_product(index)
 
     def written_by(self, vertex: int) -> int:
         """The equation whose kernel writes a vertex: for a sum of products one of them."""
@@ -268,7 +294,7 @@ class Storage:
         for index, equation in enumerate(self.flow.program.equations):
             if self.flow.opaque(index) or self.flow.costs[index].fusion is costs.Fusion.REDUCTION:
                 forced.update(equation.outputs)
-            if self.flow.opaque(index) and not self.is_fusing_product(index):
+            if self.flow.opaque(index) and not self.computes_operands(index):
                 forced.update(
                     value
                     for value in self.flow.reads(index)
@@ -331,6 +357,9 @@ class Storage:
           readers: how many vertices would read each fused value.
         """
         stored = set(forced)
+        direct = self.flow.reader_counts()
+        # Fused values that are computed from rows of something larger.
+        looked_up: set[int] = set()
         # For each leaf, the bytes that are read, and how many equations lie in between.
         read_bytes: dict[int, dict[int, float]] = {}
         sizes: dict[int, int] = {}
@@ -340,8 +369,10 @@ class Storage:
                 continue
             found: dict[int, float] = {}
             size = 1
+            wide = self._looks_up_in_more(equation.operation)
             for value in {self.flow.source[value] for value in equation.value_inputs}:
                 if value in read_bytes and value not in stored:
+                    wide |= value in looked_up
                     size += sizes[value]
                     own = read_bytes[value]
                 else:
@@ -352,11 +383,14 @@ class Storage:
                 part = self._part(equation.operation, types[value])
                 read_bytes[value] = {leaf: amount * part for leaf, amount in found.items()}
                 sizes[value] = size
+                if wide:
+                    looked_up.add(value)
                 if value in stored or readers.get(value, 0) < 2:
                     continue
                 total = sum(read_bytes[value].values())
                 if (
                     self._put_together(equation.operation)
+                    or (wide and direct[value] > 1)
                     or total > _REREAD_LIMIT * types[value].bytes
                     or size > _CONE_LIMIT
                 ):
@@ -365,14 +399,25 @@ class Storage:
 
     def _part(self, operation: Operation, result: ArrayType) -> float:
         """The part of its operand that an operation reads for a result."""
-        sliced = self.compiler.has("slices_read_parts") and operation.primitive in _SLICES
-        if not sliced or not operation.inputs[0].bytes:
+        parts = _SLICES if self.compiler.has("slices_read_parts") else frozenset()
+        if operation.primitive not in parts | {"gather"} or not operation.inputs[0].bytes:
             return 1.0
-        return result.bytes / operation.inputs[0].bytes
+        return min(1.0, result.bytes / operation.inputs[0].bytes)
 
     def _put_together(self, operation: Operation) -> bool:
         """Whether a result is stored as soon as it is read twice."""
         return self.compiler.has("concatenations") and operation.primitive in _ASSEMBLED
+
+    def _looks_up_in_more(self, operation: Operation) -> bool:
+        """Whether a result is rows, fused, of something larger than it.
+
+        Where it is computed again, its gradient is a scatter into something as large.
+        """
+        return (
+            self.compiler.has("rows_fused")
+            and operation.primitive == "gather"
+            and operation.inputs[0].bytes > operation.outputs[0].bytes
+        )
 
     def _reader_counts(self, stored: Set[int]) -> dict[int, int]:
         """How many vertices (counted up to 2) would read each fused value."""

@@ -56,7 +56,7 @@ def _written(storage: Storage) -> Iterator[int]:
         if flow.costs[index].fusion is costs.Fusion.FUSIBLE and not equation.effects:
             continue
         yield from equation.outputs
-        if not storage.is_fusing_product(index):
+        if not storage.computes_operands(index):
             yield from flow.reads(index)
             yield from flow.derivative_reads(index)
     yield from storage.outputs

@@ -315,6 +315,8 @@ def _workspaces(
             own[one] += size
     for read in storage.batched_reads:
         own[storage.vertex_of[storage.result(read.product)]] += read.workspace_bytes
+    for vertex, size in lookups.beside(storage):
+        own[vertex] += size
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):
             own[vertex] += size

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from remat_opt import costs
 from remat_opt.program.record import Equation, Linearization, Program
@@ -39,13 +40,28 @@ class Dataflow:
       source: for each value, the value whose bytes it shares (often itself).
     """
 
-    def __init__(self, program: Program, linearization: Linearization) -> None:
+    def __init__(
+        self, program: Program, linearization: Linearization, fused: Set[str] = frozenset()
+    ) -> None:
+        """Finds out.
+
+        Args:
+          program: a traced function.
+          linearization: what its backward steps read.
+          fused: primitives that the compiler fuses, though others make separate kernels of them.
+        """
         self.program = program
         self.linearization = linearization
-        self.costs = [costs.cost(equation.operation) for equation in program.equations]
+        self.costs = [self._cost(equation, fused) for equation in program.equations]
         self.maker = program.makers()
         self.source = self._aliases()
         self._reads = [self._distinct(equation) for equation in program.equations]
+
+    def _cost(self, equation: Equation, fused: Set[str]) -> costs.Cost:
+        found = costs.cost(equation.operation)
+        if equation.operation.primitive in fused:
+            found = dataclasses.replace(found, fusion=costs.Fusion.FUSIBLE)
+        return found
 
     def _aliases(self) -> dict[int, int]:
         source: dict[int, int] = {}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers.lookups import zeros
+from remat_opt.compilers.lookups import beside, zeros
 from remat_opt.compilers.model import Model
 from remat_opt.gradients import Gradients
 from remat_opt.program import tracing
@@ -84,11 +84,11 @@ def test_only_rows_of_a_converted_table_are_converted_on_a_cpu() -> None:
     for fn in (converted, scaled):
         stored = {
             device: names(of_rows(fn, TABLE, Gradients.RESULTS, device).graph)
-            for device in ("cpu", "h200")
+            for device in ("cpu", "v5e")
         }
         primitive = "mul" if fn is scaled else "convert_element_type"
-        assert primitive in stored["h200"]
-        assert stored["h200"].index("gather") > stored["h200"].index(primitive)
+        assert primitive in stored["v5e"]
+        assert stored["v5e"].index("gather") > stored["v5e"].index(primitive)
         first = stored["cpu"].index("gather")
         assert primitive not in stored["cpu"][:first]
 
@@ -159,3 +159,27 @@ def test_what_is_looked_up_in_results_has_zeros_too(dynamic: bool) -> None:
     for (_, until), product in zip(found.beside, products, strict=True):
         assert until > product
     assert zeros(storage_of(tracing.trace(routed, W, x), "h200")).beside == ()
+
+
+def added_up(x, rows):
+    """Rows, summed where they go: into as many as ``x`` has."""
+    return jax.ops.segment_sum(rows, TOKENS, num_segments=len(x))
+
+
+@pytest.mark.parametrize(
+    ("fn", "arrays"),
+    [
+        # The only sum over places begins with zeros that become it.
+        (lambda x: jnp.sin(x[TOKENS]), 0),
+        # The segment sum begins with the same zeros as the gradient of the lookup.
+        (lambda x: jnp.sin(added_up(x, jnp.sin(x[TOKENS]))), 1),
+        # Two gradients of lookups do, and one waits for the other.
+        (lambda x: jnp.sin(x[TOKENS] * x[TOKENS + 1]), 2),
+    ],
+)
+def test_gradients_of_rows_begin_with_the_same_zeros_on_nvidia(
+    fn: Callable[[jax.Array], jax.Array], arrays: int
+) -> None:
+    program = tracing.trace(lambda w, x: jnp.sum(fn(x @ w)), W, TABLE)
+    assert sum(size for _, size in beside(storage_of(program))) == arrays * TABLE.nbytes
+    assert not list(beside(storage_of(program, "v5e")))

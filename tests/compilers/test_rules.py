@@ -359,6 +359,10 @@ def looked_up(weights, tokens):
     return jnp.sum(jnp.sin(jnp.sin(table[tokens] @ product) @ product))
 
 
+def looked_up_twice(table, tokens):
+    return jnp.sum(jnp.sin(table[tokens] * table[tokens + 1]))
+
+
 def converted_table(table, tokens):
     return jnp.sum(jnp.sin(jnp.sin(table.astype(jnp.bfloat16)[tokens]) @ SQUARE))
 
@@ -407,6 +411,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "draws_stored": ("h200", dropout, (W, X)),
     "words_stored": ("cpu", dropout, (W, X)),
     "rows_computed": ("cpu", converted_table, (ROWS, jnp.arange(16))),
+    "rows_fused": ("h200", converted_table, (ROWS, jnp.arange(16))),
     "slices_read_parts": ("h200 v5e", gates, (ones(128, 256), ROWS)),
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
@@ -423,6 +428,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "logits_shifted": ("h200 v5e", log_softmax_loss, (W, X)),
     "operands_stored": ("v5e", exact_gelus, ([SQUARE] * 2, ROWS)),
     "cotangents_pass": ("h200 v5e", waves, (SQUARE, ROWS)),
+    "zeros_shared": ("h200", looked_up_twice, (ROWS, jnp.arange(16))),
     "zeros_first": ("cpu", looked_up, ((ROWS, SQUARE), jnp.arange(16))),
     "entries_rounded": ("v5e", stacked, (ones(6, 128, 128), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),

@@ -18,7 +18,9 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.device import get_device
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
+from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Program
+from remat_opt.program.tracing import Signature
 from remat_opt.schedule import Region, Schedule, Stage, plain
 from remat_opt.transform.rewriting import rewrite
 from tests.compiler_graphs import InStep, model_of
@@ -201,6 +203,10 @@ def squares(found) -> list[str]:
     return [label for label in found.labels if label.endswith(f"[{','.join(map(str, SQUARE))}]")]
 
 
+def shifted(program, rules) -> list[tuple[int, int]]:
+    return list(softmax.shifted(program, rules, linearize(program).active_values))
+
+
 def picked_loss(x, w):
     logits = (x @ w).astype(jnp.float32)
     labels = jnp.zeros((*logits.shape[:-1], 1), int)
@@ -211,7 +217,7 @@ def picked_loss(x, w):
 def test_labels_are_gathered_from_stored_logits_minus_their_maximum(classes, stored) -> None:
     w = jax.ShapeDtypeStruct((HEADS * DEPTH, classes), "bfloat16")
     program = tracing.trace(picked_loss, X, w)
-    found = dict(softmax.shifted(program, NVIDIA))
+    found = dict(shifted(program, NVIDIA))
     assert bool(found) is stored
     rows = BATCH * TOKENS * classes
     for value, logits in found.items():
@@ -233,7 +239,19 @@ def test_labels_are_gathered_from_stored_logits_minus_their_maximum(classes, sto
 )
 def test_other_losses_store_no_such_logits(loss) -> None:
     logits, labels = jnp.zeros((4, 8)), jnp.zeros(4, int)
-    assert not list(softmax.shifted(tracing.trace(loss, logits, labels), NVIDIA))
+    assert not shifted(tracing.trace(loss, logits, labels), NVIDIA)
+
+
+def test_a_log_softmax_that_no_gradient_reaches_is_stored() -> None:
+    def divergence(student, teacher):
+        target = jax.nn.log_softmax(teacher)
+        return jnp.mean(jnp.exp(target) * (target - jax.nn.log_softmax(student)))
+
+    logits = jnp.zeros((4, 8))
+    ((_, found),) = shifted(program := tracing.trace(divergence, logits, logits), NVIDIA)
+    assert found == program.arguments[1]
+    both = Signature(argnums=(0, 1))
+    assert not shifted(tracing.trace(divergence, logits, logits, signature=both), NVIDIA)
 
 
 @pytest.mark.parametrize(("classes", "stored"), [(8192, True), (8194, False)])
@@ -243,7 +261,7 @@ def test_on_a_tpu_logits_minus_their_maximum_are_stored_of_short_rows(classes, s
 
     arguments = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8), (8, classes)))
     program = tracing.trace(loss, *arguments)
-    assert bool(list(softmax.shifted(program, Rules(platform="tpu")))) is stored
+    assert bool(shifted(program, Rules(platform="tpu"))) is stored
 
 
 def test_a_tpu_stores_scores_and_exponentials_of_the_function_as_it_is() -> None:

@@ -12,11 +12,13 @@ import pytest
 from tests.compiler_graphs import (
     W,
     X,
+    InStep,
     graph_of,
     names,
     storage_of,
     two_layers,
 )
+from tests.devices import needs_cuda_plugin
 
 
 def test_elementwise_results_live_inside_what_reads_them() -> None:
@@ -107,6 +109,75 @@ def test_levels_of_an_associative_scan_are_stored() -> None:
     # Not all is computed from the first product in one kernel.
     between = len(graph) - names(graph).count("dot_general") - names(graph).count("reduce_sum")
     assert between > 8
+
+
+def messages(w, x, sources, targets):
+    """Rows are looked up, scaled by what the ends have in common, and summed where they go."""
+    x = x @ w
+    near = jax.nn.sigmoid((x[sources] * x[targets]).sum(-1, keepdims=True))
+    return jax.ops.segment_sum(near * x[sources], targets, num_segments=len(x))
+
+
+def test_nvidia_computes_rows_where_they_are_read_and_added_up() -> None:
+    """Five times as many edges as nodes: no array is as long."""
+    ends = jnp.arange(5 * len(X)) % len(X)
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(messages(w, x, ends, ends)))
+
+    _, _, graph = graph_of(loss, W, X)
+    assert names(graph) == ["dot_general", "reduce_sum", "scatter-add", "reduce_sum"]
+    assert max(graph.bytes) == max(graph.cotangent_bytes) == X.nbytes
+    assert graph.predecessors == ((), (0,), (0, 1), (2,))
+    assert graph.needs[2] == (0, 1)
+    _, _, elsewhere = graph_of(loss, W, X, device="v5e")
+    assert names(elsewhere).count("gather") == 3
+
+
+def test_rows_that_a_product_reads_are_stored() -> None:
+    places = jnp.arange(2 * len(X)) % len(X)
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(jnp.sin(x @ w)[places] @ w.T))
+
+    _, _, graph = graph_of(loss, W, X)
+    assert names(graph) == ["dot_general", "gather", "dot_general", "reduce_sum"]
+    assert graph.bytes == (X.nbytes, 2 * X.nbytes, 2 * X.nbytes, 0)
+
+
+@pytest.mark.parametrize("rows", [16, 4096])
+def test_rows_are_computed_again_unless_that_reads_more_than_they_take(rows: int) -> None:
+    """Rows of a small table are read from cache. Sums of two tables as large as the result are not."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    places = jax.ShapeDtypeStruct((4096,), "int32")
+
+    def loss(w, first, second, one, other):
+        both = (first @ w)[one] + (second @ w)[other]
+        return jnp.sum(jnp.sin(both.sum(-1, keepdims=True) * both).sum(-1))
+
+    table = shape((rows, 64))
+    _, _, graph = graph_of(loss, shape((64, 64)), table, table, places, places)
+    stored = [size for size in graph.bytes if size == 4 * 4096 * 64]
+    assert len(stored) == (0 if rows == 16 else 3)
+
+
+@pytest.mark.cuda
+@needs_cuda_plugin
+def test_a_graph_network_takes_what_is_expected() -> None:
+    def loss(weights, x, sources, targets):
+        for w in weights:
+            x = jnp.tanh(messages(w, x, sources, targets))
+        return jnp.sum(x**2)
+
+    shape = jax.ShapeDtypeStruct
+    edges = shape((262_144,), "int32")
+    weights = [shape((256, 256), "float32")] * 3
+    step = InStep(loss, weights, shape((32_768, 256), "float32"), edges, edges)
+    nodes = 4 * 32_768 * 256
+    assert step.problem.unchanged.peak_bytes == pytest.approx(step.unplanned_bytes(), rel=0.15)
+    plan = step.plan()
+    assert plan.predicted.temporary_bytes < 6 * nodes  # an array of all edges takes 8
+    assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.15)
 
 
 def test_a_tpu_stores_a_concatenation_that_is_read_twice() -> None:
