@@ -1,7 +1,7 @@
 """The zeros that the gradients of looked-up rows are added to.
 
-On CPU, such a gradient is added, in place, to an array as large as what is looked up in: a table, or the
-result of an earlier step. The array depends on nothing, so XLA makes it at the start of the
+On CPU, such a gradient is added, in place, to an array as large as what is looked up in: a table,
+or the result of an earlier step. The array depends on nothing, so XLA makes it at the start of the
 program, whatever is under a checkpoint. It becomes the gradient. If a float32 gradient has other
 contributions, the rows are added to one of these instead. A narrower one would have to be rounded
 first, so each lookup has zeros of its own. A slice that begins at a computed place is a lookup too.
@@ -93,7 +93,7 @@ def beside(storage: Storage) -> Iterator[tuple[int, int]]:
     if not storage.compiler.has("zeros_shared"):
         return
     operands: dict[int, int] = {}
-    for value, indices in _readers(storage).items():
+    for indices in _readers(storage).values():
         for index in indices:
             equation = flow.program.equations[index]
             operand = equation.inputs[0]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from tests.compiler_graphs import (
+    InStep,
     W,
     X,
-    InStep,
     graph_of,
     names,
     storage_of,
@@ -147,7 +147,7 @@ def test_rows_that_a_product_reads_are_stored() -> None:
 
 @pytest.mark.parametrize("rows", [16, 4096])
 def test_rows_are_computed_again_unless_that_reads_more_than_they_take(rows: int) -> None:
-    """Rows of a small table are read from cache. Sums of two tables as large as the result are not."""
+    """Rows of a small table are read from cache, those of two tables as large as the result not."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
     places = jax.ShapeDtypeStruct((4096,), "int32")
 
