@@ -133,7 +133,7 @@ def rewrites(
         partner={min(pair): max(pair) for pair in sums.values()}
         if rules.has("partners_wait")
         else {},
-        unmerged=_unmerged(program, rules) if ordered else {},
+        unmerged=_unmerged(program, rules, ordered=ordered),
         squares=frozenset(index for index, _ in squares.squares(program))
         if ordered
         else frozenset(),
@@ -155,6 +155,6 @@ def rewrites(
     )
 
 
-def _unmerged(program: Program, rules: Rules) -> dict[int, int]:
-    found = turns.unmerged(program) if rules.has("products_apart") else {}
+def _unmerged(program: Program, rules: Rules, *, ordered: bool) -> dict[int, int]:
+    found = turns.unmerged(program) if ordered and rules.has("products_apart") else {}
     return found | dict.fromkeys(squares.apart(program, rules), 1)

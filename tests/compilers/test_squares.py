@@ -12,7 +12,7 @@ import pytest
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.squares import apart, squares
 from remat_opt.program import tracing
-from remat_opt.schedule import Region, Schedule, unchanged
+from remat_opt.schedule import Region, Schedule, plain, unchanged
 from tests.compiler_graphs import InStep, changed, graph_of, model_of, names
 from tests.devices import needs_cuda_plugin
 from tests.programs import ones
@@ -89,14 +89,37 @@ def test_only_small_operands_are_multiplied_side_by_side() -> None:
 def test_both_cotangents_are_side_by_side_only_in_the_unchanged_function() -> None:
     program, found, graph = graph_of(similar, W, X, device="h200")
     product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
-    (result,) = program.equations[found.roots[product]].outputs
+    multiplied = program.equations[found.roots[product]]
+    both = 2 * program.types[multiplied.outputs[0]].bytes
+    # Their product is twice as large as the value's cotangent.
+    both += program.types[multiplied.value_inputs[0]].bytes
     every = tuple(range(len(graph)))
-    for schedule, times in (
-        (unchanged(graph), 2),
+    for schedule, expected in (
+        (unchanged(graph), both),
+        (plain(graph), 0),
         (Schedule(regions=(Region(vertices=every),)), 0),
     ):
         size = changed(found, schedule).workspace_bytes[product] - graph.workspace_bytes[product]
-        assert size == times * program.types[result].bytes
+        assert size == expected
+
+
+@pytest.mark.cuda
+@needs_cuda_plugin
+def test_cotangents_of_a_value_times_itself_where_nothing_is_recomputed() -> None:
+    """Side by side in the unchanged function; apart in a plan."""
+
+    def interactions(w: jax.Array, x: jax.Array) -> jax.Array:
+        features = (x @ w).reshape(len(x), 8, 64)
+        return jnp.sum(jnp.sin(jnp.einsum("bif,bjf->bij", features, features)) ** 2)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    step = InStep(interactions, shape((256, 512)), shape((16_384, 256)), device="h200")
+    expected = step.problem.unchanged.peak_bytes
+    assert step.unplanned_bytes() == pytest.approx(expected, rel=0.02)
+    plan = step.plan()
+    assert not any(stage.checkpointed for stage in plan.stages)
+    assert plan.predicted.temporary_bytes < 0.7 * expected
+    assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.07)
 
 
 @pytest.mark.cuda
