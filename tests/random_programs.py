@@ -303,6 +303,62 @@ def convolved(a: jax.Array, w: jax.Array) -> jax.Array:
     ]
 
 
+def edges(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Three edges from each row; some rows get none."""
+    ends = jnp.arange(3 * len(a))
+    return ends * 5 % len(a), ends * ends % len(a)
+
+
+def messages(a: jax.Array, w: jax.Array) -> jax.Array:
+    sources, targets = edges(a)
+    a = a @ w
+    near = jax.nn.sigmoid(jnp.sum(a[sources] * a[targets], -1, keepdims=True))
+    return jnp.tanh(jax.ops.segment_sum(near * a[sources], targets, len(a)))
+
+
+def multiplied_messages(a: jax.Array, w: jax.Array) -> jax.Array:
+    sources, targets = edges(a)
+    sent = jnp.tanh(a[sources] @ w + a[targets])
+    return a + jax.ops.segment_sum(sent, targets, len(a)) / 3
+
+
+def graph_attention(a: jax.Array, w: jax.Array) -> jax.Array:
+    sources, targets = edges(a)
+    a = a @ w
+    scores = jnp.tanh(a[:, 0])[sources] + jnp.sin(a[:, 1])[targets]
+    most = lax.stop_gradient(jax.ops.segment_max(scores, targets, len(a)))
+    odds = jnp.exp(scores - most[targets])
+    share = odds / jax.ops.segment_sum(odds, targets, len(a))[targets]
+    return jax.ops.segment_sum(share[:, None] * a[sources], targets, len(a))
+
+
+def embedded(a: jax.Array, w: jax.Array) -> jax.Array:
+    rows = jnp.tanh(w)[jnp.arange(len(a)) * 3 % len(w)] + 0.5
+    return a * rows + jnp.cos(rows)
+
+
+def bags(a: jax.Array, w: jax.Array) -> jax.Array:
+    places = (jnp.arange(len(a))[:, None] + jnp.array([0, 2, 5])) % len(w)
+    return a + jnp.sin(w[places].sum(1)) + a[places % len(a)].max(1)
+
+
+def few_rows(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Rows of something larger than they are, read in two places."""
+    found = (a @ w)[jnp.array([3, 1, 3])] * 2
+    return a + (jnp.sin(found) @ w).mean(0) + jnp.tanh(found).sum(0)
+
+
+def interactions(a: jax.Array, w: jax.Array) -> jax.Array:
+    features = a @ w
+    return jnp.tanh(features @ features.T / len(a)) @ a
+
+
+def taught(a: jax.Array, w: jax.Array) -> jax.Array:
+    teacher = jax.nn.log_softmax(lax.stop_gradient(a) @ lax.stop_gradient(w))
+    student = jax.nn.log_softmax(a @ w)
+    return a + jnp.sum(jnp.exp(teacher) * (teacher - student), -1, keepdims=True)
+
+
 def dropped(a: jax.Array) -> jax.Array:
     mask = jax.random.bernoulli(jax.random.key(3), 0.7, a.shape)
     return jnp.where(mask, a / 0.7, 0).astype(a.dtype)
@@ -427,6 +483,18 @@ CHOICES: list[Callable[..., jax.Array]] = [
     scanned_branches,
 ]
 CHOOSING_FROM = 1_000_000
+#: Lookups and sums at places: programs from ``LOOKING_UP_FROM`` on have them.
+LOOKUPS: list[Callable[..., jax.Array]] = [
+    messages,
+    multiplied_messages,
+    graph_attention,
+    embedded,
+    bags,
+    few_rows,
+    interactions,
+    taught,
+]
+LOOKING_UP_FROM = 2_000_000
 TERMS: list[Callable[..., jax.Array]] = [
     jnp.sum,
     jnp.mean,
@@ -506,6 +574,8 @@ def draw(seed: int) -> RandomProgram:
     products = PRODUCTS + SHARP_PRODUCTS if dtype == "float64" else PRODUCTS
     if seed >= CHOOSING_FROM:
         products = products + CHOICES * 3
+    if seed >= LOOKING_UP_FROM:
+        products = products + LOOKUPS * 6
     rows, columns = chance.choice([(8, 8), (16, 8), (12, 12), (64, 16)])
     depth = chance.choice([1, 2, 4])
     steps: list[tuple[Callable[..., jax.Array], int, int]] = []

@@ -19,6 +19,7 @@ from tests import hunt
 from tests.random_programs import (
     CHOOSING_FROM,
     DEVICES,
+    LOOKING_UP_FROM,
     attention,
     differences,
     draw,
@@ -48,6 +49,13 @@ def test_random_programs(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [CHOOSING_FROM + 6, CHOOSING_FROM + 7])
 def test_random_programs_with_choices(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("seed", range(LOOKING_UP_FROM, LOOKING_UP_FROM + 6))
+def test_random_programs_with_lookups(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 
