@@ -9,7 +9,7 @@ first, so each lookup has zeros of its own. A slice that begins at a computed pl
 XLA for NVIDIA begins all sums over places with the same zeros, if they are alike, forward and
 backward, and copies them each time. If rows of a value are looked up several times, one sum is
 written while another waits to be added to it. (Three graph layers of 32,768 nodes of 256 on h200,
-each with three lookups: 228 MiB at least, of which 64 are such arrays.)
+each with three lookups: 228 MiB, of which 64 are such arrays.)
 """
 
 from __future__ import annotations

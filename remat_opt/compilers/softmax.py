@@ -38,8 +38,7 @@ if labels' elements are gathered from the result and a row fits into one block o
 rows of 8,192 bfloat16 logits and their loss: 204 MiB, 140 if the loss is a ``logsumexp`` minus
 labels' logits, as in optax.) If no gradient reaches the logits, as in distillation those of the
 teacher, one kernel computes the whole ``log_softmax``, and the result is stored, whatever is done
-with it. XLA for TPU stores it of logits that are as wide, whatever is done
-with the result.
+with it. XLA for TPU stores it of logits that are as wide, whatever is done with the result.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ _SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
 #: Equations that read entries elsewhere than they write them.
 _MOVED = _SLICES | {"concatenate", "pad", "rev"}
 
-
 #: Equations that write, or add up, updates at computed places.
 _SCATTERS = frozenset(
     {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
@@ -399,8 +398,10 @@ class Storage:
 
     def _part(self, operation: Operation, result: ArrayType) -> float:
         """The part of its operand that an operation reads for a result."""
-        parts = _SLICES if self.compiler.has("slices_read_parts") else frozenset()
-        if operation.primitive not in parts | {"gather"} or not operation.inputs[0].bytes:
+        of_part = (
+            self.compiler.has("slices_read_parts") and operation.primitive in _SLICES
+        ) or self._looks_up(operation)
+        if not of_part or not operation.inputs[0].bytes:
             return 1.0
         return min(1.0, result.bytes / operation.inputs[0].bytes)
 
@@ -408,16 +409,16 @@ class Storage:
         """Whether a result is stored as soon as it is read twice."""
         return self.compiler.has("concatenations") and operation.primitive in _ASSEMBLED
 
-    def _looks_up_in_more(self, operation: Operation) -> bool:
-        """Whether a result is rows, fused, of something larger than it.
+    def _looks_up(self, operation: Operation) -> bool:
+        """Whether it is a lookup that is part of the kernels that read its result."""
+        return self.compiler.has("rows_fused") and operation.primitive == "gather"
 
-        Where it is computed again, its gradient is a scatter into something as large.
+    def _looks_up_in_more(self, operation: Operation) -> bool:
+        """Whether it is such a lookup, in something larger than the result.
+
+        Where that is computed again, its gradient is a scatter into something as large.
         """
-        return (
-            self.compiler.has("rows_fused")
-            and operation.primitive == "gather"
-            and operation.inputs[0].bytes > operation.outputs[0].bytes
-        )
+        return self._looks_up(operation) and operation.inputs[0].bytes > operation.outputs[0].bytes
 
     def _reader_counts(self, stored: Set[int]) -> dict[int, int]:
         """How many vertices (counted up to 2) would read each fused value."""
