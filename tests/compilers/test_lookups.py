@@ -183,3 +183,8 @@ def test_gradients_of_rows_begin_with_the_same_zeros_on_nvidia(
     program = tracing.trace(lambda w, x: jnp.sum(fn(x @ w)), W, TABLE)
     assert sum(size for _, size in beside(storage_of(program))) == arrays * TABLE.nbytes
     assert not list(beside(storage_of(program, "v5e")))
+
+
+def test_rows_of_a_parameter_are_added_to_its_gradient_in_place_on_nvidia() -> None:
+    program = tracing.trace(lambda x: jnp.sum(jnp.sin(x[TOKENS] * x[TOKENS + 1])), TABLE)
+    assert not list(beside(storage_of(program)))
