@@ -9,8 +9,8 @@ first, so each lookup has zeros of its own. A slice that begins at a computed pl
 XLA for NVIDIA begins all sums over places with the same zeros, if they are alike, forward and
 backward, and copies them each time. If rows of a result are looked up several times, one sum is
 written while another waits to be added to it; rows of a parameter are all added to its gradient, in
-place. (Three graph layers of 32,768 nodes of 256 on h200,
-each with three lookups: 228 MiB, of which 64 are such arrays.)
+place. (Three graph layers of 32,768 nodes of 256 on h200, each with three lookups: 228 MiB, of
+which 64 are such arrays.)
 """
 
 from __future__ import annotations
@@ -90,33 +90,29 @@ def beside(storage: Storage) -> Iterator[tuple[int, int]]:
     Returns:
       The vertex, and the bytes that are held during its backward step.
     """
-    flow = storage.flow
-    if not storage.compiler.has("zeros_shared"):
-        return
-    operands: dict[int, int] = {}
-    for indices in _readers(storage).values():
-        for index in indices:
-            equation = flow.program.equations[index]
-            operand = equation.inputs[0]
-            if equation.operation.primitive == "gather" and isinstance(operand, int):
-                value = flow.source[operand]
-                if value in flow.maker:
-                    operands[index] = value
-    times = Counter(operands.values())
-    alike = Counter(flow.program.types[value] for value in operands.values())
-    alike += Counter(_begun(storage))
-    for vertex, root in enumerate(storage.roots if operands else ()):
-        read = {operands[index] for index in storage.cone(root) if index in operands}
-        arrays = {
-            value: (alike[flow.program.types[value]] > 1) + (times[value] > 1) for value in read
-        }
-        size = max(
-            (
-                count * storage.compiler.buffer_bytes(flow.program.types[value])
-                for value, count in arrays.items()
-            ),
-            default=0,
+    flow, types = storage.flow, storage.flow.program.types
+    # For each lookup in a result, that result: a gather has no other operand with a gradient.
+    operands = {
+        index: value
+        for value, indices in (
+            _readers(storage).items() if storage.compiler.has("zeros_shared") else ()
         )
+        if value in flow.maker
+        for index in indices
+        if flow.program.equations[index].operation.primitive == "gather"
+    }
+    if not operands:
+        return
+    times = Counter(operands.values())
+    alike = Counter(types[value] for value in operands.values()) + Counter(_begun(storage))
+    sizes = {
+        value: ((alike[types[value]] > 1) + (count > 1))
+        * storage.compiler.buffer_bytes(types[value])
+        for value, count in times.items()
+    }
+    for vertex, root in enumerate(storage.roots):
+        lookups = operands.keys() & storage.cone(root)
+        size = max((sizes[operands[index]] for index in lookups), default=0)
         if size:
             yield vertex, size
 
