@@ -384,7 +384,7 @@ def _tie_transpose(cotangents: Sequence[Any], *primals: Any) -> list[Any]:
     there = [
         own and not isinstance(one, ad.Zero) for own, one in zip(linear, cotangents, strict=True)
     ]
-    found = _of_those(cotangents, there, _tie_run)
+    found = _of_those(cotangents, there, barrier)
     return [one if own else None for own, one in zip(linear, found, strict=True)]
 
 
@@ -407,6 +407,15 @@ ad.primitive_jvps[_tie_p] = _tie_jvp
 ad.primitive_transposes[_tie_p] = _tie_transpose
 batching.primitive_batchers[_tie_p] = _tie_batched
 mlir.register_lowering(_tie_p, mlir.lower_fun(_tie_run, multiple_results=True))
+
+
+def barrier(*values: Any) -> list[Any]:
+    """The values as arrays, none available before all are computed, of the same types as before.
+
+    JAX's own barrier lets each vary over all axes of a ``shard_map`` that any does, before 0.11.
+    """
+    over = {getattr(getattr(type_of(one), "mat", None), "varying", None) for one in values}
+    return list(_tie_p.bind(*values)) if len(over) > 1 else _tie_run(*values)
 
 
 def tie_cotangents(tangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -512,11 +521,13 @@ def zero_tangent(value: Any) -> SymbolicZero:
 
 
 def instantiated(tangent: Any, value: Any) -> Any:
-    """The tangent of a value as an array, if it is a symbolic zero."""
+    """The tangent of a value as an array, if it is a symbolic zero.
+
+    It varies over the same axes of a ``shard_map`` as the value.
+    """
     if not isinstance(tangent, SymbolicZero):
         return tangent
-    kind = type_of(value).to_tangent_aval()
-    return jnp.zeros(kind.shape, kind.dtype)
+    return ad.instantiate_zeros(ad.Zero(type_of(value).to_tangent_aval()))
 
 
 def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = False) -> str:

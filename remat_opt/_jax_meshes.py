@@ -7,14 +7,17 @@ here has a contract test in ``tests/test_jax_contracts.py``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
 
 from remat_opt._jax_internals import inner_jaxprs, parts
+
+_Result = TypeVar("_Result")
 
 
 def mesh_of(value: Any) -> Any | None:
@@ -73,6 +76,70 @@ def explicit_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     entered: contextlib.AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
     return entered
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Map:
+    """What a ``shard_map`` equation says.
+
+    Attributes:
+      body: the jaxpr that each device runs, of its parts of the inputs to its parts of the outputs.
+      mesh: the mesh, with devices or abstract.
+      in_specs: how each input is split.
+      out_specs: how each output is.
+      axes: the mesh axes that it is mapped over.
+      check_vma: whether types say over which axes values vary.
+    """
+
+    body: Any
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    axes: frozenset[str]
+    check_vma: bool
+
+    @property
+    def over_all_axes(self) -> bool:
+        """Whether the body sees one device's part: no axis of the mesh is left to the compiler."""
+        mapped = self.axes.union(self.mesh.abstract_mesh.manual_axes)
+        return all(name in mapped or size == 1 for name, size in self.mesh.shape.items())
+
+
+def map_of(equation: Any) -> Map:
+    """Reads a ``shard_map`` equation."""
+    params = equation.params
+    return Map(
+        body=params["jaxpr"],
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axes=frozenset(params["newly_manual_axes"]),
+        check_vma=bool(params["check_vma"]),
+    )
+
+
+def within_map(equation: Any, run: Callable[[], _Result]) -> _Result:
+    """Calls a function where the body of a ``shard_map`` equation, or a part of it, can be traced.
+
+    There the axes of the mesh have names, and types are those of one device's part.
+    """
+    said = map_of(equation)
+    found: list[_Result] = []
+
+    def body() -> tuple[()]:
+        found.append(run())
+        return ()
+
+    mapped = jax.shard_map(
+        body,
+        mesh=said.mesh,
+        in_specs=(),
+        out_specs=(),
+        axis_names=said.axes,
+        check_vma=said.check_vma,
+    )
+    jax.eval_shape(mapped)
+    return found[0]
 
 
 def meshes_in(equations: Iterable[Any]) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from remat_opt import _jax_internals as internals
-from remat_opt import policies
+from remat_opt import _jax_meshes, policies
 from remat_opt.compilers import model as models
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
@@ -26,7 +26,7 @@ from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Equation, Linearization, Program
 from remat_opt.program.tracing import inner_program
-from remat_opt.schedule import Region, Schedule, plain
+from remat_opt.schedule import Region, Schedule, plain, unchanged
 from remat_opt.simulator import demand
 from remat_opt.units import format_share
 
@@ -40,11 +40,13 @@ class _Inside:
 
     Attributes:
       workspace_bytes: what it takes while it runs, beside what is kept for it.
+      kept_bytes: what is kept for it, if that is not what JAX hands from one pass to the other.
       again_share: what the function's own checkpoints compute again in it, as a share of its
         forward time.
     """
 
     workspace_bytes: int = 0
+    kept_bytes: int | None = None
     again_share: float = 0.0
 
 
@@ -83,7 +85,7 @@ def _told(places: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Mapped(Effect):
-    """What a ``shard_map`` keeps, about which no plan decides.
+    """What a ``shard_map`` over some axes of the mesh keeps, about which no plan decides.
 
     Attributes:
       places: source lines that are known.
@@ -99,8 +101,10 @@ class _Mapped(Effect):
         """Says where the decorator belongs."""
         told = f" ({_told(self.places)})" if self.places else ""
         return (
-            f"A shard_map{told} is planned as one piece, whatever it keeps. To plan what is in it, "
-            "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."
+            f"A shard_map{told} over some axes of the mesh is planned as one piece, whatever it "
+            "keeps. To plan what is in it, "
+            "map over all axes of the mesh, or decorate the function that it maps: "
+            "jax.shard_map(optimal_remat(fn), ...)."
         )
 
 
@@ -125,12 +129,12 @@ def model(
     if mapped:
         effect = _Mapped(places=tuple(dict.fromkeys(filter(None, mapped))))
         expected = dataclasses.replace(expected, effects=(*expected.effects, effect))
-    found = _insides(program, linearization, compiler, depth)
+    found = _insides(program, linearization, compiler, gradients, depth)
     if not found:
         return expected
     if expected.as_it_is is not None:
-        expected = dataclasses.replace(expected, as_it_is=_with(expected.as_it_is, found))
-    expected = _with(expected, found)
+        expected = dataclasses.replace(expected, as_it_is=_with(program, expected.as_it_is, found))
+    expected = _with(program, expected, found)
     again_share = _again_share(expected, found)
     if not again_share:
         return expected
@@ -144,28 +148,60 @@ def model(
 
 
 def _mapped(program: Program, linearization: Linearization) -> Iterator[str]:
-    """The source lines of each ``shard_map`` that keeps something for its backward pass."""
+    """The source lines of each ``shard_map`` that keeps something and cannot be opened."""
     for index, derivative in linearization.derivatives.items():
         equation = program.equations[index]
-        if equation.operation.primitive == "shard_map" and derivative.internal_bytes:
+        if (
+            equation.operation.primitive == "shard_map"
+            and derivative.internal_bytes
+            and not bodies.is_open_map(equation)
+        ):
             yield internals.source_line(equation.jax_equation)
 
 
-def _with(expected: Model, found: Mapping[int, _Inside]) -> Model:
+def _with(program: Program, expected: Model, found: Mapping[int, _Inside]) -> Model:
     """A model whose vertices include what their inner programs take."""
     figures = Figures.of(expected.graph)
     inside: dict[int, int] = {}
     for vertex, root in enumerate(expected.roots):
         if root in found:
             # The cotangent it starts from is there in both.
-            own = expected.graph.cotangent_bytes[vertex]
-            inside[vertex] = max(0, found[root].workspace_bytes - own)
+            own = min(expected.graph.cotangent_bytes[vertex], found[root].workspace_bytes)
+            if (kept_bytes := found[root].kept_bytes) is not None:
+                figures.internal_bytes[vertex] = kept_bytes
+                own += gradients_inside_bytes(program, vertex, expected)
+            inside[vertex] = found[root].workspace_bytes - own
             figures.workspace_bytes[vertex] += inside[vertex]
     return dataclasses.replace(expected, graph=figures.put_into(expected.graph), inside=inside)
 
 
+def gradients_inside_bytes(program: Program, vertex: int, expected: Model) -> int:
+    """Bytes of gradients that the program counts, though the program inside a vertex does too.
+
+    They are of the parameters that no other equation reads.
+
+    Args:
+      program: a traced function.
+      vertex: a map.
+      expected: the program's model.
+    """
+    if expected.gradients is Gradients.RESULTS:
+        return 0
+    readers, root = program.readers(), expected.roots[vertex]
+    own = {v for v in program.equations[root].value_inputs if readers[v] == [root]}
+    own_bytes = sum(
+        expected.compiler.buffer_bytes(program.types[value])
+        for value in own.intersection(program.differentiated)
+    )
+    return min(own_bytes, expected.gradient_bytes[vertex])
+
+
 def _insides(
-    program: Program, linearization: Linearization, compiler: Compiler, depth: int
+    program: Program,
+    linearization: Linearization,
+    compiler: Compiler,
+    gradients: Gradients,
+    depth: int,
 ) -> dict[int, _Inside]:
     """What the backward pass of each equation with inner programs takes."""
     found: dict[int, _Inside] = {}
@@ -186,7 +222,7 @@ def _insides(
         operation = equation.operation
         key = (operation.primitive, equation.parameters, operation.inputs, varying, policy)
         if key not in known:
-            known[key] = _inside(equation, checkpoint, varying, given, compiler, depth)
+            known[key] = _inside(equation, checkpoint, varying, given, compiler, gradients, depth)
         if known[key] != _Inside():
             found[index] = known[key]
     return found
@@ -198,6 +234,7 @@ def _inside(
     varying: Set[int],
     given: Set[int],
     compiler: Compiler,
+    gradients: Gradients,
     depth: int,
 ) -> _Inside:
     if checkpoint is not None:
@@ -213,7 +250,29 @@ def _inside(
             workspace_bytes=max(one.workspace_bytes for one in branches),
             again_share=max(one.again_share for one in branches),
         )
+    if bodies.is_open_map(equation):
+        return _jax_meshes.within_map(
+            equation.jax_equation,
+            lambda: _of_map(bodies.mapped_of(equation, given), compiler, gradients, depth),
+        )
     return _Inside()
+
+
+def _of_map(body: Program, compiler: Compiler, gradients: Gradients, depth: int) -> _Inside:
+    """What the body of a map takes: the compiler sees it as a part of the program around it."""
+    if computes_nothing(body) or not body.differentiated:
+        return _Inside()
+    linearization = linearize(body)
+    expected = model(body, linearization, compiler, gradients, depth - 1)
+    own, schedule = expected.under(unchanged(expected.graph))
+    kept_bytes = sum(own.graph.internal_bytes)
+    kept_bytes += sum(own.graph.bytes[vertex] for vertex in demand(own.graph, schedule).stored)
+    deeper = _insides(body, linearization, compiler, gradients, depth - 1)
+    return _Inside(
+        workspace_bytes=max(0, expected.unchanged_peak_bytes() - kept_bytes),
+        kept_bytes=kept_bytes,
+        again_share=_again_share(expected, deeper),
+    )
 
 
 def _backward(
@@ -236,7 +295,7 @@ def _backward(
     wanted = demand(graph, schedule)
     again_seconds = sum(graph.seconds[vertex] for vertex in wanted.all_recomputed())
     kept_bytes += sum(graph.bytes[vertex] for vertex in wanted.stored)
-    deeper = _insides(body, linearization, compiler, depth - 1)
+    deeper = _insides(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
     return _Inside(
         workspace_bytes=max(0, expected.peak_bytes(schedule) - kept_bytes),
         again_share=again_seconds / (graph.forward_seconds or 1.0) + _again_share(expected, deeper),

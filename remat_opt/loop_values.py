@@ -2,7 +2,7 @@
 
 For a loop, a schedule says what its iterations keep by name and how they run again. Here the body
 is modelled again, just as when the loop was opened, and each of its values gets its fate in each
-part of the loop. The branches of a choice are treated likewise.
+part of the loop. The branches of a choice and the body of a map are treated likewise.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from remat_opt import _jax_internals as internals
-from remat_opt import loops
+from remat_opt import _jax_meshes, inner, loops
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.plan import LoopValue
 from remat_opt.program import bodies
+from remat_opt.program.linearization import linearize
 from remat_opt.program.names import Names
 from remat_opt.program.record import Program
-from remat_opt.schedule import Branch, Choice, Loop, Part, Schedule, Stage
+from remat_opt.schedule import Branch, Choice, Inside, Loop, Mapped, Part, Schedule, Stage
 from remat_opt.simulator import demand
 
 
 def loop_values(program: Program, expected: Model, schedule: Schedule) -> tuple[LoopValue, ...]:
-    """The fate of every value inside the loops and choices that a schedule opens.
+    """The fate of every value inside the loops, choices and maps that a schedule opens.
 
     Args:
       program: a traced function; on a mesh, one device's part.
@@ -41,11 +42,18 @@ def loop_values(program: Program, expected: Model, schedule: Schedule) -> tuple[
 
 
 def _inside(
-    program: Program, expected: Model, names: Names, loop: Loop | Choice, root: int
+    program: Program, expected: Model, names: Names, loop: Inside, root: int
 ) -> Iterator[LoopValue]:
-    """Those of one loop or choice; see ``_of_loop``."""
+    """Those of one loop, choice or map; see ``_of_loop``."""
     if isinstance(loop, Choice):
         return _of_choice(program, expected, names, loop, root)
+    if isinstance(loop, Mapped):
+        mapped = program.equations[loop.root].jax_equation
+        return iter(
+            _jax_meshes.within_map(
+                mapped, lambda: list(_of_map(program, expected, names, loop, root))
+            )
+        )
     return _of_loop(program, expected, names, loop, root)
 
 
@@ -76,6 +84,26 @@ def _of_choice(
             scale=scale,
         )
         yield from reading.of_branch(branch, f"branch {number} of {len(branches)}")
+
+
+def _of_map(
+    program: Program, expected: Model, names: Names, mapped: Mapped, root: int
+) -> Iterator[LoopValue]:
+    """Those of one map; see ``_of_loop``."""
+    equation = program.equations[mapped.root]
+    body = bodies.mapped_of(equation, bodies.varying(program))
+    inside = inner.model(body, linearize(body), expected.compiler, expected.gradients)
+    forward = inside.graph.forward_seconds
+    scale = expected.graph.seconds[expected.roots.index(mapped.root)] / forward if forward else 0.0
+    reading = _Body(
+        program=body,
+        model=inside,
+        names=names.inside(equation, body),
+        root=root,
+        handed_on=frozenset(),
+        scale=scale,
+    )
+    yield from reading.of_branch(mapped.body, "on each device")
 
 
 def _of_loop(
@@ -126,7 +154,7 @@ def _iterations(start: int, length: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """The body of a loop, or a branch of a choice.
+    """The body of a loop or a map, or a branch of a choice.
 
     Attributes:
       program: what an iteration, or the branch, does.

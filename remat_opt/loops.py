@@ -1,6 +1,6 @@
 """What to do inside the loops of a program: how each ``scan`` is opened, and with what else.
 
-Choices are opened together with the loops (``branches``).
+Choices and maps are opened together with the loops (``branches``, ``maps``).
 
 Problem. An iteration of a ``scan`` keeps the same as every other one, so what it keeps counts as
 often as the loop is long. Beside that may be decided how many iterations share one checkpoint
@@ -36,7 +36,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from remat_opt import _jax_internals as internals
-from remat_opt import branches, inner, policies
+from remat_opt import branches, inner, maps, policies
 from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
@@ -48,7 +48,7 @@ from remat_opt.graph import Graph
 from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Linearization, Program
-from remat_opt.schedule import Choice, Loop, Part, Region, Schedule, Stage
+from remat_opt.schedule import Inside, Loop, Part, Region, Schedule, Stage
 from remat_opt.simulator import demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
@@ -92,7 +92,7 @@ class _Iteration:
 
     kept: tuple[int, ...]
     stages: tuple[Stage, ...]
-    loops: tuple[Loop | Choice, ...]
+    loops: tuple[Inside, ...]
     kept_bytes: int
     workspace_bytes: int
     whole_bytes: int
@@ -163,7 +163,7 @@ def ways(
     alike: bool = False,
     known: Known | None = None,
 ) -> list[tuple[Opening, ...]]:
-    """For each loop or choice of a program that is worth it the ways to open it.
+    """For each loop, choice or map of a program that is worth it the ways to open it.
 
     By ascending memory.
 
@@ -179,7 +179,7 @@ def ways(
     """
     known = {} if known is None else known
     if not depth or not any(
-        one.operation.primitive in ("scan", "cond") for one in program.equations
+        one.operation.primitive in ("scan", "cond", "shard_map") for one in program.equations
     ):
         return []
     least_bytes = _LEAST_SHARE * expected.unchanged_peak_bytes()
@@ -198,12 +198,22 @@ def ways(
         # By hand one writes a checkpoint around a body, and none into a branch.
         if not alike and branches.can_be_opened(program, root):
             search = functools.partial(
-                _front, compiler=expected.compiler, measure=measure, depth=depth, known=known
+                _of_branch, compiler=expected.compiler, measure=measure, depth=depth, known=known
             )
             of_branch = functools.partial(_branch, search=search, depth=depth, known=known)
             drafts = branches.openings(
                 program, vertex, root, derivative, expected, measure, of_branch
             )
+        elif not alike and bodies.is_open_map(equation):
+            search = functools.partial(
+                _of_map,
+                compiler=expected.compiler,
+                gradients=expected.gradients,
+                measure=measure,
+                depth=depth,
+                known=known,
+            )
+            drafts = maps.openings(program, vertex, root, expected, search)
         elif (
             equation.operation.primitive == "scan"
             and not equation.once
@@ -372,9 +382,9 @@ def _openings(
         yield _opening(vertex, root, shape, used, pieces, closed_bytes)
 
 
-def _is_alike(loop: Loop | Choice) -> bool:
+def _is_alike(loop: Inside) -> bool:
     """Whether every iteration runs, and runs again, as it is written, and keeps the same."""
-    if isinstance(loop, Choice):
+    if not isinstance(loop, Loop):
         return False
     part = loop.parts[0]
     return len(loop.parts) == 1 and not part.inside and not part.loops and len(part.stages) == 1
@@ -458,7 +468,7 @@ def _part(iterations: Sequence[_Iteration], piece: Piece) -> Part:
     )
 
 
-# --- one branch ---------------------------------------------------------------------------
+# --- one branch, or the body of one map ---------------------------------------------------
 
 
 def _same(body: Program) -> Hashable:
@@ -477,16 +487,45 @@ def _branch(
     return found
 
 
-def _front(
+def _of_branch(
     body: Program, *, compiler: Compiler, measure: Overhead, depth: int, known: Known
 ) -> tuple[Model, list[Candidate]]:
-    """The model of a branch, and candidates for all budgets, as of a whole program.
+    # What happens to the gradients that a branch hands out is counted around it.
+    linearization, expected = body_model(body, compiler, Gradients.RESULTS)
+    return _front(body, linearization, expected, measure, depth, known)
+
+
+def _of_map(
+    body: Program,
+    *,
+    compiler: Compiler,
+    gradients: Gradients,
+    measure: Overhead,
+    depth: int,
+    known: Known,
+) -> tuple[Model, list[Candidate]]:
+    key = "map", _same(body), gradients, depth
+    if key not in known:
+        linearization = linearize(body)
+        expected = inner.model(body, linearization, compiler, gradients)
+        known[key] = _front(body, linearization, expected, measure, depth, known)
+    found: tuple[Model, list[Candidate]] = known[key]
+    return found
+
+
+def _front(
+    body: Program,
+    linearization: Linearization,
+    expected: Model,
+    measure: Overhead,
+    depth: int,
+    known: Known,
+) -> tuple[Model, list[Candidate]]:
+    """The model of a body that runs once, and candidates for all budgets, as of a whole program.
 
     Those of the policies are all there: what is best where residuals go one by one need not be in a
     branch.
     """
-    # What happens to the gradients that a branch hands out is counted around it.
-    linearization, expected = body_model(body, compiler, Gradients.RESULTS)
     graph = expected.graph
     search = functools.partial(portfolio.frontier, measure=measure)
     alone = judged(graph, policies.alone(body, expected.roots, graph))

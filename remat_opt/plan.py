@@ -25,7 +25,7 @@ from remat_opt.gradients import Gradients
 from remat_opt.measurement.compilation import Measurement
 from remat_opt.naming import ValueName
 from remat_opt.plan_difference import PlanDifference, difference
-from remat_opt.schedule import Choice, Loop, Stage
+from remat_opt.schedule import Inside, Stage
 from remat_opt.solvers.base import Overhead
 from remat_opt.timeline import Resident, Timeline
 from remat_opt.view import (
@@ -250,7 +250,7 @@ class Plan:
     solver: str
     unchanged: bool
     stages: tuple[Stage, ...]
-    loops: tuple[Loop | Choice, ...]
+    loops: tuple[Inside, ...]
     decisions: tuple[Decision, ...]
     loop_values: tuple[LoopValue, ...]
     predicted: Prediction

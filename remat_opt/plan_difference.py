@@ -192,7 +192,7 @@ def _loop_names(plan: Data) -> dict[int, str]:
     for one in plan["loops"]:
         if (name := names.get(one["root"])) is not None:
             told = ", ".join(filter(None, (name["module"], name["source"])))
-            kind = "Choice" if "branches" in one else "Loop"
+            kind = "Choice" if "branches" in one else "Map" if "body" in one else "Loop"
             found[one["root"]] = f"{kind} {name['what']} ({told})" if told else name["what"]
     return found
 

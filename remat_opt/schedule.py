@@ -36,13 +36,13 @@ class Schedule:
 
     Attributes:
       regions: the chain.
-      loops: those that are opened, choices among them; the others run as they are.
+      loops: those that are opened, choices and maps among them; the others run as they are.
       unchanged: whether the function runs as it is: nothing is written differently for the
         compiler, and nothing runs under a checkpoint.
     """
 
     regions: tuple[Region, ...]
-    loops: tuple[Loop | Choice, ...] = ()
+    loops: tuple[Inside, ...] = ()
     unchanged: bool = False
 
     @property
@@ -192,7 +192,7 @@ class Part:
       kept: positions of the equations whose results are saved by name in every iteration.
       kept_bytes: their size, in one iteration.
       stages: the chain in which the body runs, and runs again.
-      loops: the body's opened loops and choices.
+      loops: what is opened in the body.
     """
 
     length: int
@@ -200,7 +200,7 @@ class Part:
     kept: tuple[int, ...] = ()
     kept_bytes: int = 0
     stages: tuple[Stage, ...] = ()
-    loops: tuple[Loop | Choice, ...] = ()
+    loops: tuple[Inside, ...] = ()
 
     @property
     def chunk(self) -> int:
@@ -223,19 +223,19 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch of a choice, as a separate chain.
+    """One branch of a choice, or the body of a map, as a separate chain.
 
     Equations are those of the branch, numbered as a separate program.
 
     Attributes:
       stages: the chain; empty if the branch runs as it is.
       kept_bytes: the size of what waits for the backward pass if this branch runs.
-      loops: the branch's opened loops and choices.
+      loops: what is opened in it.
     """
 
     stages: tuple[Stage, ...]
     kept_bytes: int = 0
-    loops: tuple[Loop | Choice, ...] = ()
+    loops: tuple[Inside, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +249,23 @@ class Choice:
 
     root: int
     branches: tuple[Branch, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """An opened map (``jax.shard_map``): what its body keeps on each device.
+
+    Attributes:
+      root: position of its equation.
+      body: how it runs.
+    """
+
+    root: int
+    body: Branch
+
+
+#: An opened equation, with what is decided about the programs inside it.
+Inside = Loop | Choice | Mapped
 
 
 def plain(graph: Graph) -> Schedule:

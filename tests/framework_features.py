@@ -98,6 +98,22 @@ def _mapped_around() -> Built:
     return loss, _split()()[1]
 
 
+def _mapped_partly() -> Built:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jax.shard_map(
+            lambda params, x: jax.lax.pmean(plain_loss(params, x), "data"),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            axis_names={"data"},
+        )(params, x)
+
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    return loss, (jax.device_put(weights(), whole), jax.device_put(array(8 * ROWS, WIDTH), rows))
+
+
 def _gradient_in_map(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(params: Any, x: jax.Array) -> Any:
         value, gradient = jax.value_and_grad(fn)(params, x)
@@ -130,10 +146,11 @@ row("Meshes", "`with_sharding_constraint`", _constrained)
 row("Meshes", "shardings in types (`AxisType.Explicit`)", _split(AxisType.Explicit))
 row("Meshes", "`shard_map` around the gradient", _split(), how=_gradient_in_map)
 row("Meshes", "`shard_map` around each layer", _mapped_inside)
+row("Meshes", "`shard_map` around the whole network", _mapped_around)
 row(
     "Meshes",
-    "`shard_map` around the whole network",
-    _mapped_around,
+    "`shard_map` over some axes of the mesh",
+    _mapped_partly,
     note="planned as one piece; decorate the function inside",
 )
 

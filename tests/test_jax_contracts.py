@@ -665,6 +665,66 @@ def test_what_values_tell_of_a_mesh() -> None:
     assert found == [*[on_mesh] * 3, under_jit, unknown, *[on_mesh] * 4, unknown, unknown]
 
 
+def test_a_shard_map_says_what_it_maps_and_its_body_can_be_traced() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = jax.sharding.PartitionSpec("data")
+    for axes, check_vma in (({"data", "model"}, True), ({"data"}, True), (set(), False)):
+        mapped = jax.shard_map(
+            lambda x: lax.psum(jnp.sin(x), "data"),
+            mesh=mesh,
+            in_specs=rows,
+            out_specs=jax.sharding.PartitionSpec(),
+            axis_names=axes,
+            check_vma=check_vma,
+        )
+        (equation,) = internals.parts(jax.make_jaxpr(mapped)(jnp.ones((8, 3))))[3]
+        said = _jax_meshes.map_of(equation)
+        assert said.axes == (axes or {"data", "model"})
+        assert said.over_all_axes == (axes != {"data"})
+        assert said.check_vma == check_vma
+        assert said.in_specs == (rows,)
+        assert said.out_specs == (jax.sharding.PartitionSpec(),)
+        *_, summing = internals.parts(said.body)[3]
+        (given,) = summing.invars
+
+        def trace(one: Any = summing, kind: Any = given.aval) -> Any:
+            return internals.make_jaxpr(
+                lambda x: internals.bind(one, internals.name_stack_of(one), [x]), kind
+            )[0]
+
+        (again,) = internals.parts(_jax_meshes.within_map(equation, trace))[3]
+        assert again.primitive is summing.primitive
+        assert again.invars[0].aval.shape == (2, 3)
+        with pytest.raises(NameError):
+            trace()
+
+
+def test_a_barrier_keeps_over_which_axes_values_vary() -> None:
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    seen = []
+
+    def body(w: jax.Array, x: jax.Array) -> jax.Array:
+        seen.append((jax.typeof(w), jax.typeof(x)))
+        w, x = internals.barrier(w, x)
+        seen.append((jax.typeof(w), jax.typeof(x)))
+        return x * w
+
+    spec = jax.sharding.PartitionSpec
+    run = jax.shard_map(body, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i"))
+    np.testing.assert_array_equal(jax.jit(run)(jnp.ones(3), jnp.ones((8, 3))), np.ones((8, 3)))
+    assert seen[0] == seen[1]
+    # JAX's own did not, before 0.11.
+    joined = jax.shard_map(
+        lambda w, x: jnp.ones(()) * len(str(jax.typeof(lax.optimization_barrier((w, x))[0]))),
+        mesh=mesh,
+        in_specs=(spec(), spec("i")),
+        out_specs=spec(),
+    )
+    assert (joined(jnp.ones(3), jnp.ones((8, 3))) > len("float32[3]")) == (
+        jax.__version_info__ < (0, 11)
+    )
+
+
 def test_the_compiler_says_how_it_splits_values() -> None:
     mesh = jax.sharding.AbstractMesh(
         (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2

@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import remat_opt
-from remat_opt import BudgetError, PlanningWarning, optimal_remat
+from remat_opt import PlanningWarning, optimal_remat
 from remat_opt.device import get_device
 from tests.devices import needs_libtpu, quick_compiles
 from tests.programs import array
@@ -220,18 +220,6 @@ def test_inside_a_shard_map_with_the_gradient_in_or_outside(auto: Mesh) -> None:
         assert gradient.temp_size_in_bytes < 0.8 * plain.temp_size_in_bytes
 
 
-def test_a_shard_map_within_says_where_the_decorator_belongs(auto: Mesh) -> None:
-    def local(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-        return jax.lax.pmean(loss(weights, x), "data")
-
-    args = on(auto, WEIGHTS), on(auto, X, "data")
-    mapped = jax.shard_map(local, mesh=auto, in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(BudgetError, match=r"jax\.shard_map\(optimal_remat\(fn\), \.\.\.\)"):
-        remat_opt.make_plan(mapped, *args, budget=0.5)
-    plan = remat_opt.make_plan(lambda *given: 2 * mapped(*given), *args)
-    assert [note for note in plan.notes if "A shard_map (test_meshes.py:" in note]
-
-
 def test_a_step_tells_where_the_arguments_of_its_loss_lie(auto: Mesh) -> None:
     @optimal_remat
     def of_tokens(table: jax.Array, weights: list[jax.Array], tokens: jax.Array) -> jax.Array:
@@ -305,6 +293,10 @@ def test_the_code_in_the_docs_runs() -> None:
     exec(code_in_docs()[0], names)
     assert names["plan"].predicted.temporary_bytes <= names["plan"].budget_bytes == 2**21
     assert names["plan"] is names["loss_fn"].plan(names["params"], names["x"])
+    exec(code_in_docs()[2], names)
+    mapped, given = names["loss_fn"], (names["params"], names["x"])
+    assert "shard_map: keeps" in str(mapped.plan(*given))
+    assert_equal(jax.jit(jax.value_and_grad(mapped))(*given), (names["loss"], names["grads"]))
 
 
 @pytest.mark.slow

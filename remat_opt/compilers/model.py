@@ -49,6 +49,7 @@ class Model:
       running: by vertex, what it takes just while it runs, in the forward pass and again, in bytes.
         Solvers do not know of it.
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
+      gradients: what happens to those of parameters.
       is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
 
@@ -62,6 +63,7 @@ class Model:
     effects: tuple[Effect, ...]
     never_named: frozenset[int]
     as_it_is: Model | None
+    gradients: Gradients
     results: tuple[ParameterGradient, ...] = ()
     early: tuple[int, ...] = ()
     converted: tuple[tuple[int, int, int], ...] = ()
@@ -223,6 +225,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         effects=(*found.effects, *(found.put_off if gradients is Gradients.CONSUMED else ())),
         never_named=frozenset(storage.vertices_of(row_statistics)),
         as_it_is=as_it_is,
+        gradients=gradients,
         results=tuple(one for one in found.parameter_gradients if not one.fused)
         if gradients is Gradients.RESULTS and storage.compiler.has("results_lend")
         else (),

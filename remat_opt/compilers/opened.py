@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from remat_opt.compilers.effects import Effect, Figures
-from remat_opt.schedule import Choice, Loop, Schedule
+from remat_opt.schedule import Inside, Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Opening:
     """
 
     vertex: int
-    loop: Loop | Choice
+    loop: Inside
     stacked_bytes: int
     workspace_bytes: int
     closed_bytes: int
@@ -46,7 +46,7 @@ class Opened(Effect):
       ways: by what is decided.
     """
 
-    ways: Mapping[Loop | Choice, Opening]
+    ways: Mapping[Inside, Opening]
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
         """Writes what the opened loops take."""

@@ -32,7 +32,7 @@ from remat_opt.export.reading import (
 )
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Atom, Equation, Program
-from remat_opt.schedule import Choice, Loop
+from remat_opt.schedule import Inside
 from remat_opt.transform.equations import has_mode, stands_in
 from remat_opt.transform.steps import places_read
 
@@ -100,7 +100,7 @@ class Scope:
     distinct: Distinct
     ways: Rewrites | None = None
     summed: frozenset[int] = frozenset()
-    loops: Mapping[int, Loop | Choice] = dataclasses.field(default_factory=dict)
+    loops: Mapping[int, Inside] = dataclasses.field(default_factory=dict)
     label: str = ""
     takes_at: bool = False
     apart: bool = False

@@ -21,7 +21,7 @@ from remat_opt.export.calls import Call
 from remat_opt.export.equations import Equations, Scope
 from remat_opt.export.functions import Functions
 from remat_opt.export.layout import assigned, checkpointed, listed, policy_decorator, returned
-from remat_opt.export.literals import quoted
+from remat_opt.export.literals import UnprintableError, quoted
 from remat_opt.export.naming import Distinct, snake_case, word_of
 from remat_opt.export.paths import Path
 from remat_opt.export.pieces import Piece, Region, paths_of, turns_of
@@ -30,7 +30,7 @@ from remat_opt.export.same import Function, Labels, Same
 from remat_opt.export.sequence import Item, lines_of
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
-from remat_opt.schedule import Choice, Loop, Part, Stage
+from remat_opt.schedule import Choice, Inside, Mapped, Part, Stage
 from remat_opt.transform.steps import Step, prepared
 from remat_opt.transform.turns import in_turn
 from remat_opt.units import format_bytes
@@ -52,7 +52,7 @@ class Printer:
         arguments: Mapping[int, str | Path],
         stages: Sequence[Stage],
         *,
-        loops: Sequence[Loop | Choice] = (),
+        loops: Sequence[Inside] = (),
         named: Set[int] = frozenset(),
         label: str = "",
         words: Mapping[int, str] | None = None,
@@ -78,6 +78,8 @@ class Printer:
     def _opened(self, scope: Scope, index: int, inputs: Sequence[str]) -> Call:
         """A scan in parts, as ``transform.loops`` runs it, or a choice and its branches."""
         equation, loop = scope.program.equations[index], scope.loops[index]
+        if isinstance(loop, Mapped):
+            raise UnprintableError("a mesh")
         key = (id(scope.program), index)
         if key not in self._loops:
             name = snake_case(equation.module.rpartition("/")[2])
@@ -189,7 +191,7 @@ class _Chain:
         same: Same,
         program: Program,
         stages: Sequence[Stage],
-        loops: Sequence[Loop | Choice],
+        loops: Sequence[Inside],
         named: Set[int],
         words: Mapping[int, str] | None = None,
         *,

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from remat_opt import _jax_internals as internals
+from remat_opt import _jax_meshes
 from remat_opt import device as device_table
 from remat_opt.device import Device
 from remat_opt.errors import DeviceError
@@ -100,6 +102,16 @@ def mesh_of(tree: Any) -> Any | None:
         one.mesh for one in shardings if isinstance(one, NamedSharding) and one.num_devices > 1
     ]
     return next((one for one in found if isinstance(one, Mesh)), next(iter(found), None))
+
+
+def mesh_in(closed: Any) -> Mesh | None:
+    """The first mesh of several devices that equations name, as ``shard_map`` does; None without.
+
+    Args:
+      closed: a jaxpr.
+    """
+    named = _jax_meshes.meshes_in(internals.parts(closed)[3])
+    return next((one for one in named if isinstance(one, Mesh) and one.size > 1), None)
 
 
 def device_of(mesh: Any) -> Device | None:

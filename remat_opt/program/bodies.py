@@ -1,10 +1,11 @@
-"""The body of a ``scan``, and the branches of a ``cond``, as separate programs."""
+"""Bodies of loops and maps, and branches of choices, as separate programs."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 
 from remat_opt import _jax_internals as internals
+from remat_opt import _jax_meshes
 from remat_opt.program.propagation import body_per_device
 from remat_opt.program.record import Equation, Program
 from remat_opt.program.tracing import inner_program, is_inexact
@@ -77,6 +78,33 @@ def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
         body_per_device(inner_program(branch, positions, "a branch of a cond"), equation)
         for branch in internals.branches_of(equation.jax_equation)
     )
+
+
+def is_open_map(equation: Equation) -> bool:
+    """Whether an equation is a ``shard_map`` whose body sees one device's part of everything."""
+    return (
+        equation.operation.primitive == "shard_map"
+        and not equation.once
+        and _jax_meshes.map_of(equation.jax_equation).over_all_axes
+    )
+
+
+def mapped_of(equation: Equation, given: Set[int]) -> Program:
+    """The body of a ``shard_map`` equation: takes one device's part of the inputs to the outputs.
+
+    It can be traced only in ``_jax_meshes.within_map``.
+
+    Args:
+      equation: a ``shard_map``.
+      given: the values, in the program around it, that depend on a differentiated argument.
+    """
+    positions = [
+        place
+        for place, atom in enumerate(equation.inputs)
+        if isinstance(atom, int) and atom in given
+    ]
+    body = _jax_meshes.map_of(equation.jax_equation).body
+    return inner_program(body, positions, "the body of a shard_map")
 
 
 def reached(equation: Equation, positions: Set[int]) -> tuple[frozenset[int], frozenset[int]]:

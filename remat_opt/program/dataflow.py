@@ -10,7 +10,13 @@ from remat_opt import costs
 from remat_opt.program.record import Equation, Linearization, Program
 
 #: Equations whose result shares its operand's bytes and needs no kernel.
-ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "name", "copy"})
+ALIASES = frozenset(
+    {
+        *("reshape", "squeeze", "expand_dims", "transpose", "name", "copy"),
+        # They only change over which axes of a mesh a type says that a value varies.
+        *("pvary", "preduced", "reduced_vary_cast", "vary_unreduced_cast"),
+    }
+)
 
 
 def unaliased(program: Program, maker: Mapping[int, int], value: int) -> int:

@@ -16,7 +16,7 @@ from remat_opt import _jax_internals as internals
 @jax.custom_jvp
 def stored(*given: Any) -> tuple[Any, ...]:
     """The values as separate arrays; their cotangents are unchanged."""
-    return tuple(jax.lax.optimization_barrier(given))
+    return tuple(internals.barrier(*given))
 
 
 def _stored_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -33,7 +33,7 @@ def behind_barrier(*given: Any) -> tuple[Any, ...]:
     What has no tangent gets none here, unlike with JAX's own barrier: frozen arguments are known
     only when a derivative is taken, and something without a derivative may read what comes after.
     """
-    return tuple(jax.lax.optimization_barrier(given))
+    return tuple(internals.barrier(*given))
 
 
 def _behind_barrier_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -30,12 +30,13 @@ from remat_opt.errors import PlanFileError, RewriteError
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.program.tracing import array_type
-from remat_opt.schedule import Branch, Choice, Loop, Part, Stage
+from remat_opt.schedule import Branch, Choice, Inside, Loop, Mapped, Part, Stage
 from remat_opt.scopes import equation_scope, region_scope
 from remat_opt.transform.barriers import behind_barrier, cotangents_together, stored
 from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
+from remat_opt.transform.maps import check_map, run_map
 from remat_opt.transform.steps import Rewriting, Step, inputs_of, prepared
 from remat_opt.transform.turns import in_turn, ties, with_partner
 
@@ -46,7 +47,7 @@ def rewrite(
     platform: Platform,
     off: Set[str] = frozenset(),
     *,
-    loops: Sequence[Loop | Choice] = (),
+    loops: Sequence[Inside] = (),
     named: Set[int] = frozenset(),
     within: str = "",
     place: Place = Place.TOP,
@@ -61,7 +62,7 @@ def rewrite(
       platform: whose compiler is expected. On another one the results are the same, but the memory
         may not be.
       off: names of compiler rules to switch off.
-      loops: the program's opened loops and choices; the others run as they are.
+      loops: the program's opened loops, choices and maps; the others run as they are.
       named: equations whose outputs carry a name for a policy around all of it.
       within: what to put into names, so that they are not those of the program around this one.
       place: where the program runs.
@@ -79,7 +80,7 @@ def rewrite(
     stages = () if unchanged else stages
     rewriting, steps = prepared(program, stages, rules, named=frozenset(named), place=place)
 
-    def running(loop: Loop | Choice) -> Callable[[Sequence[Any]], list[Any]]:
+    def running(loop: Inside) -> Callable[[Sequence[Any]], list[Any]]:
         given = (
             program.equations[loop.root],
             rewriting.summed,
@@ -88,6 +89,8 @@ def rewrite(
         )
         if isinstance(loop, Choice):
             return functools.partial(_run_choice, loop, *given)
+        if isinstance(loop, Mapped):
+            return functools.partial(_run_map, loop, *given)
         return functools.partial(_run_loop, loop, *given)
 
     opened = {loop.root: running(loop) for loop in loops}
@@ -163,6 +166,20 @@ def _run_choice(
     return run_choice(equation, inputs, list(runs))
 
 
+def _run_map(
+    mapped: Mapped,
+    equation: Equation,
+    summed: Set[int],
+    rewritten: Callable[..., Callable[..., list[Any]]],
+    inside: str,
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """Runs a map, its body by its own plan; see ``_run_loop``."""
+    program = bodies.mapped_of(equation, summed)
+    run = rewritten(program, mapped.body.stages, loops=mapped.body.loops, within=inside)
+    return run_map(equation, inputs, lambda *given: run(program.constant_values, given))
+
+
 def _policy(program: Program, kept: Iterable[int], within: str) -> Callable[..., Any]:
     """The policy that keeps the outputs of these equations."""
     names = [
@@ -174,7 +191,7 @@ def _policy(program: Program, kept: Iterable[int], within: str) -> Callable[...,
     return policy
 
 
-def _check_loops(program: Program, loops: Sequence[Loop | Choice], named: Set[int]) -> None:
+def _check_loops(program: Program, loops: Sequence[Inside], named: Set[int]) -> None:
     """Raises PlanFileError unless the loops are some of the program's, each once."""
     roots = [loop.root for loop in loops]
     strange = [root for root in (*roots, *named) if not 0 <= root < len(program.equations)]
@@ -186,6 +203,8 @@ def _check_loops(program: Program, loops: Sequence[Loop | Choice], named: Set[in
     for loop in loops:
         if isinstance(loop, Choice):
             check_choice(program.equations[loop.root], loop)
+        elif isinstance(loop, Mapped):
+            check_map(program.equations[loop.root], loop)
         else:
             check_loop(program.equations[loop.root], loop)
 

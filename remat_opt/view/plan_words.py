@@ -128,7 +128,7 @@ def facts(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     sources = {one["root"]: one["name"]["source"] for one in plan["decisions"]}
     for loop in plan["loops"]:
         source = sources.get(loop["root"])
-        kind = "branches" if "branches" in loop else "loop"
+        kind = "branches" if "branches" in loop else "map" if "body" in loop else "loop"
         found.append((kind, loop_words(loop) + (f"; {source}" if source else "")))
     if plan["measured"] is not None:
         found += _measured(plan["measured"], predicted)
@@ -214,10 +214,12 @@ def _whole(plan: Mapping[str, Any], share: float) -> str:
 
 
 def loop_words(loop: Mapping[str, Any]) -> str:
-    """What the iterations of an opened loop, or the branches of an opened choice, keep."""
+    """What iterations of an opened loop, branches of a choice, or the body of a map keep."""
     if "branches" in loop:
         branches = loop["branches"]
         return f"cond of {len(branches)}: " + ", or ".join(map(_branch, branches))
+    if "body" in loop:
+        return f"shard_map: {_kept(loop['body'])}"
     return f"scan of {_length(loop['parts'])}: {_parts(loop['parts'])}"
 
 
@@ -409,10 +411,12 @@ def _part(part: Mapping[str, Any]) -> str:
 
 
 def _branch(branch: Mapping[str, Any]) -> str:
-    if not branch["stages"]:
-        return "one as it is"
+    return f"one that {_kept(branch)}" if branch["stages"] else "one as it is"
+
+
+def _kept(branch: Mapping[str, Any]) -> str:
     regions = counted(len(branch["stages"]), "region")
-    said = f"one that keeps {format_bytes(branch['kept_bytes'])} in {regions}"
+    said = f"keeps {format_bytes(branch['kept_bytes'])} in {regions}"
     nested = [loop_words(one) for one in branch["loops"]]
     return said + (f" (inside: {'; '.join(nested)})" if nested else "")
 

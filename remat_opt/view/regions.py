@@ -147,7 +147,7 @@ def _node(
 
 
 def _loop(own: Sequence[_Numbered]) -> Node:
-    """The values inside an opened loop or choice, by iterations that run alike, or branches."""
+    """The values inside an opened equation, by iterations that run alike, or branches."""
     parts: dict[str, list[_Numbered]] = {}
     for number, one in own:
         parts.setdefault(one["part"], []).append((number, one))
@@ -156,8 +156,9 @@ def _loop(own: Sequence[_Numbered]) -> Node:
         for part, inner in parts.items()
     )
     outer = own[0][1]
-    label = "inside the cond" if outer["outer_primitive"] == "cond" else "inside the scan"
-    return _summed(label, outer["outer_source"], own, children, ())
+    primitive = outer["outer_primitive"]
+    label = primitive if primitive in ("cond", "shard_map") else "scan"
+    return _summed(f"inside the {label}", outer["outer_source"], own, children, ())
 
 
 def _summed(

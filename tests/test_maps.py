@@ -1,0 +1,306 @@
+"""Maps (``jax.shard_map``) inside a program are opened: the same values, in less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import remat_opt
+from remat_opt import BudgetError, PlanFileError, optimal_remat
+from remat_opt.checksum import checksum_of
+from remat_opt.plan import FORMAT, Plan
+from remat_opt.schedule import Choice, Loop, Mapped
+from tests.programs import array
+
+pytestmark = pytest.mark.usefixtures("quick_search")
+
+P = PartitionSpec
+Loss = Callable[[Any, jax.Array], jax.Array]
+
+LAYERS, WIDTH, ROWS = 4, 32, 2048
+W = [
+    (array(f"a{n}", WIDTH, 2 * WIDTH, scale=1 / 6), array(f"b{n}", 2 * WIDTH, WIDTH, scale=1 / 8))
+    for n in range(LAYERS)
+]
+X = array("x", ROWS, WIDTH, scale=1)
+STACKED = tuple(jnp.stack(one) for one in zip(*W, strict=True))
+
+
+def mesh() -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def layer(x: jax.Array, w: Any) -> jax.Array:
+    return x + jnp.tanh(x @ w[0]) @ w[1]
+
+
+def on_mesh(tree: Any, *spec: Any) -> Any:
+    return jax.device_put(tree, NamedSharding(mesh(), P(*spec)))
+
+
+def plain(w: Any, x: jax.Array) -> jax.Array:
+    for one in w:
+        x = layer(x, one)
+    return jnp.mean(x**2)
+
+
+def scanned(w: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(lax.scan(lambda x, one: (layer(x, one), None), x, w)[0] ** 2)
+
+
+def mean_of(fn: Loss, w: Any, x: jax.Array) -> jax.Array:
+    return lax.pmean(fn(w, x), ("data", "model"))
+
+
+def mapped(fn: Loss, **more: Any) -> Loss:
+    """A loss whose whole network is in a map over rows."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        run = jax.shard_map(
+            lambda w, x: mean_of(fn, w, x),
+            mesh=mesh(),
+            in_specs=(P(), P(("data", "model"))),
+            out_specs=P(),
+            **more,
+        )
+        return run(w, x)
+
+    return loss
+
+
+def split_products(w: Any, x: jax.Array) -> jax.Array:
+    """Tensor parallel: each layer's hidden values are split, and its results summed."""
+
+    def body(w: Any, x: jax.Array) -> jax.Array:
+        for a, b in w:
+            x = x + lax.psum(jnp.tanh(x @ a) @ b, "model")
+        return lax.pmean(jnp.mean(x**2), "data")
+
+    specs = [(P(None, "model"), P("model"))] * LAYERS
+    run = jax.shard_map(body, mesh=mesh(), in_specs=(specs, P("data")), out_specs=P())
+    return run(w, x)
+
+
+def gathered_weights(w: Any, x: jax.Array) -> jax.Array:
+    """Fully sharded: each layer's weights are gathered where they are used."""
+
+    def body(w: Any, x: jax.Array) -> jax.Array:
+        for one in w:
+            x = layer(x, [lax.all_gather(part, ("data", "model"), tiled=True) for part in one])
+        return lax.pmean(jnp.mean(x**2), ("data", "model"))
+
+    rows = P(("data", "model"))
+    return jax.shard_map(body, mesh=mesh(), in_specs=(rows, rows), out_specs=P())(w, x)
+
+
+def two_layers_each(w: Any, x: jax.Array) -> jax.Array:
+    rows = P(("data", "model"))
+    run = jax.shard_map(
+        lambda x, w: layer(layer(x, w), w), mesh=mesh(), in_specs=(rows, P()), out_specs=rows
+    )
+    for one in w:
+        x = run(x, one)
+    return jnp.mean(x**2)
+
+
+def in_a_scan(w: Any, x: jax.Array) -> jax.Array:
+    rows = P(("data", "model"))
+    run = jax.shard_map(
+        lambda x, w: layer(layer(x, w), w), mesh=mesh(), in_specs=(rows, P()), out_specs=rows
+    )
+    return jnp.mean(lax.scan(lambda x, one: (run(x, one), None), x, w)[0] ** 2)
+
+
+def in_a_cond(w: Any, x: jax.Array) -> jax.Array:
+    return lax.cond(jnp.sum(x) > 0, mapped(plain), lambda w, x: jnp.mean(x @ w[0][0]), w, x)
+
+
+def beside_others(w: Any, x: jax.Array) -> jax.Array:
+    """Something before the map, something after, and a value that is not differentiated."""
+    rows = P(("data", "model"))
+    run = jax.shard_map(
+        lambda w, x, n: (layer(layer(x, w[1]), w[2]) * n, jnp.sum(n, keepdims=True)),
+        mesh=mesh(),
+        in_specs=(P(), rows, P()),
+        out_specs=(rows, P()),
+        check_vma=False,
+    )
+    x, n = run(w, layer(x, w[0]), jnp.arange(WIDTH))
+    return jnp.mean(layer(x, w[3]) ** 2) / jnp.sum(n)
+
+
+CASES: dict[str, tuple[Loss, Any]] = {
+    "whole": (mapped(plain), W),
+    "whole, without types": (mapped(plain, check_vma=False), W),
+    "a scan inside": (mapped(scanned), STACKED),
+    "in a scan": (in_a_scan, STACKED),
+    "in a cond": (in_a_cond, W),
+    "split products": (split_products, W),
+    "gathered weights": (gathered_weights, W),
+    "two layers each": (two_layers_each, W),
+    "beside others": (beside_others, W),
+}
+
+
+def maps_in(loops: Any) -> list[Mapped]:
+    """The opened maps of a plan, at any depth."""
+    found: list[Mapped] = []
+    for one in loops:
+        if isinstance(one, Mapped):
+            found += [one, *maps_in(one.body.loops)]
+        elif isinstance(one, Choice):
+            found += [inner for branch in one.branches for inner in maps_in(branch.loops)]
+        else:
+            found += [inner for part in one.parts for inner in maps_in(part.loops)]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_the_function(name: str) -> None:
+    loss, w = CASES[name]
+    args = on_mesh(w), on_mesh(X, "data" if name == "split products" else ("data", "model"))
+    expected = jax.jit(jax.value_and_grad(loss))(*args)
+    plans = [remat_opt.make_plan(loss, *args, max_overhead=most) for most in (0.2, 4.0)]
+    assert any(maps_in(plan.loops) for plan in plans)
+    least = plans[-1]
+    assert least.predicted.temporary_bytes < 0.75 * least.predicted.plain_temporary_bytes
+    found = jax.jit(jax.value_and_grad(remat_opt.apply_plan(least, loss)))(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", ["results", "consumed", "together"])
+def test_a_map_around_everything_takes_what_its_body_takes(step: Any) -> None:
+    """All is counted once: what is kept, gradients, and what one step holds."""
+    given = {"device": "h200", "gradients": step, "max_overhead": 4.0}
+    rows = jax.ShapeDtypeStruct((8 * ROWS, WIDTH), jnp.float32)
+    inside = remat_opt.make_plan(plain, W, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"), **given)
+    around = remat_opt.make_plan(mapped(plain), W, rows, **given)
+    for figure in ("plain_temporary_bytes", "temporary_bytes"):
+        own, other = (getattr(plan.predicted, figure) for plan in (inside, around))
+        assert other == pytest.approx(own, rel=0.05)
+
+
+def test_what_communicates_runs_once() -> None:
+    plan = remat_opt.make_plan(split_products, W, X, max_overhead=4.0)
+    closed = jax.make_jaxpr(jax.grad(remat_opt.apply_plan(plan, split_products)))(W, X)
+    before = jax.make_jaxpr(jax.grad(split_products))(W, X)
+    # The forward pass's sums; those of gradients are the same as well.
+    assert str(closed).count(" psum") == str(before).count(" psum")
+
+
+def test_a_loop_in_parts_in_a_map_may_have_its_gradient_outside() -> None:
+    """Tangents that start as zeros vary over the same axes as what they are of."""
+    plan = remat_opt.make_plan(mapped(scanned), STACKED, X, max_overhead=4.0)
+    (inside,) = maps_in(plan.loops)
+    (loop,) = inside.body.loops
+    assert isinstance(loop, Loop)
+    parts = (
+        dataclasses.replace(loop.parts[0], length=1),
+        dataclasses.replace(loop.parts[0], length=LAYERS - 1),
+    )
+    changed = dataclasses.replace(loop, parts=parts)
+    body = dataclasses.replace(inside.body, loops=(changed,))
+    plan = dataclasses.replace(plan, loops=(dataclasses.replace(inside, body=body),))
+    found = jax.jit(jax.grad(remat_opt.apply_plan(plan, mapped(scanned))))(STACKED, X)
+    expected = jax.jit(jax.grad(scanned))(STACKED, X)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+def test_a_plan_tells_what_a_map_keeps() -> None:
+    plan = remat_opt.make_plan(mapped(plain), W, X, budget=0.6)
+    assert "shard_map: keeps " in str(plan)
+    assert {value.part for value in plan.loop_values} == {"on each device"}
+    assert any(value.fate == "recomputed" for value in plan.loop_values)
+    assert "inside the shard_map" in plan.to_page()
+    assert Plan.from_json(plan.to_json()) == plan
+    other = remat_opt.make_plan(mapped(plain), W, X, budget=1.0)
+    assert not plan.diff(plan).loops
+    assert "Map shard map in loss" in str(plan.diff(other))
+    assert not [note for note in plan.notes if "shard_map" in note]
+
+
+def test_a_plan_file_with_a_wrong_map_is_refused() -> None:
+    loss = mapped(plain)
+    plan = remat_opt.make_plan(loss, W, X, budget=0.6)
+    for field, value in (("body", 5), ("root", 10**6), ("body", {})):
+        body = json.loads(plan.to_json())["plan"]
+        body["loops"][0][field] = value
+        text = json.dumps({"format": FORMAT, "checksum": checksum_of(body), "plan": body})
+        with pytest.raises(PlanFileError):
+            remat_opt.apply_plan(Plan.from_json(text), loss)(W, X)
+    of_scan = remat_opt.make_plan(scanned, STACKED, X)
+    (loop,) = of_scan.loops
+    wrong = Mapped(root=loop.root, body=maps_in(plan.loops)[0].body)
+    with pytest.raises(PlanFileError, match="not a map that can be opened"):
+        remat_opt.apply_plan(dataclasses.replace(of_scan, loops=(wrong,)), scanned)(STACKED, X)
+
+
+def test_a_map_over_some_axes_says_where_the_decorator_belongs() -> None:
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        run = jax.shard_map(
+            lambda w, x: lax.pmean(plain(w, x), "data"),
+            mesh=mesh(),
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            axis_names={"data"},
+        )
+        return run(w, x)
+
+    with pytest.raises(BudgetError, match=r"jax\.shard_map\(optimal_remat\(fn\), \.\.\.\)"):
+        remat_opt.make_plan(loss, W, X, budget=0.4)
+    plan = remat_opt.make_plan(lambda *given: 2 * loss(*given), W, X)
+    assert [note for note in plan.notes if "A shard_map (test_maps.py:" in note]
+    assert not plan.loops
+
+
+def test_a_map_has_no_code() -> None:
+    plan = remat_opt.make_plan(mapped(plain), W, X, budget=0.6)
+    with pytest.raises(remat_opt.RematError, match="mesh"):
+        plan.to_source(mapped(plain), W, X)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("name", ["whole", "a scan inside", "split products", "two layers each"])
+def test_the_compiler_agrees(name: str) -> None:
+    loss, w = CASES[name]
+    rows = NamedSharding(mesh(), P("data" if name == "split products" else ("data", "model")))
+    x = jax.ShapeDtypeStruct((8 * ROWS, WIDTH), jnp.float32, sharding=rows)
+    plan = remat_opt.make_plan(loss, w, x, device="cpu", gradients="results", max_overhead=4.0)
+    before, after = (
+        remat_opt.measure(jax.grad(fn), w, x, device="cpu").temporary_bytes
+        for fn in (loss, remat_opt.apply_plan(plan, loss))
+    )
+    assert after < 0.75 * before
+    assert plan.predicted.temporary_bytes == pytest.approx(after, rel=0.25)
+    assert plan.predicted.plain_temporary_bytes == pytest.approx(before, rel=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+def test_a_map_is_opened_as_compiled() -> None:
+    plan = remat_opt.make_plan(mapped(plain), W, X, budget=0.6, verify="compile", device="cpu")
+    assert maps_in(plan.loops)
+    assert plan.measured is not None
+    assert plan.budget_bytes is not None
+    assert plan.measured.temporary_bytes <= plan.budget_bytes
+
+
+def test_the_decorator_opens_a_map() -> None:
+    decorated = optimal_remat(mapped(plain), budget=0.6)
+    value, gradient = jax.jit(jax.value_and_grad(decorated))(W, X)
+    expected = jax.jit(jax.value_and_grad(plain))(W, X)
+    np.testing.assert_allclose(value, expected[0], rtol=2e-5)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
