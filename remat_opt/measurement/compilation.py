@@ -284,20 +284,17 @@ def _lower(
     jitted: jax.stages.Wrapped, args: Any, kwargs: Any, target: Device
 ) -> jax.stages.Lowered:
     place = _jax_device(target)
-    mesh = meshes.mesh_of((args, kwargs))
-    if mesh is not None:
+    if (mesh := meshes.mesh_of((args, kwargs))) is not None:
         mesh = meshes.on_device(mesh, target, _peers(place, target, mesh.size))
-    else:
-        # One that only the function names. It is traced once: its types say nothing of devices.
-        with jax.default_device(place):
-            mesh = meshes.mesh_in(jitted.trace(*args, **kwargs).jaxpr)
-    if mesh is not None:
         args, kwargs = meshes.placed((args, kwargs), mesh)
         return jitted.lower(*args, **kwargs)
     if not (target.attached and any(map(_spans_devices, jax.tree.leaves((args, kwargs))))):
         args, kwargs = jax.tree.map(lambda leaf: _placed(leaf, place, target), (args, kwargs))
     # A function without arguments, or with only Python numbers, is not placed by them.
     with jax.default_device(place):
+        # Tracing does not depend on devices, so this is done once.
+        if (mesh := meshes.mesh_in(jitted.trace(*args, **kwargs).jaxpr)) is not None:
+            args, kwargs = meshes.placed((args, kwargs), mesh)
         return jitted.lower(*args, **kwargs)
 
 
