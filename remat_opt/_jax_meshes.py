@@ -104,6 +104,17 @@ class Map:
         mapped = self.axes.union(self.mesh.abstract_mesh.manual_axes)
         return all(name in mapped or size == 1 for name, size in self.mesh.shape.items())
 
+    @property
+    def spread(self) -> tuple[bool, ...]:
+        """For each input, whether several devices are given the same part, and add up gradients."""
+        found = []
+        for spec in self.in_specs:
+            split = {
+                name for axis in spec for name in (axis if isinstance(axis, tuple) else (axis,))
+            }
+            found.append(any(self.mesh.shape[name] > 1 for name in self.axes - split))
+        return tuple(found)
+
 
 def map_of(equation: Any) -> Map:
     """Reads a ``shard_map`` equation."""

@@ -4,8 +4,9 @@
 and some compilers use these for temporaries until the gradients are written
 (``compilers.heap.outside_results``). In a training step with donated state there are no such
 buffers. Each gradient is a temporary, from the backward step that writes it to the update that
-consumes it, which some compilers put off (``compilers.scheduling``). If they are clipped by their
-global norm, or otherwise used together, all of them wait for the last.
+consumes it, which some compilers put off (``compilers.scheduling``), as with gradients that devices
+add up. If they are clipped by their global norm, or otherwise used together, all of them wait for
+the last.
 
 Backward steps run in the order of the vertices, last first, whatever is recomputed. So what the
 gradients take during a vertex's backward step is the same in every schedule, and counts as
@@ -62,12 +63,14 @@ class ParameterGradient:
       bytes: its size.
       fused: whether what consumes it computes it, from a narrower array or from factors, so that it
         is itself an array only if it waits.
+      waits: whether what consumes it waits for the end of the backward pass.
     """
 
     first: int
     last: int
     bytes: int
     fused: bool = False
+    waits: bool = False
 
 
 def workspace_bytes(
@@ -92,7 +95,7 @@ def workspace_bytes(
             change[last + 1] -= size
 
     for one in gradients:
-        if fate is Gradients.TOGETHER:
+        if fate is Gradients.TOGETHER or (fate is Gradients.CONSUMED and one.waits):
             hold(0, one.last, one.bytes)
         elif fate is Gradients.CONSUMED and not one.fused:
             hold(one.first, one.last, one.bytes)

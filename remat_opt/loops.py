@@ -474,7 +474,7 @@ def _part(iterations: Sequence[_Iteration], piece: Piece) -> Part:
 def _same(body: Program) -> Hashable:
     """Equal for bodies that are planned alike: they compute the same, and lie alike on a mesh."""
     places = [one.placement and one.placement.text for one in body.equations]
-    return body.fingerprint(), tuple(places)
+    return body.fingerprint(), tuple(places), tuple(sorted(body.added_up.items()))
 
 
 def _branch(

@@ -45,6 +45,13 @@ def test_none_of_its_own_where_what_consumes_it_computes_it() -> None:
     assert workspace_bytes(one, Gradients.TOGETHER, 3).tolist() == [5, 5, 0]
 
 
+def test_those_that_wait_are_there_to_the_end() -> None:
+    one = (ParameterGradient(first=2, last=2, bytes=5, fused=True, waits=True),)
+    assert workspace_bytes(one, Gradients.RESULTS, 4).tolist() == [0, 0, 0, 0]
+    assert workspace_bytes(one, Gradients.CONSUMED, 4).tolist() == [5, 5, 5, 0]
+    assert workspace_bytes(one, Gradients.TOGETHER, 4).tolist() == [5, 5, 5, 0]
+
+
 @pytest.mark.parametrize(
     ("fate", "expected"),
     [

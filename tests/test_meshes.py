@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import remat_opt
 from remat_opt import PlanningWarning, optimal_remat
 from remat_opt.device import get_device
-from tests.devices import needs_libtpu, quick_compiles
+from tests.devices import needs_cuda_plugin, needs_libtpu, quick_compiles
 from tests.programs import array
 
 pytestmark = pytest.mark.usefixtures("quick_search")
@@ -218,6 +218,35 @@ def test_inside_a_shard_map_with_the_gradient_in_or_outside(auto: Mesh) -> None:
     plain = derivative(local).lower(*args).compile().memory_analysis()
     if jax.__version_info__ >= (0, 11):  # before, JAX on CPU undoes rematerialisation
         assert gradient.temp_size_in_bytes < 0.8 * plain.temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    ("device", "most"),
+    [
+        ("cpu", 0.15),
+        pytest.param("h200:8", 0.05, marks=[pytest.mark.cuda, needs_cuda_plugin]),
+    ],
+)
+def test_gradients_that_devices_add_up_wait(device: str, most: float, auto: Mesh) -> None:
+    """In the least memory they are most of it. Unchanged functions hold as much anyway."""
+    mesh = auto if device == "cpu" else remat_opt.make_mesh(device, (8,), ("data",))
+    weights = [(jax.ShapeDtypeStruct((1024, 4096), "float32"),) * 2] * 8
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for a, b in weights:
+            x = x + jax.nn.gelu(x @ a) @ b.T
+        return jnp.mean(x**2)
+
+    rows = jax.ShapeDtypeStruct((8 * 4096, 1024), "float32")
+    args = shapes(mesh, weights), shapes(mesh, rows, "data")
+    wanted: dict[str, Any] = {"device": device, "gradients": "consumed", "max_overhead": 1.0}
+    plan = remat_opt.make_plan(loss, *args, **wanted, verify=True)
+    assert plan.measured is not None
+    compiled = plan.measured.temporary_bytes
+    assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=most)
+    assert compiled > 8 * 2 * 4 * 1024 * 4096
 
 
 def test_a_step_tells_where_the_arguments_of_its_loss_lie(auto: Mesh) -> None:

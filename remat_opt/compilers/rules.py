@@ -330,6 +330,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "scheduling",
             "Updates wait while activations take less than they.",
         ),
+        "sums_wait": _rule(
+            _NVIDIA | _TPU | _CPU,
+            "beside",
+            "scheduling",
+            "Updates of gradients that devices add up wait for the end of the backward pass.",
+        ),
         "updates_fused": _rule(
             _TPU,
             "beside",

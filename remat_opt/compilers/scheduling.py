@@ -1,5 +1,9 @@
 """What compilers run earlier or later than the program has it, and hold meanwhile.
 
+On a mesh, all of them let updates wait for the end whose gradients devices add up: XLA for NVIDIA
+reads such a sum as late as possible, so that it can be computed beside other things, and those for
+TPU and CPU compute many of them at once.
+
 XLA for CPU runs everything as soon as it can. So a function starts with what no product leads to:
 all rows that are looked up in tables, and all random numbers.
 
@@ -26,6 +30,7 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
+from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.cotangents import Cotangents
 from remat_opt.compilers.effects import Effect
 from remat_opt.compilers.heap import vector_memory_bytes
@@ -35,6 +40,7 @@ from remat_opt.compilers.turns import led_to
 from remat_opt.gradients import Gradients, Wait, workspace_bytes
 from remat_opt.graph import Graph
 from remat_opt.operation import PRODUCTS
+from remat_opt.program.record import Program
 from remat_opt.schedule import Schedule
 from remat_opt.units import format_bytes
 
@@ -59,6 +65,15 @@ class Update:
     ready: int
     allocated_bytes: int
     reads: frozenset[Hashable]
+
+
+def added_up(program: Program, compiler: Compiler) -> Mapping[int, int]:
+    """The parameters whose updates wait because devices add up their gradients (``sums_wait``).
+
+    Returns:
+      For each, the value whose cotangent is added.
+    """
+    return program.added_up if compiler.has("sums_wait") else {}
 
 
 def waits(

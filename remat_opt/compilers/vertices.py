@@ -175,7 +175,7 @@ def vertices(storage: Storage) -> Vertices:
     )
     flops = graph.forward_flops
     gradients = dict(_parameter_gradients(storage, drafts, of_cotangents, zeros))
-    ready = {value: one.first for value, one in gradients.items()}
+    ready = {value: one.first for value, one in gradients.items() if not one.waits}
     return Vertices(
         graph=graph,
         labels=tuple(_label(program, root) for root in storage.roots),
@@ -449,8 +449,9 @@ def _parameter_gradients(
         for value in draft.parameters:
             readers.setdefault(value, []).append(vertex)
     program, compiler = storage.flow.program, storage.compiler
+    added_up = scheduling.added_up(program, compiler)
     for value, found in sorted(readers.items()):
-        size, last = compiler.buffer_bytes(program.types[value]), max(found)
+        size, last = compiler.buffer_bytes(program.types[added_up.get(value, value)]), max(found)
         reader, shared = of_cotangents.arguments.get(value, (-1, 0))
         if value in zeros.begun:
             last = len(drafts) - 1
@@ -463,6 +464,7 @@ def _parameter_gradients(
             last=last,
             bytes=size,
             fused=value in zeros.converted or scheduling.fuses_update(storage, min(found), last),
+            waits=value in added_up,
         )
         yield value, gradient
 

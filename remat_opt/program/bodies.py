@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Set
 
 from remat_opt import _jax_internals as internals
@@ -103,8 +104,11 @@ def mapped_of(equation: Equation, given: Set[int]) -> Program:
         for place, atom in enumerate(equation.inputs)
         if isinstance(atom, int) and atom in given
     ]
-    body = _jax_meshes.map_of(equation.jax_equation).body
-    return inner_program(body, positions, "the body of a shard_map")
+    said = _jax_meshes.map_of(equation.jax_equation)
+    body = inner_program(said.body, positions, "the body of a shard_map")
+    spread = (body.arguments[place] for place in positions if said.spread[place])
+    differentiated = frozenset(body.differentiated)
+    return dataclasses.replace(body, added_up={v: v for v in spread if v in differentiated})
 
 
 def reached(equation: Equation, positions: Set[int]) -> tuple[frozenset[int], frozenset[int]]:

@@ -119,6 +119,7 @@ class _Partitioner:
             program,
             types=types,
             is_part=True,
+            added_up=_added_up(program, specs),
             equations=tuple(self._equation(one, types, specs) for one in program.equations),
         )
 
@@ -207,6 +208,50 @@ class _Partitioner:
                 self._bodies[key] = tuple(one.operation for one in program.equations)
             found.append(dataclasses.replace(body, operations=self._bodies[key]))
         return tuple(found)
+
+
+#: In these, devices add up the gradients of one iteration, or in one branch.
+_LOOPS = frozenset({"scan", "while", "cond"})
+
+
+def _added_up(program: Program, specs: Mapping[int, Spec]) -> dict[int, int]:
+    """The differentiated arguments whose gradients devices add up; see ``Program.added_up``.
+
+    An array that is read has a gradient that sums over everything made of it, such as the rows of a
+    product. So devices add up their parts if what is made of it is split along axes of the mesh
+    along which it is not.
+
+    Args:
+      program: a traced function.
+      specs: how its values are split.
+    """
+    readers = program.readers()
+
+    def axes(value: int) -> set[str]:
+        return {name for dimension in specs.get(value, ()) for name, _ in dimension}
+
+    def summed(value: int) -> int | None:
+        """The form of a value in which it is read by something that is split further."""
+        for index in readers.get(value, ()):
+            equation = program.equations[index]
+            primitive = equation.operation.primitive
+            if primitive == "shard_map":
+                spread = _jax_meshes.map_of(equation.jax_equation).spread
+                if any(spread[p] for p, atom in enumerate(equation.inputs) if atom == value):
+                    return value
+            elif primitive in _LOOPS:
+                continue
+            elif any(axes(made) - axes(value) for made in equation.outputs):
+                return value
+            elif len(equation.value_inputs) == 1 and len(equation.outputs) == 1:
+                # Another form of it: transposed, converted, gathered.
+                found = summed(equation.outputs[0])
+                if found is not None:
+                    return found
+        return None
+
+    found = {value: summed(value) for value in program.differentiated}
+    return {value: read for value, read in found.items() if read is not None}
 
 
 def _as_read(program: Program, specs: Mapping[int, Spec]) -> dict[int, Spec]:

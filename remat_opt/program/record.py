@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from remat_opt.operation import ArrayType, Operation
@@ -160,6 +161,8 @@ class Program:
       placement: how these are laid out on a mesh; None without one.
       is_part: whether types are those of one device's part (``propagation.per_device``) rather than
         of whole arrays.
+      added_up: the differentiated arguments whose gradients devices add up, each with the value
+        whose cotangent is added: itself, or what it is gathered or converted to.
     """
 
     types: tuple[ArrayType, ...]
@@ -178,6 +181,7 @@ class Program:
     kinds: tuple[Any, ...] = ()
     placement: Placement | None = None
     is_part: bool = False
+    added_up: Mapping[int, int] = dataclasses.field(default_factory=dict)
     closed_over_names: tuple[str, ...] = ()
 
     def placed_fingerprint(self) -> str:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from remat_opt import compilers, loops
 from remat_opt.compilers.compiler import Compiler, Rules
@@ -24,6 +25,7 @@ from remat_opt.gradients import Gradients
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from remat_opt.program.linearization import linearize
+from remat_opt.program.propagation import per_device
 from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.solvers.base import Overhead
@@ -394,6 +396,18 @@ def similarities_first(weights, x):
 
 
 #: For each rule, devices and a program with arguments.
+def split(*extents: int, by: Any = "data") -> jax.ShapeDtypeStruct:
+    """The shape of an array on a mesh of four devices, split by rows."""
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(by))
+    return jax.ShapeDtypeStruct(extents, "float32", sharding=sharding)
+
+
+def whole(*extents: int) -> jax.ShapeDtypeStruct:
+    """The shape of an array that all of these devices have."""
+    return split(*extents, by=None)
+
+
 PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
     "operands_rounded": ("v5e", pooled_rows, ([SQUARE], ROWS)),
@@ -417,6 +431,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "readers_recounted": ("h200 v5e", sums_of_sums, ([SQUARE] * 2, SQUARE)),
     "product_sums": ("h200", summed_products, ([W, W], X)),
     "sums_in_products": ("v5e", summed_products, ([SQUARE] * 2, ROWS)),
+    "sums_wait": ("h200 v5e cpu", two_layers, ([whole(8, 8)] * 2, split(4096, 8))),
     "stored_for_sums": ("cpu", normalised, (W, X)),
     "divisors": ("cpu", divided, (W, ones(4, 8, 8))),
     "widened": ("cpu", recurrent, narrow((W, X))),
@@ -490,7 +505,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
 def traced(rule: str) -> Program:
     """The program that shows a rule."""
     _, fn, args = PROGRAMS[rule]
-    return tracing.trace(fn, *args)
+    return per_device(tracing.trace(fn, *args))
 
 
 @functools.cache

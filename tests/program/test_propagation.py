@@ -174,3 +174,74 @@ def test_a_budget_for_one_device_is_accepted() -> None:
         remat_opt.make_plan(
             mlp, [shape((64, 64))] * 8, shape((4096, 64)), budget=plain_bytes // 16, device="h200"
         )
+
+
+def gathered(w: jax.Array, x: jax.Array) -> jax.Array:
+    whole = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), NamedSharding(AUTO, P()))
+    return jnp.mean(jnp.tanh(x.astype(jnp.bfloat16) @ whole))
+
+
+def looped(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+
+def one_product(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w))
+
+
+def transposed(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ jnp.exp(w).T))
+
+
+def looked_up(table: jax.Array, rows: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(table[rows]))
+
+
+@pytest.mark.parametrize(
+    ("fn", "of_weight", "of_batch", "expected"),
+    [
+        (one_product, P(), P("data"), "itself"),
+        (one_product, P(None, "model"), P("data"), "itself"),
+        # Each device has the whole gradient of its own part.
+        (one_product, P(None, "model"), P(), ""),
+        (one_product, P(), P(), ""),
+        (gathered, P("data"), P("data"), "what it is gathered to"),
+        (transposed, P(), P("data"), "what it is turned into"),
+        # Within an iteration.
+        (looped, P(), P("data"), ""),
+    ],
+)
+def test_which_gradients_devices_add_up(
+    fn: Callable[..., Any], of_weight: P, of_batch: P, expected: str
+) -> None:
+    weight = (3, 64, 64) if fn is looped else (64, 64)
+    found = local(fn, shape(weight, of_weight), shape((128, 64), of_batch))
+    (w,) = found.differentiated
+    if not expected:
+        assert found.added_up == {}
+        return
+    read = found.added_up[w]
+    assert (read == w) is (expected == "itself")
+    if fn is gathered:
+        assert found.types[w].shape == (16, 64)
+        assert found.types[read].shape == (64, 64)
+        assert found.types[read].dtype == "bfloat16"
+
+
+def test_devices_add_up_gradients_of_rows_and_of_what_maps_hand_to_all() -> None:
+    rows = jax.ShapeDtypeStruct((32,), jnp.int32, sharding=NamedSharding(AUTO, P("data")))
+    found = local(looked_up, shape((128, 64), P()), rows)
+    assert found.added_up == {found.arguments[0]: found.arguments[0]}
+    for own, there in ((P(), True), (P("data"), False)):
+
+        def body(w: jax.Array, x: jax.Array) -> jax.Array:
+            return jax.lax.pmean(jnp.mean(x[:, :16] @ w[:16]), ("data", "model"))
+
+        specs = (P(own[0] if own else None, "model"), P("data"))
+        mapped = jax.shard_map(body, mesh=AUTO, in_specs=specs, out_specs=P())
+
+        found = local(mapped, shape((64, 64)), shape((128, 64)))
+        assert (found.differentiated[0] in found.added_up) is there
+        (one,) = (one for one in found.equations if one.operation.primitive == "shard_map")
+        inside = bodies.mapped_of(one, bodies.varying(found))
+        assert (inside.arguments[0] in inside.added_up) is there
