@@ -224,6 +224,36 @@ def _dissolved(closed: Any) -> Any:
     return new if closed is jaxpr else closed.replace(jaxpr=new)
 
 
+def _names_an_axis(effect: Any) -> bool:
+    return type(effect).__name__ == "NamedAxisEffect"
+
+
+def without_axis_effects(equation: Any) -> Any:
+    """The equation without what JAX notes about collectives, in its inner programs too.
+
+    A collective only computes its outputs; the note makes it look like a side effect.
+    """
+    changed = {}
+    for key, value in equation.params.items():
+        if is_jaxpr(value):
+            changed[key] = _without_axis_effects(value)
+        elif isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            changed[key] = tuple(
+                _without_axis_effects(item) if is_jaxpr(item) else item for item in value
+            )
+    effects = frozenset(one for one in equation.effects if not _names_an_axis(one))
+    return equation.replace(params={**equation.params, **changed}, effects=effects)
+
+
+def _without_axis_effects(closed: Any) -> Any:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    new = jaxpr.replace(
+        eqns=[without_axis_effects(step) for step in jaxpr.eqns],
+        effects=frozenset(one for one in jaxpr.effects if not _names_an_axis(one)),
+    )
+    return new if closed is jaxpr else closed.replace(jaxpr=new)
+
+
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """All jaxprs among an equation's parameters, with the parameter each one is found under."""
     for key, value in params.items():
@@ -243,8 +273,16 @@ def array_of(value: Any, aval: Any) -> Any:
 
 
 def has_effects(equation: Any) -> bool:
-    """Whether the equation does more than compute its outputs (prints, calls back, writes)."""
+    """Whether the equation does more than compute its outputs (prints, calls back, writes).
+
+    Collectives count, unless they may run again (``without_axis_effects``).
+    """
     return bool(equation.effects)
+
+
+def has_side_effects(equation: Any) -> bool:
+    """Whether the equation does more than compute its outputs and communicate."""
+    return not all(map(_names_an_axis, equation.effects))
 
 
 def is_mutable(variable: Any) -> bool:
@@ -267,12 +305,14 @@ def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
     Those of a ``vmap`` that the equations name, as ``psum`` does, and all those of a ``shard_map``
     whose body this is called in.
     """
-    named = {
-        str(effect.name)
-        for equation in equations
-        for effect in equation.effects
-        if type(effect).__name__ == "NamedAxisEffect"
-    }
+    named: set[str] = set()
+    for equation in equations:
+        named |= {str(effect.name) for effect in equation.effects if _names_an_axis(effect)}
+        # Where collectives may run again, only their parameters say so.
+        for key in ("axes", "axis_name"):
+            told = equation.params.get(key, ())
+            told = (told,) if isinstance(told, str) else told
+            named |= {one for one in told if isinstance(one, str)}
     return tuple(sorted(named | set(map(str, jax.sharding.get_abstract_mesh().manual_axes))))
 
 

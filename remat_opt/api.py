@@ -41,6 +41,7 @@ def optimal_remat(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     existing: str = "keep",
+    collectives: str = "keep",
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -77,6 +78,9 @@ def optimal_remat(
       existing: what to do with ``jax.checkpoint``, ``nn.remat`` and the like inside the function.
         ``"keep"`` leaves them as they are and plans around them; ``"replace"`` removes them, in
         loops and branches too, so that the plan alone decides.
+      collectives: what to do with ``psum``, ``all_gather`` and the like in a ``shard_map``.
+        ``"keep"`` runs each once and keeps what the backward pass reads; ``"recompute"`` lets the
+        plan run them again, as to gather weights once more.
       device: the device to plan for; ``"attached"`` is the one JAX runs on.
       solver: a name that ``remat_opt.solvers.available()`` lists as fit for programs, or a solver
         with options, such as ``remat_opt.solvers.ApproximateDP(objective="memory")``.
@@ -133,6 +137,7 @@ def optimal_remat(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             existing=existing,
+            collectives=collectives,
             device=device,
             solver=solver,
             plan=plan,
@@ -173,7 +178,7 @@ def optimal_remat(
     )
     return Rematerialized(
         fn,
-        signature_of(argnums, has_aux, static_argnums, static_argnames, existing),
+        signature_of(argnums, has_aux, static_argnums, static_argnames, existing, collectives),
         request,
         plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
@@ -193,6 +198,7 @@ def make_plan(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     existing: str = "keep",
+    collectives: str = "keep",
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
@@ -222,6 +228,7 @@ def make_plan(
       static_argnums: likewise.
       static_argnames: likewise; of the step, if it is one.
       existing: likewise; of a step, what the decorator of its loss says counts.
+      collectives: likewise.
       donate_argnums: of a step, the arguments it donates, as in ``jax.jit``. The default is what
         the ``jax.jit`` around the step says, if there is one.
       device: likewise.
@@ -267,6 +274,7 @@ def make_plan(
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         existing=existing,
+        collectives=collectives,
         device=device,
         solver=solver,
         verify=verify,
@@ -287,6 +295,7 @@ def frontier(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     existing: str = "keep",
+    collectives: str = "keep",
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
@@ -304,6 +313,7 @@ def frontier(
       static_argnums: likewise.
       static_argnames: likewise.
       existing: likewise.
+      collectives: likewise.
       donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
@@ -334,6 +344,7 @@ def frontier(
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         existing=existing,
+        collectives=collectives,
         device=device,
         solver=solver,
     )
@@ -437,6 +448,7 @@ def compare(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     existing: str = "keep",
+    collectives: str = "keep",
     donate_argnums: int | Sequence[int] | None = None,
     device: str | Device = "attached",
     solver: str | Solver = "portfolio",
@@ -468,6 +480,7 @@ def compare(
       static_argnums: likewise.
       static_argnames: likewise; of the step, if it is one.
       existing: likewise; of a step, what the decorator of its loss says counts.
+      collectives: likewise.
       donate_argnums: see ``make_plan``.
       device: likewise.
       solver: likewise.
@@ -511,7 +524,9 @@ def compare(
         )
     target = compilation.resolve_device(device, meshes.mesh_of((args, kwargs)))
     chosen_solver = solver_of(solver)
-    signature = signature_of(argnums, has_aux, static_argnums, static_argnames, existing)
+    signature = signature_of(
+        argnums, has_aux, static_argnums, static_argnames, existing, collectives
+    )
     compiled = compiled_in(fn, args, kwargs, signature, donate_argnums, argnums)
     call = compiled.call
 

@@ -246,6 +246,12 @@ def _add_derivative(command: argparse.ArgumentParser) -> None:
         "(default: keep)",
     )
     command.add_argument(
+        "--collectives",
+        choices=("keep", "recompute"),
+        default="keep",
+        help="whether the plan may run again what communicates with other devices (default: keep)",
+    )
+    command.add_argument(
         "--has-aux", action="store_true", help="the function returns (loss, auxiliary)"
     )
 
@@ -442,6 +448,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "argnums": options.argnums,
         "has_aux": options.has_aux,
         "existing": options.existing,
+        "collectives": options.collectives,
     }
 
 

@@ -78,6 +78,28 @@ class _Existing(Effect):
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Communicating(Effect):
+    """Collectives in a ``shard_map`` that run once, and what they return, which is kept.
+
+    Attributes:
+      places: source lines that are known.
+    """
+
+    places: tuple[str, ...]
+
+    def notes(self, schedule: Schedule) -> Iterator[str]:
+        """Says which they are, and what to do."""
+        yield self.remedy()
+
+    def remedy(self) -> str:
+        """Says how to let the plan decide about them too."""
+        return (
+            f"Collectives ({_told(self.places)}) run once, and what they return is kept if the "
+            'backward pass reads it: collectives="recompute" lets the plan run them again.'
+        )
+
+
 def _told(places: Sequence[str]) -> str:
     """The first few source lines."""
     return ", ".join([*places[:4], *(["..."] if len(places) > 4 else [])])
@@ -125,10 +147,14 @@ def model(
       depth: how many levels of nested bodies are looked into.
     """
     expected = models.model(program, linearization, compiler, gradients)
-    mapped = tuple(_mapped(program, linearization)) if depth == _DEPTH else ()
-    if mapped:
-        effect = _Mapped(places=tuple(dict.fromkeys(filter(None, mapped))))
-        expected = dataclasses.replace(expected, effects=(*expected.effects, effect))
+    own: list[Effect] = []
+    if depth == _DEPTH:
+        if mapped := tuple(_mapped(program, linearization)):
+            own.append(_Mapped(places=tuple(dict.fromkeys(filter(None, mapped)))))
+        if gathering := tuple(_gathering(program, linearization)):
+            own.append(_Communicating(places=tuple(dict.fromkeys(gathering))))
+    if own:
+        expected = dataclasses.replace(expected, effects=(*expected.effects, *own))
     found = _insides(program, linearization, compiler, gradients, depth)
     if not found:
         return expected
@@ -157,6 +183,20 @@ def _mapped(program: Program, linearization: Linearization) -> Iterator[str]:
             and not bodies.is_open_map(equation)
         ):
             yield internals.source_line(equation.jax_equation)
+
+
+def _gathering(program: Program, linearization: Linearization) -> Iterator[str]:
+    """The source lines of collectives in open maps that run once and return more than they read.
+
+    Only those of the map's own body.
+    """
+    for index in linearization.derivatives:
+        equation = program.equations[index]
+        if bodies.is_open_map(equation):
+            for inner in bodies.mapped_of(equation, frozenset()).equations:
+                operation = inner.operation
+                if inner.once and operation.output_bytes > operation.input_bytes:
+                    yield internals.source_line(inner.jax_equation) or operation.primitive
 
 
 def _with(program: Program, expected: Model, found: Mapping[int, _Inside]) -> Model:

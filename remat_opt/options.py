@@ -172,6 +172,7 @@ def signature_of(
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     existing: str = "keep",
+    collectives: str = "keep",
 ) -> Signature:
     """Reads the options that say how to treat a function and its arguments.
 
@@ -183,10 +184,16 @@ def signature_of(
             f"existing={existing!r}: give 'keep' to leave the function's own checkpoints as "
             "they are, or 'replace' to let the plan decide about the values under them."
         )
+    if collectives not in ("keep", "recompute"):
+        raise RematError(
+            f"collectives={collectives!r}: give 'keep' to run what communicates with other devices "
+            "once, or 'recompute' to let the plan run it again."
+        )
     return Signature(
         argnums=None if argnums is None else numbers(argnums, "argnums"),
         has_aux=has_aux,
         static_argnums=numbers(static_argnums, "static_argnums"),
         static_argnames=names(static_argnames, "static_argnames"),
         dissolved=existing == "replace",
+        communicates_again=collectives == "recompute",
     )

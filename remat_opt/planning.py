@@ -168,10 +168,10 @@ def problem(
       RematError: the solver does not take this program.
     """
     compiler = Compiler(device=device, off=off | not_yet(jax.__version_info__))
-    fingerprint = program.fingerprint()
+    fingerprint, made_for = program.fingerprint(), program.placed_fingerprint()
     # On a mesh, everything is counted for one device.
     program = per_device(program)
-    key = (fingerprint, program.types, compiler, measure, solver, gradients)
+    key = (made_for, program.types, compiler, measure, solver, gradients)
     found = _sweeps.get(key)
     if found is None:
         with doing(f"planning {program.name} for {device.name}"), _no_collection():
@@ -730,6 +730,12 @@ def _side_effects(of: Problem) -> Iterator[str]:
     )
     if not found:
         return
+    collectives = any(
+        one.once
+        and not internals.has_side_effects(one.jax_equation)
+        and not internals.calls_back(one.jax_equation)
+        for one in of.program.equations
+    )
     told = [
         place if times == 1 else f"{place}, {times} times"
         for place, times in list(found.items())[:_MOST_EFFECTS]
@@ -740,6 +746,7 @@ def _side_effects(of: Problem) -> Iterator[str]:
         "have side effects, call back to Python or communicate with other devices: "
         f"{'; '.join([*told, *more])}. What their derivatives read is kept. A loop with one "
         "inside is planned as one piece."
+        + (' collectives="recompute" lets collectives run again.' if collectives else "")
     )
 
 

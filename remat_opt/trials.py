@@ -67,6 +67,8 @@ class Memory:
         step: str,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
+        if program.communicates_again:
+            step += ", communicates again"
         self._key = Key(
             fingerprint=program.fingerprint(),
             device=device.name,

@@ -98,6 +98,18 @@ def _mapped_around() -> Built:
     return loss, _split()()[1]
 
 
+def _gathered_in_a_map() -> Built:
+    def body(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        gathered = [jax.lax.all_gather(w, "data", tiled=True) for w in params]
+        return jax.lax.pmean(plain_loss(gathered, x), "data")
+
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        run = jax.shard_map(body, mesh=_mesh(), in_specs=(P("data"), P("data")), out_specs=P())
+        return run(params, x)
+
+    return loss, _split(parameters=True)()[1]
+
+
 def _mapped_partly() -> Built:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -147,6 +159,13 @@ row("Meshes", "shardings in types (`AxisType.Explicit`)", _split(AxisType.Explic
 row("Meshes", "`shard_map` around the gradient", _split(), how=_gradient_in_map)
 row("Meshes", "`shard_map` around each layer", _mapped_inside)
 row("Meshes", "`shard_map` around the whole network", _mapped_around)
+row("Meshes", "collectives in a `shard_map`", _gathered_in_a_map)
+row(
+    "Meshes",
+    "collectives in a `shard_map`, run again",
+    _gathered_in_a_map,
+    collectives="recompute",
+)
 row(
     "Meshes",
     "`shard_map` over some axes of the mesh",

@@ -699,6 +699,35 @@ def test_a_shard_map_says_what_it_maps_and_its_body_can_be_traced() -> None:
             trace()
 
 
+def test_collectives_are_told_from_side_effects() -> None:
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def body(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x)
+        x, _ = lax.scan(lambda x, _: (lax.psum(x, "i") * x, None), x, length=2)
+        return jnp.sin(x)
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    (mapped,) = internals.parts(jax.make_jaxpr(run)(jnp.ones(8)))[3]
+    for equation, again in ((mapped, False), (internals.without_axis_effects(mapped), True)):
+        printing, scan, sine = internals.parts(_jax_meshes.map_of(equation).body)[3]
+        assert internals.has_effects(printing)
+        assert internals.has_side_effects(printing)
+        assert internals.has_effects(scan) is not again
+        assert not internals.has_side_effects(scan)
+        assert not internals.has_effects(sine)
+        inner = internals.parts(internals.scan_of(scan).body)[3]
+        assert any(map(internals.has_effects, inner)) is not again
+        # It can still run, and says which axes it needs.
+        assert internals.surrounding_axes(inner) == ("i",)
+
+        def bound(x: jax.Array, one: Any = equation) -> Any:
+            return internals.bind(one, internals.name_stack_of(one), [x])
+
+        np.testing.assert_allclose(jax.jit(bound)(jnp.ones(8))[0], jax.jit(run)(jnp.ones(8)))
+
+
 def test_a_barrier_keeps_over_which_axes_values_vary() -> None:
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     seen = []

@@ -198,6 +198,56 @@ def test_what_communicates_runs_once() -> None:
     assert str(closed).count(" psum") == str(before).count(" psum")
 
 
+def test_collectives_may_run_again_if_allowed() -> None:
+    args = on_mesh(W, ("data", "model")), on_mesh(X, ("data", "model"))
+    once = remat_opt.make_plan(gathered_weights, *args, max_overhead=4.0)
+    (told,) = (note for note in once.notes if "Collectives" in note)
+    assert told.startswith("Collectives (test_maps.py:")
+    assert 'collectives="recompute" lets the plan run them again' in told
+    plan = remat_opt.make_plan(gathered_weights, *args, max_overhead=4.0, collectives="recompute")
+    assert plan.fingerprint == once.fingerprint
+    assert not [note for note in plan.notes if "Collectives" in note]
+    gathered = 4 * 2 * LAYERS * WIDTH * 2 * WIDTH
+    assert plan.predicted.temporary_bytes < once.predicted.temporary_bytes - gathered / 2
+    with pytest.raises(BudgetError, match='collectives="recompute" lets the plan run them again'):
+        remat_opt.make_plan(gathered_weights, *args, budget=plan.predicted.temporary_bytes)
+    # Applied, a plan says all; planned by a decorator, it must be allowed.
+    decorated = optimal_remat(gathered_weights, max_overhead=4.0, collectives="recompute")
+    expected = jax.jit(jax.value_and_grad(gathered_weights))(*args)
+    for fn in (remat_opt.apply_plan(plan, gathered_weights), decorated):
+        found = jax.jit(jax.value_and_grad(fn))(*args)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+        again = str(jax.make_jaxpr(jax.grad(fn))(*args)).count(" all_gather[")
+        assert again > str(jax.make_jaxpr(jax.grad(gathered_weights))(*args)).count(" all_gather[")
+
+
+def test_collectives_may_run_again_inside_a_map() -> None:
+    def local(w: Any, x: jax.Array) -> jax.Array:
+        for one in w:
+            x = layer(x, [lax.all_gather(part, ("data", "model"), tiled=True) for part in one])
+        return lax.pmean(jnp.mean(x**2), ("data", "model"))
+
+    rows = P(("data", "model"))
+    args = on_mesh(W, *rows), on_mesh(X, *rows)
+    expected = jax.jit(jax.value_and_grad(plain))(W, X)
+    for collectives in ("keep", "recompute"):
+        decorated = optimal_remat(local, max_overhead=4.0, collectives=collectives)
+        run = jax.shard_map(decorated, mesh=mesh(), in_specs=(rows, rows), out_specs=P())
+        found = jax.jit(jax.value_and_grad(run))(*args)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+        checked = optimal_remat(local, collectives=collectives, verify=True)
+        run = jax.shard_map(checked, mesh=mesh(), in_specs=(rows, rows), out_specs=P())
+        with pytest.raises(remat_opt.RematError, match="tied to the axes data, model"):
+            jax.eval_shape(jax.grad(run), *args)
+
+
+def test_what_to_do_with_collectives_is_one_of_two() -> None:
+    with pytest.raises(remat_opt.RematError, match="collectives='twice': give 'keep' to run"):
+        optimal_remat(plain, collectives="twice")
+
+
 def test_a_loop_in_parts_in_a_map_may_have_its_gradient_outside() -> None:
     """Tangents that start as zeros vary over the same axes as what they are of."""
     plan = remat_opt.make_plan(mapped(scanned), STACKED, X, max_overhead=4.0)

@@ -161,6 +161,7 @@ class Program:
       placement: how these are laid out on a mesh; None without one.
       is_part: whether types are those of one device's part (``propagation.per_device``) rather than
         of whole arrays.
+      communicates_again: whether collectives in it may run again.
       added_up: the differentiated arguments whose gradients devices add up, each with the value
         whose cotangent is added: itself, or what it is gathered or converted to.
     """
@@ -181,6 +182,7 @@ class Program:
     kinds: tuple[Any, ...] = ()
     placement: Placement | None = None
     is_part: bool = False
+    communicates_again: bool = False
     added_up: Mapping[int, int] = dataclasses.field(default_factory=dict)
     closed_over_names: tuple[str, ...] = ()
 
@@ -190,6 +192,8 @@ class Program:
         If there is a mesh but the layout is unknown, as under ``jax.jit``, it says so instead.
         """
         fingerprint = self.fingerprint()
+        if self.communicates_again:
+            fingerprint += " communicates again"
         return fingerprint if self.placement is None else f"{fingerprint} {self.placement.text}"
 
     @property

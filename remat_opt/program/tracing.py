@@ -41,6 +41,7 @@ class Signature:
       static_argnums: positional arguments that are Python values, not arrays.
       static_argnames: keyword arguments that are Python values, not arrays.
       dissolved: whether the function's own checkpoints are ignored.
+      communicates_again: whether collectives may run again.
     """
 
     argnums: tuple[int, ...] | None = None
@@ -48,6 +49,7 @@ class Signature:
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     dissolved: bool = False
+    communicates_again: bool = False
 
     def with_instance(self) -> Signature:
         """The same for a method that receives its instance as first argument."""
@@ -75,7 +77,8 @@ class Call:
       positions: positions of ``args`` in the call.
       labels: the names of ``args``, or their positions if unknown.
       static: the bound arguments, by position or name.
-      dissolved: see ``Signature``.
+      dissolved: see ``Signature``, as for what follows.
+      communicates_again: likewise.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Call:
     labels: tuple[int | str, ...]
     static: tuple[tuple[int | str, Any], ...]
     dissolved: bool = False
+    communicates_again: bool = False
 
 
 #: The key of a ``Fixed`` part in the path of a leaf.
@@ -181,6 +185,7 @@ def bind_static(
         labels=tuple((*parameters, *range(len(parameters), count))[n] for n in dynamic),
         static=(*given.items(), *sorted(names.items())),
         dissolved=signature.dissolved,
+        communicates_again=signature.communicates_again,
     )
 
 
@@ -277,7 +282,9 @@ def trace_call(call: Call, *, has_aux: bool, as_declared: bool = False) -> Progr
                 f"returns {_kind(shapes)}. Return a pair, or leave has_aux out."
             )
         loss_outputs = len(jax.tree.leaves(shapes[0]))
-    program = _Flattener(opens=True, dissolved=call.dissolved).program(
+    program = _Flattener(
+        opens=True, dissolved=call.dissolved, communicates_again=call.communicates_again
+    ).program(
         closed,
         numbers,
         loss_outputs,
@@ -461,11 +468,15 @@ class _Flattener:
     Args:
       opens: whether constants that are being traced become arguments.
       dissolved: whether inner checkpoints are dissolved.
+      communicates_again: whether collectives are no side effects.
     """
 
-    def __init__(self, *, opens: bool, dissolved: bool = False) -> None:
+    def __init__(
+        self, *, opens: bool, dissolved: bool = False, communicates_again: bool = False
+    ) -> None:
         self.opens = opens
         self.dissolved = dissolved
+        self.communicates_again = communicates_again
         self.closed_over: dict[int, Any] = {}
         self.closed_over_kinds: list[Any] = []
         self.types: list[ArrayType] = []
@@ -522,6 +533,7 @@ class _Flattener:
             name=name,
             argument_labels=argument_labels,
             kinds=kinds,
+            communicates_again=self.communicates_again,
             placement=(
                 None
                 if given is None
@@ -569,6 +581,8 @@ class _Flattener:
                 checkpoint = internals.checkpoint_of(equation)
                 body = body if checkpoint is None else checkpoint.body
                 equation = internals.without_checkpoints(equation)
+            if self.communicates_again:
+                equation = internals.without_axis_effects(equation)
             stack = internals.name_stack_of(equation, prefix)
             if body is None:
                 outputs = tuple(self._value(variable) for variable in equation.outvars)

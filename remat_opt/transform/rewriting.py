@@ -260,7 +260,9 @@ def _check_stages(program: Program, stages: Sequence[Stage]) -> None:
                     f"The plan computes equation {root} in two regions. Make the plan again."
                 )
             seen.add(root)
-            if stage.checkpointed and program.equations[root].effects:
+            if stage.checkpointed and internals.has_side_effects(
+                program.equations[root].jax_equation
+            ):
                 raise PlanFileError(
                     f"Region {number} of the plan recomputes equation {root}, a "
                     f"{program.equations[root].operation.primitive} with side effects. Make the "
