@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from benchmarks.json_lines import JsonLines
+from tests import conftest  # noqa: F401 - eight devices
 from tests.random_programs import DEVICES, draw, failures
 
 

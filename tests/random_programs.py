@@ -4,8 +4,8 @@ A program is determined by its seed alone. It mixes what real programs mix and h
 out: frozen arguments, parts that nothing differentiated reaches, several loss terms that share
 values, masks by statistics, loops of many kinds, with branches, keys or checkpoints inside, kernels
 with custom rules, loops behind a ``stop_gradient``, derivative rules that give zero, inner
-checkpoints, kept or dissolved, branches without a derivative, values that nothing reads, auxiliary
-outputs, and several dtypes. ``hunt`` goes through many of them.
+checkpoints, kept or dissolved, maps over devices, branches without a derivative, values that
+nothing reads, auxiliary outputs, and several dtypes. ``hunt`` goes through many of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
 
 import remat_opt
 from remat_opt.errors import BudgetError
@@ -495,6 +496,8 @@ LOOKUPS: list[Callable[..., jax.Array]] = [
     taught,
 ]
 LOOKING_UP_FROM = 2_000_000
+#: Programs from ``MAPPED_FROM`` on are in a ``shard_map``, with collectives.
+MAPPED_FROM = 3_000_000
 TERMS: list[Callable[..., jax.Array]] = [
     jnp.sum,
     jnp.mean,
@@ -525,6 +528,7 @@ class RandomProgram:
       jit: whether it is compiled.
       tolerance: how far a gradient may be off, as a share of its largest entry.
       existing: what happens to checkpoints in it.
+      collectives: what happens to what devices exchange.
     """
 
     seed: int
@@ -537,6 +541,7 @@ class RandomProgram:
     jit: bool
     tolerance: float
     existing: str
+    collectives: str
 
     def in_double(self) -> RandomProgram:
         """The same with more precise numbers."""
@@ -618,6 +623,10 @@ def draw(seed: int) -> RandomProgram:
     def array(*shape: int) -> jax.Array:
         return jnp.asarray(numbers.normal(size=shape) / np.sqrt(shape[-1]), dtype)
 
+    collectives = "keep"
+    if seed >= MAPPED_FROM:
+        loss = _mapped(loss, chance)
+        collectives = chance.choice(["keep", "recompute"])
     weights = [array(columns, columns) for _ in range(depth)]
     for_x = chance.random() < 0.3
     count = chance.choice([depth, depth, chance.randint(0, depth)])
@@ -632,6 +641,29 @@ def draw(seed: int) -> RandomProgram:
         jit=chance.random() < 0.9,
         tolerance=_TOLERANCES[dtype],
         existing=chance.choice(["keep", "replace"]),
+        collectives=collectives,
+    )
+
+
+def _mapped(loss: Callable[..., Any], chance: random.Random) -> Callable[..., Any]:
+    """The loss in a ``shard_map`` over two devices, or less if there is only one."""
+    mesh = jax.make_mesh((min(2, jax.device_count()),), ("i",), axis_types=(AxisType.Auto,))
+    splits_x, gathers, check_vma = (chance.random() < 0.5 for _ in range(3))
+
+    def everywhere(one: jax.Array) -> jax.Array:
+        if jnp.issubdtype(one.dtype, jnp.integer):
+            return lax.psum(one, "i")
+        return lax.pmean(one, "i")
+
+    def body(weights: Sequence[jax.Array], x: jax.Array) -> Any:
+        if gathers:
+            weights = [lax.all_gather(one, "i", tiled=True) for one in weights]
+        return jax.tree.map(everywhere, loss(weights, x))
+
+    specs = PartitionSpec("i") if gathers else PartitionSpec()
+    of_x = PartitionSpec("i") if splits_x else PartitionSpec()
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(specs, of_x), out_specs=PartitionSpec(), check_vma=check_vma
     )
 
 
@@ -671,6 +703,7 @@ def _failures(
             argnums=program.planned,
             has_aux=program.has_aux,
             existing=program.existing,
+            collectives=program.collectives,
             errors="raise",
         )
         try:
@@ -683,6 +716,7 @@ def _failures(
                 argnums=program.planned,
                 has_aux=program.has_aux,
                 existing=program.existing,
+                collectives=program.collectives,
             )
             budgets: list[int | None] = [None]
         except BudgetError as error:

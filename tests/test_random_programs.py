@@ -20,6 +20,7 @@ from tests.random_programs import (
     CHOOSING_FROM,
     DEVICES,
     LOOKING_UP_FROM,
+    MAPPED_FROM,
     attention,
     differences,
     draw,
@@ -56,6 +57,13 @@ def test_random_programs_with_choices(seed: int) -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("seed", range(LOOKING_UP_FROM, LOOKING_UP_FROM + 6))
 def test_random_programs_with_lookups(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("seed", range(MAPPED_FROM, MAPPED_FROM + 8))
+def test_random_programs_in_maps(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 
