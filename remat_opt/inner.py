@@ -107,7 +107,7 @@ def _told(places: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Mapped(Effect):
-    """What a ``shard_map`` over some axes of the mesh keeps, about which no plan decides.
+    """What a ``shard_map`` keeps that cannot be opened, about which no plan decides.
 
     Attributes:
       places: source lines that are known.
@@ -123,10 +123,9 @@ class _Mapped(Effect):
         """Says where the decorator belongs."""
         told = f" ({_told(self.places)})" if self.places else ""
         return (
-            f"A shard_map{told} over some axes of the mesh is planned as one piece, whatever it "
-            "keeps. To plan what is in it, "
-            "map over all axes of the mesh, or decorate the function that it maps: "
-            "jax.shard_map(optimal_remat(fn), ...)."
+            f"A shard_map{told} is planned as one piece, whatever it keeps, because it leaves axes "
+            "of the mesh to the compiler or has side effects inside. To plan what is in it, "
+            "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."
         )
 
 

@@ -103,7 +103,7 @@ def _of_map(
         handed_on=frozenset(),
         scale=scale,
     )
-    yield from reading.of_branch(mapped.body, "on each device")
+    yield from reading.of_branch(mapped.body, "each device")
 
 
 def _of_loop(

@@ -12,7 +12,8 @@ def body_cost(body: Body) -> Cost:
 
     FLOPs are the sum over its operations. Bytes are those of the operations that do not fuse; if
     all of them fuse into one loop, it moves about as much as the operation in it that moves most.
-    The body is as fusible as its least fusible operation.
+    The body is as fusible as its least fusible operation. It is estimated if FLOPs in it are: the
+    bytes that devices exchange are a small part of it.
     """
     costs = [cost(operation) for operation in body.operations]
     kinds = {each.fusion for each in costs}
@@ -29,7 +30,7 @@ def body_cost(body: Body) -> Cost:
         bytes_written=sum(each.bytes_written for each in movers),
         bytes_sent=sum(each.bytes_sent for each in costs),
         fusion=fusion,
-        estimated=any(each.estimated for each in costs),
+        estimated=any(each.estimated for each in costs if each.flops),
     )
 
 
