@@ -166,18 +166,24 @@ def without_checkpoints(equation: Any) -> Any:
     """
     if equation.primitive.name.startswith("custom_"):
         return equation
+    changed = _changed_jaxprs(equation.params, _dissolved)
+    return equation.replace(params={**equation.params, **changed}) if changed else equation
+
+
+def _changed_jaxprs(params: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The parameters that hold jaxprs, with these changed; not those that stay the same."""
     changed = {}
-    for key, value in equation.params.items():
+    for key, value in params.items():
         if is_jaxpr(value):
-            new: Any = _dissolved(value)
+            new: Any = change(value)
         elif isinstance(value, tuple) and any(map(is_jaxpr, value)):
-            new = tuple(_dissolved(item) if is_jaxpr(item) else item for item in value)
+            new = tuple(change(item) if is_jaxpr(item) else item for item in value)
             new = value if all(map(operator.is_, new, value)) else new
         else:
             continue
         if new is not value:
             changed[key] = new
-    return equation.replace(params={**equation.params, **changed}) if changed else equation
+    return changed
 
 
 def _dissolved(closed: Any) -> Any:
@@ -233,14 +239,7 @@ def without_axis_effects(equation: Any) -> Any:
 
     A collective only computes its outputs; the note makes it look like a side effect.
     """
-    changed = {}
-    for key, value in equation.params.items():
-        if is_jaxpr(value):
-            changed[key] = _without_axis_effects(value)
-        elif isinstance(value, tuple) and any(map(is_jaxpr, value)):
-            changed[key] = tuple(
-                _without_axis_effects(item) if is_jaxpr(item) else item for item in value
-            )
+    changed = _changed_jaxprs(equation.params, _without_axis_effects)
     effects = frozenset(one for one in equation.effects if not _names_an_axis(one))
     return equation.replace(params={**equation.params, **changed}, effects=effects)
 

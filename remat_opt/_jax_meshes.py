@@ -115,6 +115,20 @@ class Map:
             found.append(any(self.mesh.shape[name] > 1 for name in self.axes - split))
         return tuple(found)
 
+    def around(
+        self, body: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """The same ``shard_map`` around another body, of inputs and outputs split like this."""
+        found: Callable[..., Any] = jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=self.axes,
+            check_vma=self.check_vma,
+        )
+        return found
+
 
 def map_of(equation: Any) -> Map:
     """Reads a ``shard_map`` equation."""
@@ -134,22 +148,13 @@ def within_map(equation: Any, run: Callable[[], _Result]) -> _Result:
 
     There the axes of the mesh have names, and types are those of one device's part.
     """
-    said = map_of(equation)
     found: list[_Result] = []
 
     def body() -> tuple[()]:
         found.append(run())
         return ()
 
-    mapped = jax.shard_map(
-        body,
-        mesh=said.mesh,
-        in_specs=(),
-        out_specs=(),
-        axis_names=said.axes,
-        check_vma=said.check_vma,
-    )
-    jax.eval_shape(mapped)
+    jax.eval_shape(map_of(equation).around(body, (), ()))
     return found[0]
 
 

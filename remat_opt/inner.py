@@ -79,54 +79,27 @@ class _Existing(Effect):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Communicating(Effect):
-    """Collectives in a ``shard_map`` that run once, and what they return, which is kept.
+class _Advice(Effect):
+    """Something that no plan decides about, though the user can change that.
 
     Attributes:
-      places: source lines that are known.
+      text: what it is, and what to do.
     """
 
-    places: tuple[str, ...]
+    text: str
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
-        """Says which they are, and what to do."""
-        yield self.remedy()
+        """Says so, whatever the plan."""
+        yield self.text
 
     def remedy(self) -> str:
-        """Says how to let the plan decide about them too."""
-        return (
-            f"Collectives ({_told(self.places)}) run once, and what they return is kept if the "
-            'backward pass reads it: collectives="recompute" lets the plan run them again.'
-        )
+        """Says what to do."""
+        return self.text
 
 
 def _told(places: Sequence[str]) -> str:
     """The first few source lines."""
     return ", ".join([*places[:4], *(["..."] if len(places) > 4 else [])])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Mapped(Effect):
-    """What a ``shard_map`` keeps that cannot be opened, about which no plan decides.
-
-    Attributes:
-      places: source lines that are known.
-    """
-
-    places: tuple[str, ...]
-
-    def notes(self, schedule: Schedule) -> Iterator[str]:
-        """Says which they are, and what to do."""
-        yield self.remedy()
-
-    def remedy(self) -> str:
-        """Says where the decorator belongs."""
-        told = f" ({_told(self.places)})" if self.places else ""
-        return (
-            f"A shard_map{told} is planned as one piece, whatever it keeps, because it leaves axes "
-            "of the mesh to the compiler or has side effects inside. To plan what is in it, "
-            "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."
-        )
 
 
 def model(
@@ -146,14 +119,9 @@ def model(
       depth: how many levels of nested bodies are looked into.
     """
     expected = models.model(program, linearization, compiler, gradients)
-    own: list[Effect] = []
     if depth == _DEPTH:
-        if mapped := tuple(_mapped(program, linearization)):
-            own.append(_Mapped(places=tuple(dict.fromkeys(filter(None, mapped)))))
-        if gathering := tuple(_gathering(program, linearization)):
-            own.append(_Communicating(places=tuple(dict.fromkeys(gathering))))
-    if own:
-        expected = dataclasses.replace(expected, effects=(*expected.effects, *own))
+        advice = (_Advice(text=text) for text in _advice(program, linearization))
+        expected = dataclasses.replace(expected, effects=(*expected.effects, *advice))
     found = _insides(program, linearization, compiler, gradients, depth)
     if not found:
         return expected
@@ -170,6 +138,23 @@ def model(
     )
     existing = _Existing(places=tuple(filter(None, places)), share=again_share)
     return dataclasses.replace(expected, effects=(*expected.effects, existing))
+
+
+def _advice(program: Program, linearization: Linearization) -> Iterator[str]:
+    """What to say of each ``shard_map`` that cannot be opened, and of collectives in the others."""
+    if mapped := tuple(_mapped(program, linearization)):
+        places = tuple(dict.fromkeys(filter(None, mapped)))
+        told = f" ({_told(places)})" if places else ""
+        yield (
+            f"A shard_map{told} is planned as one piece, whatever it keeps, because it leaves axes "
+            "of the mesh to the compiler or has side effects inside. To plan what is in it, "
+            "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."
+        )
+    if gathering := tuple(dict.fromkeys(_gathering(program, linearization))):
+        yield (
+            f"Collectives ({_told(gathering)}) run once, and what they return is kept if the "
+            'backward pass reads it: collectives="recompute" lets the plan run them again.'
+        )
 
 
 def _mapped(program: Program, linearization: Linearization) -> Iterator[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from remat_opt import _jax_internals as internals
 from remat_opt import _jax_meshes
 from remat_opt.program.propagation import body_per_device
-from remat_opt.program.record import Equation, Program
+from remat_opt.program.record import Atom, Equation, Program
 from remat_opt.program.tracing import inner_program, is_inexact
 
 #: Equations whose derivative is zero.
@@ -57,10 +57,12 @@ def body_of(equation: Equation, given: Set[int]) -> Program:
       equation: a ``scan``.
       given: the values, in the program around it, that depend on a differentiated argument.
     """
-    return _body_at(
-        equation,
-        {p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given},
-    )
+    return _body_at(equation, set(_among(equation.inputs, given)))
+
+
+def _among(atoms: Sequence[Atom], given: Set[int]) -> list[int]:
+    """The positions of the atoms that are some of these values."""
+    return [place for place, atom in enumerate(atoms) if isinstance(atom, int) and atom in given]
 
 
 def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
@@ -70,11 +72,7 @@ def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
       equation: a ``cond``.
       given: the values, in the program around it, that depend on a differentiated argument.
     """
-    positions = [
-        place
-        for place, atom in enumerate(equation.inputs[1:])
-        if isinstance(atom, int) and atom in given
-    ]
+    positions = _among(equation.inputs[1:], given)
     return tuple(
         body_per_device(inner_program(branch, positions, "a branch of a cond"), equation)
         for branch in internals.branches_of(equation.jax_equation)
@@ -99,11 +97,7 @@ def mapped_of(equation: Equation, given: Set[int]) -> Program:
       equation: a ``shard_map``.
       given: the values, in the program around it, that depend on a differentiated argument.
     """
-    positions = [
-        place
-        for place, atom in enumerate(equation.inputs)
-        if isinstance(atom, int) and atom in given
-    ]
+    positions = _among(equation.inputs, given)
     said = _jax_meshes.map_of(equation.jax_equation)
     body = inner_program(said.body, positions, "the body of a shard_map")
     spread = (body.arguments[place] for place in positions if said.spread[place])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from remat_opt import _jax_internals as internals
 from remat_opt import _jax_meshes
 from remat_opt.errors import PlanFileError
@@ -37,13 +35,6 @@ def run_map(equation: Equation, inputs: Sequence[Any], body: Callable[..., list[
       Its outputs.
     """
     said = _jax_meshes.map_of(equation.jax_equation)
-    run: Callable[..., tuple[Any, ...]] = jax.shard_map(
-        lambda *given: tuple(body(*given)),
-        mesh=said.mesh,
-        in_specs=said.in_specs,
-        out_specs=said.out_specs,
-        axis_names=said.axes,
-        check_vma=said.check_vma,
-    )
+    run = said.around(lambda *given: tuple(body(*given)), said.in_specs, said.out_specs)
     with internals.context_of(equation.jax_equation, equation.name_stack):
         return list(run(*arrays_of(equation, inputs)))
