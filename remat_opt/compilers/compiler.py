@@ -13,11 +13,12 @@ from remat_opt.device import Device, Platform
 from remat_opt.errors import RematError
 from remat_opt.operation import ArrayType
 
-#: A TPU's tile: sublanes x lanes of words (every TPU since v2; seen as T(8,128) in compiled
-#: programs).
+#: A TPU's tile: sublanes x lanes, seen in programs compiled for v5e, v5p and v6e as T(8,128) for
+#: elements of 32 bits, T(8,128)(2,1) for those of 16 and T(32,128)(4,1) for those of 8.
 _TILE_SUBLANES: Final = 8
 _TILE_LANES: Final = 128
-_TILE_WORD_BYTES: Final = 4
+_BYTE_SUBLANES: Final = 32
+_WORD_BYTES: Final = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,10 @@ class Compiler:
     ) -> int:
         """Bytes that one array takes in device memory, padding included.
 
-        A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 words of 32 bits,
-        narrower types packed along the first; what does not fill its tiles is padded. Tiles of 1,
-        2 and 4 x 128 hold what has no more rows. The compiler chooses which dimensions are
-        innermost, among those longer than 1: we assume the two that pad least.
+        A TPU stores the two innermost dimensions of an array in tiles of 8 x 128 elements, or 32 x
+        128 if they are of 8 bits; what does not fill its tiles is padded. Tiles of 1, 2 and 4 x 128
+        hold what has no more rows, but no fewer than make up 32 bits. The compiler chooses which
+        dimensions are innermost, among those longer than 1: we assume the two that pad least.
 
         Args:
           kind: the array's type.
@@ -100,7 +101,7 @@ class Compiler:
         shape = [size for size in kind.shape if size > 1]
         if len(shape) < 2 or not kind.size:
             return kind.bytes
-        packing = max(1, _TILE_WORD_BYTES * kind.size // kind.bytes)
+        packing = max(1, _WORD_BYTES * kind.size // kind.bytes)
         axes = innermost or [axis for axis, size in enumerate(kind.shape) if size > 1]
         choices = [
             (kind.shape[row], kind.shape[lane])
@@ -115,8 +116,9 @@ class Compiler:
 
 
 def _tile_rows(size: int, packing: int) -> int:
-    """The rows of the tiles for so many rows, of which so many are packed into a word."""
-    return min(_TILE_SUBLANES * packing, max(packing, 1 << (size - 1).bit_length()))
+    """The rows of the tiles for so many rows, of which so many make up a word."""
+    most = _BYTE_SUBLANES if packing == _WORD_BYTES else _TILE_SUBLANES
+    return min(most, max(packing, 1 << (size - 1).bit_length()))
 
 
 def _padded(size: int, tile: int) -> int:

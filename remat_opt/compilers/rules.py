@@ -95,7 +95,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "joins",
             "If a product reads a concatenation, its pieces are stored.",
         ),
-        "tiles": _rule(_TPU, "stored", "compiler", "Arrays are padded to tiles of 8 x 128 words."),
+        "tiles": _rule(
+            _TPU, "stored", "compiler", "Arrays are padded to tiles of 8 x 128 elements."
+        ),
         "matrix_axes": _rule(
             _TPU, "stored", "matrix_axes", "The axes of batched matrices are stored innermost."
         ),

@@ -102,6 +102,11 @@ def test_arrays_are_padded_to_tiles_where_that_is_a_rule() -> None:
     kind = ArrayType(shape=(9, 100), dtype="float32")
     assert compiler_of("v5e").buffer_bytes(kind) == 16 * 128 * 4
     assert compiler_of("v5e", ["tiles"]).buffer_bytes(kind) == kind.bytes == 9 * 100 * 4
+    # Elements of 16 bits are in tiles of as many rows, those of 8 in larger ones.
+    for size, dtype, rows in ((21, "bfloat16", 24), (3, "bfloat16", 4), (21, "int8", 32)):
+        kind = ArrayType(shape=(size, 96), dtype=dtype)
+        found = compiler_of("v5e").buffer_bytes(kind, lanes=[1])
+        assert found == rows * 128 * kind.bytes // kind.size
     # Arrays with one dimension, or no entries, are not.
     for shape in ((9,), (), (0, 3)):
         assert compiler_of("v5e").buffer_bytes(ArrayType(shape=shape, dtype="float32")) == (
