@@ -118,6 +118,17 @@ def model(
       gradients: what happens to the gradients.
       depth: how many levels of nested bodies are looked into.
     """
+    found = _with_insides(program, linearization, compiler, gradients, depth)
+    return found.with_vector_memory()
+
+
+def _with_insides(
+    program: Program,
+    linearization: Linearization,
+    compiler: Compiler,
+    gradients: Gradients,
+    depth: int,
+) -> Model:
     expected = models.model(program, linearization, compiler, gradients)
     if depth == _DEPTH:
         advice = (_Advice(text=text) for text in _advice(program, linearization))

@@ -91,7 +91,8 @@ def plain_bytes(fn: Callable[..., Any], args: Any, device: str) -> int:
     [
         ("cpu", 4096, 64, 10, 0.29, 0.99, 1.02),
         # Almost all of the least plan is in a TPU's vector memory, which is not known to the MiB.
-        pytest.param("v5e", 65536, 128, 16, 0.25, 0.99, 1.1, marks=TPU),
+        # Its heap is predicted exactly, 160 MiB, but signals of copies as 4 MiB, and they are 1.
+        pytest.param("v5e", 65536, 128, 16, 0.25, 0.98, 1.1, marks=TPU),
     ],
 )
 def test_residual_net(

@@ -9,19 +9,13 @@ the arrays of compiled programs, this yields their heaps, to 0.1 MiB, once the s
 added (``copies``): 9,800 MiB with 9,065 alive for an unchanged GPT, 2,776 with 2,730 for one of its
 plans, 3,956 with 3,854 for a plan of ViT-B/16.
 
-Small arrays that are soon read never get there: they stay in vector memory, 128 MiB on a v5e. In
-compiled programs, arrays of up to 48 MiB did if they were short-lived; none of 64 did. In the
-backward pass, when a checkpoint's part has run again and its gradients are about to be taken, that
-memory is full: of the last twelve values of a part of ResNet-152, 24.5 MiB each, seven were on the
-heap. So what is written from there on stays as far as there is room, starting with those during
-whose life the fewest bytes are written. Of what the forward pass writes last, less stays than would
-fit.
-
-Arrays of up to 16 MiB that do not stay are also written there, and copied to the heap by the time
-the next step runs, when everything last read by the step that made them is gone. (In a GPT this is
-the scores, of 512 MiB, and what attention makes of them takes their place. Placed above them, it
-made 9 of 14 plans 2 to 24 % larger than compiled. In others it is above them anyway: only compiling
-can tell.)
+Arrays of up to 48 MiB never get there if they are read soon and vector memory, 128 MiB on a v5e,
+has room for them until then. XLA compares how long an array waits with how long it takes to copy it
+to the heap and back; here an array stays if at most 12 times its bytes are written while it lives,
+and those come first during whose life the fewest are. Up to 96 MiB stay at a time: the rest holds
+what kernels read ahead. Even a small array that waits for longer is moved to the heap. It may lie
+above a large one there, and keep the next large one from its place: of an attention layer's plan
+with 273 MiB alive, row sums of 128 KiB above the scores make 386.
 
 Why not a ready-made tool: we want the compiler's answer, not the best one.
 
@@ -47,14 +41,11 @@ import numpy as np
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.spans import Spans
 
-#: Arrays of at most this many bytes, and at most this share of what is alive at once, can stay in
-#: vector memory, and do if they live for at most this many steps. In an iteration of a loop, most
-#: of what is alive is stacks beside it, and the share does not count.
-_VECTOR_BYTES, _VECTOR_SHARE, _VECTOR_STEPS = 48 * 2**20, 1 / 8, 4
-#: Those of at most this many bytes that do not stay are copied from there.
-_COPIED_BYTES = 16 * 2**20
+#: Arrays of at most this many bytes can stay in vector memory, if at most this multiple of their
+#: bytes is written while they live.
+_VECTOR_BYTES, _SOON = 48 * 2**20, 12
 #: Arrays smaller than this share of what is alive at once are not placed individually.
-_SMALL_SHARE = 1 / 256
+_SMALL_SHARE = 1 / 8192
 #: Likewise, if all are placed at once.
 _SMALL_SHARE_AT_ONCE = 1 / 64
 #: How many arrays, the largest, may lie in the buffers of results.
@@ -68,20 +59,20 @@ def vector_memory_bytes(compiler: Compiler) -> int:
 
     For every TPU, this is what its compiler was seen to use on v5e.
     """
-    return 112 * 2**20 if compiler.has("vector_memory") else 0
+    return 96 * 2**20 if compiler.has("vector_memory") else 0
 
 
-def laid_out_bytes(arrays: Spans, compiler: Compiler, *, among_others: bool = False) -> int:
+def laid_out_bytes(arrays: Spans, compiler: Compiler, *, vector_bytes: int = 0) -> int:
     """The size of the heap on which a compiler lays the arrays out.
 
     Args:
       arrays: their lives.
       compiler: which one it is.
-      among_others: whether much else is alive beside them, as in an iteration of a loop.
+      vector_bytes: see ``heap_bytes``.
     """
     arrays = _without_negative(arrays)
     if compiler.has("heap_in_order"):
-        return heap_bytes(arrays, vector_memory_bytes(compiler), among_others=among_others)
+        return heap_bytes(arrays, vector_bytes)
     if compiler.has("heap_by_size"):
         return decreasing_size_heap_bytes(arrays)
     return arrays.peak_bytes
@@ -134,22 +125,19 @@ def _without_negative(arrays: Spans) -> Spans:
     return dataclasses.replace(arrays, last=last, bytes=sizes)
 
 
-def heap_bytes(arrays: Spans, vector_bytes: int, *, among_others: bool = False) -> int:
+def heap_bytes(arrays: Spans, vector_bytes: int = 0) -> int:
     """The size of the heap that holds those of the arrays that do not stay in vector memory.
 
     Args:
       arrays: their lives.
-      vector_bytes: how much vector memory there is for arrays of the backward pass.
-      among_others: see ``laid_out_bytes``.
+      vector_bytes: how much of it may hold arrays at a time.
     """
-    on_heap = np.full(len(arrays.bytes), True)
     if vector_bytes:
-        on_heap = ~_staying(arrays, vector_bytes, among_others)
-    least = _chosen(arrays, on_heap).peak_bytes
-    arrays = _chosen(_copied_there(arrays), on_heap)
+        arrays = _chosen(arrays, ~_staying(arrays, vector_bytes))
+    least = arrays.peak_bytes
     small = arrays.bytes < least * _SMALL_SHARE
     placed = _chosen(arrays, ~small)
-    placed = _chosen(placed, np.lexsort((-placed.bytes, placed.first)))
+    placed = _chosen(placed, np.lexsort((-placed.bytes, placed.last, placed.first)))
     beside = _chosen(arrays, small).live_bytes(int(arrays.last.max(initial=-1)) + 1)
     return max(least, _filled_bytes(placed, beside))
 
@@ -192,30 +180,24 @@ def _filled_bytes(placed: Spans, beside: np.ndarray) -> int:
     return int((filled + beside).max(initial=0))
 
 
-def _staying(arrays: Spans, vector_bytes: int, among_others: bool) -> np.ndarray:
-    """Which arrays stay in vector memory."""
-    least = arrays.peak_bytes
-    largest = _VECTOR_BYTES if among_others else min(_VECTOR_BYTES, least * _VECTOR_SHARE)
-    fits = arrays.bytes <= largest
-    stays: np.ndarray = fits & (arrays.last - arrays.first <= _VECTOR_STEPS)
-    matters = arrays.bytes >= least * _SMALL_SHARE
-    late = np.flatnonzero(fits & matters & (arrays.first >= arrays.backward))
+def _staying(arrays: Spans, vector_bytes: int) -> np.ndarray:
+    """Which arrays stay in vector memory, of those that are no small share of what is alive."""
     steps = int(arrays.last.max(initial=-1)) + 1
     written = np.cumsum(np.bincount(arrays.first, arrays.bytes, steps))
-    between = written[arrays.last[late]] - written[arrays.first[late]]
+    between = written[arrays.last] - written[arrays.first]
+    fitting = np.flatnonzero(
+        (arrays.bytes >= arrays.peak_bytes * _SMALL_SHARE)
+        & (arrays.bytes <= _VECTOR_BYTES)
+        & (between <= arrays.bytes * _SOON)
+    )
     free = np.full(steps, vector_bytes)
-    for number in late[np.argsort(between, kind="stable")]:
+    stays = np.full(len(arrays.bytes), False)
+    for number in fitting[np.argsort(between[fitting], kind="stable")]:
         life = slice(arrays.first[number], arrays.last[number] + 1)
         if free[life].min() >= arrays.bytes[number]:
             free[life] -= arrays.bytes[number]
             stays[number] = True
     return stays
-
-
-def _copied_there(arrays: Spans) -> Spans:
-    """The arrays, where those that come from vector memory start a step later."""
-    copied = (arrays.bytes <= _COPIED_BYTES) & (arrays.last > arrays.first)
-    return dataclasses.replace(arrays, first=arrays.first + copied)
 
 
 def _chosen(arrays: Spans, which: np.ndarray) -> Spans:

@@ -16,7 +16,7 @@ import numpy as np
 from remat_opt.compilers import convolutions, scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
-from remat_opt.compilers.heap import laid_out_bytes, outside_results
+from remat_opt.compilers.heap import laid_out_bytes, outside_results, vector_memory_bytes
 from remat_opt.compilers.storage import Storage, dataflow
 from remat_opt.compilers.vertices import vertices
 from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
@@ -49,8 +49,8 @@ class Model:
       running: by vertex, what it takes just while it runs, in the forward pass and again, in bytes.
         Solvers do not know of it.
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
+      vector_bytes: how many bytes of arrays may be in vector memory at a time.
       gradients: what happens to those of parameters.
-      is_iteration: whether it is the body of an opened loop, with stacks beside it.
     """
 
     compiler: Compiler
@@ -69,7 +69,7 @@ class Model:
     converted: tuple[tuple[int, int, int], ...] = ()
     running: Mapping[int, int] = dataclasses.field(default_factory=dict)
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    is_iteration: bool = False
+    vector_bytes: int = 0
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph as it is under a schedule."""
@@ -81,7 +81,19 @@ class Model:
     def in_loop(self) -> Model:
         """The same for the body of an opened loop."""
         effects = tuple(effect.in_loop() for effect in self.effects)
-        return dataclasses.replace(self, effects=effects, is_iteration=True)
+        vector_bytes = vector_memory_bytes(self.compiler)
+        return dataclasses.replace(self, effects=effects, vector_bytes=vector_bytes)
+
+    def with_vector_memory(self) -> Model:
+        """The same where arrays may be in vector memory, unless the unchanged function fits there.
+
+        If it does, no plan takes anything, and the heap without it tells which would take less.
+        """
+        room = vector_memory_bytes(self.compiler)
+        if not room or self.unchanged_peak_bytes() <= room:
+            return self
+        as_it_is = self.as_it_is and dataclasses.replace(self.as_it_is, vector_bytes=room)
+        return dataclasses.replace(self, vector_bytes=room, as_it_is=as_it_is)
 
     def held_bytes(self, schedule: Schedule) -> int:
         """Bytes that are held throughout, besides what is alive."""
@@ -117,7 +129,7 @@ class Model:
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:
         """Those of arrays with these lives under a schedule."""
-        heap_bytes = laid_out_bytes(lives, self.compiler, among_others=self.is_iteration)
+        heap_bytes = laid_out_bytes(lives, self.compiler, vector_bytes=self.vector_bytes)
         return heap_bytes + self.held_bytes(schedule)
 
     def under(self, schedule: Schedule) -> tuple[Model, Schedule]:

@@ -35,7 +35,13 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
 
 
 def heap_bytes(lives: Spans) -> int:
-    return heap.heap_bytes(lives, vector_bytes=112 * MIB)
+    """Without vector memory."""
+    return heap.heap_bytes(lives)
+
+
+def in_vector_memory(*lives: tuple[int, int, int]) -> int:
+    """MiB on the heap if 96 have room in vector memory, of arrays with so many."""
+    return heap.heap_bytes(arrays(*lives, unit=MIB), vector_bytes=96 * MIB) // MIB
 
 
 def test_arrays_that_never_meet_share_their_place() -> None:
@@ -54,26 +60,22 @@ def test_an_array_takes_the_tightest_hole() -> None:
 
 
 def test_an_array_that_outlives_its_neighbours_leaves_a_hole() -> None:
-    # They are placed as they come: the 3 above the 4, where it stays, and then no 5 fits. (Less
-    # than 17 MiB would be copied from vector memory.)
-    found = arrays((0, 1, 4), (1, 5, 3), (2, 5, 5), unit=17 * MIB)
-    assert found.peak_bytes == 8 * 17 * MIB
-    assert heap_bytes(found) == 12 * 17 * MIB
+    # They are placed as they come: the 3 above the 4, where it stays, and then no 5 fits.
+    found = arrays((0, 1, 4), (1, 5, 3), (2, 5, 5))
+    assert found.peak_bytes == 8
+    assert heap_bytes(found) == 12
 
 
-def test_what_is_copied_from_vector_memory_takes_the_place_of_what_was_read_to_make_it() -> None:
-    # The 16 is made from the 512, which nothing reads any more: it is copied to its place.
-    lives = (0, 9, 32), (1, 3, 512), (3, 9, 16), (4, 9, 520)
-    assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 16 + 520) * MIB
-    # A 17 comes straight from the step that makes it, above the 512, and nothing fits below.
-    lives = (0, 9, 32), (1, 3, 512), (3, 9, 17), (4, 9, 520)
-    assert heap_bytes(arrays(*lives, unit=MIB)) == (32 + 512 + 17 + 520) * MIB
+def test_a_small_array_keeps_two_holes_apart() -> None:
+    # The 1 is written above the first 512, and is there when the second comes.
+    found = arrays((0, 1, 512), (1, 9, 1), (2, 3, 40), (3, 9, 40), (4, 5, 512))
+    assert found.peak_bytes == 553
+    assert heap_bytes(found) == 513 + 512
 
 
-def test_of_arrays_that_come_together_the_largest_is_placed_first() -> None:
-    # Otherwise the 5 would be above the 2, and the 6 above it.
-    found = arrays((0, 9, 2), (0, 1, 5), (2, 9, 6), unit=17 * MIB)
-    assert heap_bytes(found) == (5 + 2 + 6) * 17 * MIB
+def test_of_arrays_that_come_together_the_one_that_goes_first_is_placed_first() -> None:
+    # So the 2 is above the 5, and the 6 above both.
+    assert heap_bytes(arrays((0, 9, 2), (0, 1, 5), (2, 9, 6))) == 5 + 2 + 6
 
 
 def test_many_small_arrays_count_by_what_is_alive() -> None:
@@ -85,24 +87,23 @@ def test_many_small_arrays_count_by_what_is_alive() -> None:
 
 
 def test_what_is_small_and_soon_read_stays_in_vector_memory() -> None:
-    large = 0, 60, 2000 * MIB
-    for last, mebibytes, counts in ((5, 48, False), (6, 48, True), (5, 49, True)):
-        found = heap_bytes(arrays(large, (1, last, mebibytes * MIB)))
-        assert found == (2000 + mebibytes * counts) * MIB
-    # But not if that would be much of the program.
-    assert heap_bytes(arrays((0, 60, 300 * MIB), (1, 5, 48 * MIB))) == 348 * MIB
+    large = 0, 60, 2000
+    assert in_vector_memory(large, (1, 40, 48)) == 2000
+    assert in_vector_memory(large, (1, 40, 49)) == 2049
+    # Soon: before twelve times as much is written.
+    between = (2, 2, 46), (3, 3, 50)
+    assert in_vector_memory(large, (1, 9, 8), *between) == 2050
+    assert in_vector_memory(large, (1, 9, 8), *between, (4, 4, 1)) == 2050 + 8
+    # What needs nothing else takes nothing.
+    assert in_vector_memory((0, 5, 32), (1, 4, 32), (2, 3, 32)) == 0
 
 
-def test_the_backward_pass_fills_vector_memory_with_what_it_reads_soonest() -> None:
-    # Five run again, one after the other, and are read in reverse order. Two find room.
-    again = [(10 + number, 40 - number, 48) for number in range(5)]
-    kept = 0, 50, 1000
-    assert heap_bytes(arrays(kept, *again, unit=MIB, backward=10)) == (1000 + 3 * 48) * MIB
-    # One of the forward pass does not stay: the first of them.
-    assert heap_bytes(arrays(kept, *again, unit=MIB, backward=11)) == (1000 + 3 * 48) * MIB
-    assert heap_bytes(arrays(kept, *again, unit=MIB, backward=14)) == (1000 + 4 * 48) * MIB
-    # Nor does one that is too large.
-    assert heap_bytes(arrays(kept, (10, 30, 49), unit=MIB, backward=10)) == 1049 * MIB
+def test_vector_memory_holds_what_is_read_soonest() -> None:
+    # Five are written one after the other, and read in reverse order. Three find room.
+    waiting = [(10 + number, 40 - number, 32) for number in range(5)]
+    assert in_vector_memory((0, 50, 1000), *waiting) == 1000 + 2 * 32
+    # Two more find room when those are gone.
+    assert in_vector_memory((0, 50, 1000), *waiting, (41, 50, 32), (42, 49, 32)) == 1064
 
 
 @hypothesis.given(
@@ -159,10 +160,3 @@ def test_arrays_lie_in_the_smallest_result_that_is_written_after_them() -> None:
     assert heap.outside_results(arrays((0, 3, 4)), [(3, 4)]).bytes.tolist() == [4]
     assert heap.outside_results(arrays((0, 3, 4)), [(4, 3)]).bytes.tolist() == [4]
     assert heap.outside_results(arrays((0, 3, 4)), []).bytes.tolist() == [4]
-
-
-def test_in_an_iteration_large_arrays_stay_in_vector_memory_too() -> None:
-    # The 32 is short-lived, but more than an eighth of what is alive here.
-    found = arrays((0, 9, 64), (1, 3, 32), unit=MIB)
-    assert heap_bytes(found) == 96 * MIB
-    assert heap.heap_bytes(found, vector_bytes=112 * MIB, among_others=True) == 64 * MIB

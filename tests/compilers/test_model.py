@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from remat_opt.compilers.heap import laid_out_bytes
+from remat_opt.compilers.heap import laid_out_bytes, vector_memory_bytes
 from remat_opt.compilers.model import computes_nothing, model
 from remat_opt.compilers.rules import RULES
 from remat_opt.gradients import Gradients
@@ -68,6 +69,28 @@ def test_a_peak_is_the_heap_and_what_is_held_beside(device: str) -> None:
     assert found.unchanged_peak_bytes() == found.peak_bytes(plain(found.graph))
     assert (found.held_bytes(plain(found.graph)) > 0) == (device == "v5e")
     assert len(found.graph) == len(found.roots) == len(found.labels)
+
+
+def test_small_arrays_are_beside_the_heap_unless_everything_fits_there() -> None:
+    def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    def found(rows: int, device: str, off: list[str]) -> tuple[int, int]:
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+        program = tracing.trace(layers, [shape((256, 256))] * 6, shape((rows, 256)))
+        with_it = model_of(program, device, off).with_vector_memory()
+        return with_it.vector_bytes, with_it.unchanged_peak_bytes()
+
+    room = vector_memory_bytes(compiler_of("v5e"))
+    assert found(16 * 1024, "v5e", [])[0] == room
+    # Six values of 8 MiB.
+    assert found(8 * 1024, "v5e", [])[0] == 0
+    for device, off in (("v5e", ["vector_memory"]), ("h200", [])):
+        assert found(16 * 1024, device, off)[0] == 0
+    without, with_it = (found(16 * 1024, "v5e", off)[1] for off in (["vector_memory"], []))
+    assert without - room <= with_it < without
 
 
 def test_with_no_rule_a_peak_is_what_is_alive() -> None:

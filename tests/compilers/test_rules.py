@@ -380,6 +380,7 @@ apart = functools.partial(pooling, strides=(1, 2, 2, 1))
 narrow = functools.partial(jax.tree.map, lambda one: one.astype(jnp.bfloat16))
 wide = jax.ShapeDtypeStruct((2048, 2048), "float32")
 rows = jax.ShapeDtypeStruct((512, 64), "float32")
+tall = jax.ShapeDtypeStruct((2**17, 64), "float32")
 huge = jax.ShapeDtypeStruct((8192, 8192), "float32")
 stack = jax.ShapeDtypeStruct((6, 256, 256), "float32")
 many_rows = jax.ShapeDtypeStruct((2**15, 256), "float32")
@@ -471,7 +472,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "entries_in_place": ("v5e", stacked_gates, (stack, many_rows)),
     "scores_copied": ("v5e", handed_on, narrow((SQUARE, ones(2, 256, 128)))),
     "copies": ("v5e", recurrent, (wide, wide)),
-    "heap_in_order": ("v5e", recurrent, (wide, wide)),
+    "heap_in_order": ("v5e", narrow_and_wide, (changing, tall)),
     "vector_memory": ("v5e", recurrent, (wide, wide)),
     "heap_by_size": ("h200 cpu", narrow_and_wide, (changing, rows)),
     "conversions_first": ("h200", similarities_first, ([SQUARE] * 4, narrow(ROWS))),
