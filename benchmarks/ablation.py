@@ -33,9 +33,9 @@ import jax
 from benchmarks import networks
 from benchmarks.compiled import STEPS
 from benchmarks.json_lines import JsonLines
-from remat_opt import planning, verification
+from remat_opt import inner, planning, verification
 from remat_opt.compilers.compiler import Compiler, Rules
-from remat_opt.compilers.model import Model, model
+from remat_opt.compilers.model import Model
 from remat_opt.compilers.rewrites import rewrites
 from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
@@ -139,7 +139,8 @@ class Subject:
         """The model with all rules but one."""
         program, linearization, _ = traced(self.name)
         without = frozenset({off} - {""})
-        return model(program, linearization, Compiler(device=self._device, off=without), self._fate)
+        compiler = Compiler(device=self._device, off=without)
+        return inner.model(program, linearization, compiler, self._fate)
 
     def errors(self, off: str = "") -> list[float]:
         """By what share of the compiled size predictions are off, for each recorded plan."""
