@@ -17,7 +17,6 @@ from remat_opt.operation import ArrayType
 #: elements of 32 bits, T(8,128)(2,1) for those of 16 and T(32,128)(4,1) for those of 8.
 _TILE_SUBLANES: Final = 8
 _TILE_LANES: Final = 128
-_BYTE_SUBLANES: Final = 32
 _WORD_BYTES: Final = 4
 
 
@@ -117,7 +116,7 @@ class Compiler:
 
 def _tile_rows(size: int, packing: int) -> int:
     """The rows of the tiles for so many rows, of which so many make up a word."""
-    most = _BYTE_SUBLANES if packing == _WORD_BYTES else _TILE_SUBLANES
+    most = _TILE_SUBLANES * (packing if packing >= _WORD_BYTES else 1)
     return min(most, max(packing, 1 << (size - 1).bit_length()))
 
 

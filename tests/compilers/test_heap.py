@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from remat_opt.compilers import heap
+from remat_opt.compilers.heap import heap_bytes
 from remat_opt.graph import Graph
 from remat_opt.schedule import Schedule
 from remat_opt.spans import Spans, spans
@@ -17,7 +18,7 @@ from tests.graphs import scheduled_graphs
 MIB = 2**20
 
 
-def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) -> Spans:
+def arrays(*lives: tuple[int, int, int], unit: int = 1) -> Spans:
     """Spans from (first step, last step, bytes in units)."""
     first, last, sizes = np.array(lives, dtype=np.int64).T
     none = np.zeros(0, dtype=np.int64)
@@ -25,7 +26,7 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
         first=first,
         last=last,
         bytes=sizes * unit,
-        backward=backward,
+        backward=1000,
         forward=none,
         turn=none,
         again=none,
@@ -34,14 +35,9 @@ def arrays(*lives: tuple[int, int, int], unit: int = 1, backward: int = 1000) ->
     )
 
 
-def heap_bytes(lives: Spans) -> int:
-    """Without vector memory."""
-    return heap.heap_bytes(lives)
-
-
 def in_vector_memory(*lives: tuple[int, int, int]) -> int:
     """MiB on the heap if 96 have room in vector memory, of arrays with so many."""
-    return heap.heap_bytes(arrays(*lives, unit=MIB), vector_bytes=96 * MIB) // MIB
+    return heap_bytes(arrays(*lives, unit=MIB), vector_bytes=96 * MIB) // MIB
 
 
 def test_arrays_that_never_meet_share_their_place() -> None:
