@@ -10,7 +10,8 @@ XLA for NVIDIA begins all sums over places with the same zeros, if they are alik
 backward, and copies them each time. If rows of a result are looked up several times, one sum is
 written while another waits to be added to it; rows of a parameter are all added to its gradient, in
 place. (Three graph layers of 32,768 nodes of 256 on h200, each with three lookups: 228 MiB, of
-which 64 are such arrays.)
+which 64 are such arrays.) Where single entries are looked up, each sum has zeros of its own, which
+it writes over.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 
 from remat_opt.compilers.cpu_sums import widened
+from remat_opt.compilers.entry_gathers import is_entry_gather
 from remat_opt.compilers.storage import Storage
 from remat_opt.operation import ArrayType
 
@@ -100,6 +102,7 @@ def beside(storage: Storage) -> Iterator[tuple[int, int]]:
         if value in flow.maker
         for index in indices
         if flow.program.equations[index].operation.primitive == "gather"
+        and not is_entry_gather(flow.program.equations[index])
     }
     if not operands:
         return

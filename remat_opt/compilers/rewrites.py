@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from remat_opt.compilers import (
     draws,
+    entry_gathers,
     joins,
     logits,
     pooling,
@@ -48,6 +49,7 @@ class Rewrites:
       waiting: equations whose derivative must not start before their cotangent is there.
       picking: gathers whose gradient is to be elementwise.
       summing: gathers of one element of each row that are to be sums over rows.
+      flat: gathers that are to read their operand as a flat array.
       joined: for products, the concatenation that each reads, if its pieces are to have cotangents
         of their own.
       whole: equations whose results are to be stored as arrays.
@@ -76,6 +78,7 @@ class Rewrites:
     waiting: frozenset[int]
     picking: frozenset[int]
     summing: frozenset[int]
+    flat: frozenset[int]
     joined: Mapping[int, joins.Join]
     whole: frozenset[int]
     partner: Mapping[int, int]
@@ -128,6 +131,7 @@ def rewrites(
         waiting=frozenset(pooling.searches(program) if rules.has("searches_wait") else ()),
         picking=row_gathers.picking(program, rules),
         summing=row_gathers.summing(program, rules),
+        flat=entry_gathers.flattening(program, rules),
         joined=joins.joins(program) if rules.has("pieces_apart") else {},
         whole=frozenset({*sums, *maxima}),
         partner={min(pair): max(pair) for pair in sums.values()}

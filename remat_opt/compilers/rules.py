@@ -122,6 +122,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "picked_stored": _rule(
             _TPU, "stored", "row_gathers", "Unchanged, what is picked from rows is stored."
         ),
+        "indices_listed": _rule(
+            _NVIDIA,
+            "stored",
+            "entry_gathers",
+            "Unchanged, indices along one axis are stored with those along all others.",
+        ),
         "operands_again": _rule(
             _NVIDIA,
             "stored",
@@ -377,6 +383,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "rows_picked": _rule(
             _NVIDIA, "rewrite", "row_gathers", "The gradient of picking from rows is elementwise."
+        ),
+        "entries_flat": _rule(
+            _NVIDIA,
+            "rewrite",
+            "entry_gathers",
+            "What entries are taken from along one axis is read as a flat array.",
         ),
         "picks_summed": _rule(
             _TPU, "rewrite", "row_gathers", "Picking from a row is a sum over it."

@@ -26,6 +26,7 @@ from remat_opt.compilers import (
     batched_products,
     cpu_sums,
     draws,
+    entry_gathers,
     flat_products,
     joins,
     operands,
@@ -149,14 +150,20 @@ class Storage:
         axes = compiler.has("matrix_axes")
         self._matrices: dict[int, Matrices] = matrix_axes(program) if axes else {}
         self._lanes = lanes(program) if compiler.has("lanes") else {}
-        self._twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
+        twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
-            self._twice |= draws.words(flow)
+            twice |= draws.words(flow)
         flat = flat_products.with_operands(flow, compiler)
-        self._twice |= {value for value, always in flat.items() if always or not unchanged}
-        picked = row_gathers.stored(flow, compiler.rules)
-        self._picked = picked if unchanged else set()
-        self.rewritten = bool(self.stores_maxima or stored_sums or picked or not all(flat.values()))
+        twice |= {value for value, always in flat.items() if always or not unchanged}
+        self._times = dict.fromkeys(twice, 2)
+        gathered = dict.fromkeys(row_gathers.stored(flow, compiler.rules), 1)
+        gathered |= entry_gathers.listed(flow, compiler.rules)
+        self._gathered = set(gathered) if unchanged else set()
+        if unchanged:
+            self._times |= gathered
+        self.rewritten = bool(
+            self.stores_maxima or stored_sums or gathered or not all(flat.values())
+        )
         self.pieces = joins.stored(flow, compiler)
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
@@ -180,11 +187,11 @@ class Storage:
         kind = self.flow.program.types[value]
         if value in self._rounded:
             kind = operands.as_operand(kind)
-        return self._laid_out_bytes(value, kind) * (2 if value in self._twice else 1)
+        return self._laid_out_bytes(value, kind) * self._times.get(value, 1)
 
     def named_bytes(self, value: int) -> int:
         """Bytes of a value if a checkpoint keeps it by name."""
-        if value in self._twice or any(map(self.compiler.has, ("widened", "divisors"))):
+        if value in self._times or any(map(self.compiler.has, ("widened", "divisors"))):
             return self.compiler.buffer_bytes(self.flow.program.types[value])
         return self.bytes_of(value)
 
@@ -305,7 +312,7 @@ class Storage:
         forced |= sums.stored(self.flow, self.compiler)
         forced |= draws.stored(self.flow, self.compiler)
         forced |= self.pieces
-        forced |= self._picked
+        forced |= self._gathered
         for index in self.product_sums:
             forced.update(self.flow.program.equations[index].outputs)
         forced.update(self.weights_of)

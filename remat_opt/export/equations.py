@@ -279,6 +279,8 @@ class Equations:
             shape = text(equation.operation.outputs[0].shape)
             given = (*inputs, shape, *(str(has_mode(equation, mode)) for mode in modes))
             lines = assigned(results, Call(self.helper(support.summed), given), one=True)
+        elif ways is not None and index in ways.flat:
+            lines = assigned(results, self._of_flat(equation, inputs), one=True)
         elif waiting:
             operands = self._lambda(equation, tuple(f"x{n}" for n in range(len(inputs))))
             lines = assigned(results, Call(f"jax.checkpoint({operands})", tuple(inputs)), one=True)
@@ -303,6 +305,22 @@ class Equations:
             for value, result in zip(equation.outputs, results, strict=True):
                 lines += assigned([result], self.named(scope, value, result), one=True)
         return lines
+
+    def _of_flat(self, equation: Equation, inputs: Sequence[str]) -> Call:
+        """A gather that reads its operand as a flat array."""
+        params = equation.jax_equation.params
+        numbers = params["dimension_numbers"]
+        positions = zip(
+            numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+        )
+        options = ("unique_indices", "mode", "fill_value")
+        given = (
+            text(equation.operation.outputs[0].shape),
+            text(numbers.start_index_map[0]),
+            text(tuple(positions)),
+            *(f"{name}={text(params[name])}" for name in options),
+        )
+        return Call(self.helper(support.of_flat), (*inputs, *given))
 
     def named(self, scope: Scope, value: int, written: str) -> Call:
         """The line that names a value, to keep it."""

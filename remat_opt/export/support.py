@@ -168,6 +168,41 @@ def chosen(operand: Any, indices: Any, clip: bool) -> Any:
     return lax.broadcasted_iota(place.dtype, operand.shape, axis) == place
 
 
+def of_flat(
+    operand: Any,
+    indices: Any,
+    shape: tuple[int, ...],
+    axis: int,
+    positions: Sequence[tuple[int, int]],
+    **options: Any,
+) -> Any:
+    """Single entries along an axis, looked up in the operand as a flat array.
+
+    Args:
+      operand: the array.
+      indices: where along the axis, with a last axis of one.
+      shape: the result's.
+      axis: along which.
+      positions: pairs of another axis and that of the indices which runs along it.
+      options: of ``lax.gather``, among them its mode.
+    """
+    along = indices[..., 0].astype(jnp.promote_types(indices.dtype, jnp.int32))
+    mode = lax.GatherScatterMode.from_any(options["mode"])
+    if mode == lax.GatherScatterMode.CLIP:
+        along = jnp.clip(along, 0, operand.shape[axis] - 1)
+    entries = along * int(np.prod(operand.shape[axis + 1 :]))
+    for place, of_indices in positions:
+        position = lax.broadcasted_iota(along.dtype, along.shape, of_indices)
+        entries = entries + position * int(np.prod(operand.shape[place + 1 :]))
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        entries = jnp.where((along >= 0) & (along < operand.shape[axis]), entries, -1)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,)
+    )
+    found = lax.gather(operand.reshape(-1), entries[..., None], numbers, (1,), **options)
+    return found.reshape(shape)
+
+
 def kept(name: str, equation: Callable[..., Any], derivatives: Sequence[Any], *inputs: Any) -> Any:
     """Runs an equation whose derivative also reads the output that is kept by name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -93,6 +94,8 @@ def run_one(
         results = [_run_picking(equation, *inputs)]
     elif index in rewriting.ways.summing:
         results = [_run_summing(equation, *inputs)]
+    elif index in rewriting.ways.flat:
+        results = [_run_flat(equation, *inputs)]
     elif waiting:
         # A checkpoint's derivative waits for its cotangent; nothing needs to be recomputed.
         results = jax.checkpoint(run)(*inputs)
@@ -138,6 +141,37 @@ def _run_summing(equation: Equation, operand: Any, indices: Any) -> Any:
         inside = jnp.any(_chosen(operand, indices, clip=False), axis=-1)
         picked = jnp.where(inside, picked, jnp.nan if fills else jax.lax.stop_gradient(picked))
     return picked.reshape(equation.operation.outputs[0].shape).astype(operand.dtype)
+
+
+def _run_flat(equation: Equation, operand: Any, indices: Any) -> Any:
+    """Runs a gather of entries along one axis on a flat operand (``entry_gathers``)."""
+    params = equation.jax_equation.params
+    numbers = params["dimension_numbers"]
+    (axis,) = numbers.start_index_map
+    steps = [math.prod(operand.shape[place + 1 :]) for place in range(operand.ndim)]
+    along = indices[..., 0].astype(jnp.promote_types(indices.dtype, jnp.int32))
+    if has_mode(equation, GatherScatterMode.CLIP):
+        along = jnp.clip(along, 0, operand.shape[axis] - 1)
+    entries = along * steps[axis]
+    for place, of_indices in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
+        position = jax.lax.broadcasted_iota(along.dtype, along.shape, of_indices)
+        entries = entries + position * steps[place]
+    if has_mode(equation, GatherScatterMode.FILL_OR_DROP):
+        entries = jnp.where((along >= 0) & (along < operand.shape[axis]), entries, -1)
+    found = jax.lax.gather(
+        operand.reshape(-1),
+        entries[..., None],
+        jax.lax.GatherDimensionNumbers(
+            offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,)
+        ),
+        slice_sizes=(1,),
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+        fill_value=params["fill_value"],
+    )
+    return found.reshape(equation.operation.outputs[0].shape)
 
 
 def has_mode(equation: Equation, mode: GatherScatterMode) -> bool:

@@ -371,6 +371,11 @@ def looked_up_twice(table, tokens):
     return jnp.sum(jnp.sin(table[tokens] * table[tokens + 1]))
 
 
+def reordered(a):
+    places = jnp.argsort(a, axis=-1)
+    return jnp.sum(jnp.sin(jnp.take_along_axis(jnp.sin(a @ SQUARE), places, axis=-1)) @ SQUARE)
+
+
 def converted_table(table, tokens):
     return jnp.sum(jnp.sin(jnp.sin(table.astype(jnp.bfloat16)[tokens]) @ SQUARE))
 
@@ -486,6 +491,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "searches_wait": ("h200", apart, (KERNEL, IMAGES)),
     "rows_scattered": ("h200", functools.partial(cross_entropy, dtype="float32"), narrow((W, X))),
     "rows_picked": ("h200", cross_entropy, (W, X)),
+    "indices_listed": ("h200", reordered, (ROWS,)),
+    "entries_flat": ("h200", reordered, (ROWS,)),
     "picks_summed": ("v5e", rounded_logits, (W, X)),
     "pieces_apart": ("v5e", joined_skips, ([SQUARE] + [ones(256, 128)] * 2, ROWS)),
     "picked_stored": ("v5e", rounded_logits, (W, X)),

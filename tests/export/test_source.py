@@ -44,6 +44,12 @@ def rounded_logits(params, x):
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked[:, 0])
 
 
+def reordered(params, x):
+    for w in params[:2]:
+        x = x + jnp.sin(jnp.take_along_axis(jnp.sin(x @ w), jnp.argsort(x, axis=0), axis=0) @ w)
+    return jnp.mean(x**2)
+
+
 def joined_layers(params, x):
     first = x
     for into, _, out, _ in (params[:4], params[4:]):
@@ -225,6 +231,7 @@ def test_code_read_back_gives_the_same_gradient():
     [
         (gated_layers, "h200", "stored(sin"),
         (rounded_logits, "v5e", "summed("),
+        (reordered, "h200", "of_flat("),
         (joined_layers, "v5e", "in_pieces("),
     ],
 )
