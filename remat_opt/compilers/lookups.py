@@ -83,6 +83,14 @@ def zeros(storage: Storage) -> Zeros:
     return Zeros(begun=frozenset(begun), converted=frozenset(converted), beside=tuple(beside))
 
 
+def tables(storage: Storage) -> Iterator[int]:
+    """The arguments to whose gradients looked-up rows contribute, and nothing else."""
+    readers = _readers(storage)
+    for value, vertices in sorted(_lookups(storage, readers).items()):
+        if value not in storage.flow.maker and len(readers[value]) == len(vertices):
+            yield value
+
+
 def beside(storage: Storage) -> Iterator[tuple[int, int]]:
     """For vertices in whose backward step rows are added up: zeros, and a second sum.
 

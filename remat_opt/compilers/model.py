@@ -44,8 +44,9 @@ class Model:
       as_it_is: the same for the unchanged function, if rewriting changes what is stored.
       results: the gradients whose result buffers hold arrays until they are written.
       early: the bytes of arrays that gradients begin as, and that are there in the forward pass.
-      converted: weights that are converted before their turn (``scheduling.early``), and what the
-        unchanged function starts with (``scheduling.started``).
+      converted: weights that are converted before their turn (``scheduling.early``), zeros of
+        gradients (``scheduling.tables``), and what the unchanged function starts with
+        (``scheduling.started``).
       running: by vertex, what it takes just while it runs, in the forward pass and again, in bytes.
         Solvers do not know of it.
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
@@ -224,6 +225,14 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         early += [
             storage.compiler.buffer_bytes(program.types[one]) for one in sorted(found.zeros.begun)
         ]
+    converted = [*scheduling.early(storage, found.graph.bytes)]
+    if gradients is not Gradients.RESULTS:
+        until = len(found.graph) - 1
+        converted += [
+            (step, until, storage.bytes_of(one))
+            for one, step in found.tables.items()
+            if step <= until
+        ]
     stored = storage.softmaxes if storage.stores_maxima else ()
     row_statistics = (value for one in stored for value in (one.maxima, one.sums))
     return Model(
@@ -242,7 +251,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         if gradients is Gradients.RESULTS and storage.compiler.has("results_lend")
         else (),
         early=tuple(early),
-        converted=tuple(scheduling.early(storage, found.graph.bytes)),
+        converted=tuple(converted),
         running=dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)),
     )
 

@@ -296,6 +296,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "zeros_shared": _rule(
             _NVIDIA, "beside", "lookups", "Gradients of looked-up rows begin with the same zeros."
         ),
+        "tables_first": _rule(
+            _NVIDIA,
+            "beside",
+            "scheduling",
+            "The zeros for a table's gradient come before what allocates more.",
+        ),
         "zeros_first": _rule(
             _CPU, "beside", "lookups", "Zeros that looked-up rows' gradients are added to."
         ),

@@ -19,7 +19,9 @@ allocates.
     be predicted; a plan warns (``PutOff``). Told to keep to the program's order (``IN_ORDER``), XLA
     runs each update in its turn.
 *   On NVIDIA, the conversion of a weight can run from the start. So it runs before the first
-    operation that allocates more than it, and with it those of all later layers.
+    operation that allocates more than it, and with it those of all later layers. So are the zeros
+    made that looked-up rows are added to for the gradient of a table: where its words' logits come
+    from another weight, most of a step has an array as large as the table.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
+from remat_opt.compilers import lookups
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.cotangents import Cotangents
 from remat_opt.compilers.effects import Effect
@@ -262,6 +265,41 @@ def early(storage: Storage, allocated: Sequence[int]) -> Iterator[tuple[int, int
                 if allocated[before] > allocated[vertex]:
                     yield before, vertex - 1, allocated[vertex]
                     break
+
+
+def tables(
+    storage: Storage,
+    sizes: Sequence[int],
+    cotangents: Sequence[int],
+    predecessors: Sequence[Sequence[int]],
+) -> dict[int, int]:
+    """Arguments whose gradients are begun as zeros before their turn.
+
+    Args:
+      storage: what is stored.
+      sizes: for each vertex, the bytes that computing it allocates.
+      cotangents: those of its cotangent.
+      predecessors: the vertices that it reads.
+
+    Returns:
+      For each the step before which the zeros are made: one for each vertex forward, and then one
+      for each backward, the last vertex first.
+    """
+    if not storage.compiler.has("tables_first"):
+        return {}
+    allocated = list(sizes)
+    last_reader = {one: vertex for vertex, read in enumerate(predecessors) for one in read}
+    for one, vertex in last_reader.items():
+        # It is freed.
+        allocated[vertex] -= sizes[one]
+    allocated += reversed(cotangents)
+    found = {}
+    for argument in lookups.tables(storage):
+        size = storage.bytes_of(argument)
+        step = next((step for step, amount in enumerate(allocated) if amount > size), None)
+        if step is not None:
+            found[argument] = step
+    return found
 
 
 def started(

@@ -82,6 +82,7 @@ class Vertices:
       waits: what waits for updates, where these consume gradients.
       put_off: what may wait besides, and is not counted.
       zeros: arrays of zeros that gradients begin as.
+      tables: those whose gradients begin as zeros before their turn, and the step before which.
       effects: what depends on the schedule.
     """
 
@@ -92,6 +93,7 @@ class Vertices:
     waits: tuple[Wait, ...]
     put_off: tuple[scheduling.PutOff, ...]
     zeros: Zeros
+    tables: Mapping[int, int]
     effects: tuple[Effect, ...]
 
 
@@ -174,7 +176,8 @@ def vertices(storage: Storage) -> Vertices:
         ),
     )
     flops = graph.forward_flops
-    gradients = dict(_parameter_gradients(storage, drafts, of_cotangents, zeros))
+    tables = scheduling.tables(storage, values, sizes, predecessors)
+    gradients = dict(_parameter_gradients(storage, drafts, of_cotangents, zeros, tables))
     ready = {value: one.first for value, one in gradients.items() if not one.waits}
     return Vertices(
         graph=graph,
@@ -186,6 +189,7 @@ def vertices(storage: Storage) -> Vertices:
         waits=tuple(scheduling.gradients_wait(storage, ready, graph.bytes)),
         put_off=tuple(scheduling.put_off(storage, graph, ready, of_cotangents)),
         zeros=zeros,
+        tables=tables,
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph, added)),
     )
 
@@ -442,7 +446,11 @@ def _outside_checkpoints(storage: Storage, of_cotangents: Cotangents) -> dict[in
 
 
 def _parameter_gradients(
-    storage: Storage, drafts: Sequence[_Draft], of_cotangents: Cotangents, zeros: Zeros
+    storage: Storage,
+    drafts: Sequence[_Draft],
+    of_cotangents: Cotangents,
+    zeros: Zeros,
+    tables: Mapping[int, int],
 ) -> Iterator[tuple[int, ParameterGradient]]:
     readers: dict[int, list[int]] = {}
     for vertex, draft in enumerate(drafts):
@@ -455,6 +463,8 @@ def _parameter_gradients(
         reader, shared = of_cotangents.arguments.get(value, (-1, 0))
         if value in zeros.begun:
             last = len(drafts) - 1
+        elif value in tables:
+            last = max(last, min(len(drafts) - 1, 2 * len(drafts) - 1 - tables[value]))
         elif reader == last:
             last = shared - 1
         elif cpu_sums.rounds(storage.flow, storage.roots[last], compiler):

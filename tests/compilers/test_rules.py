@@ -456,6 +456,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_stored": ("v5e", exact_gelus, ([SQUARE] * 2, ROWS)),
     "cotangents_pass": ("h200 v5e", waves, (SQUARE, ROWS)),
     "zeros_shared": ("h200", looked_up_twice, (ROWS, jnp.arange(16))),
+    "tables_first": ("h200", looked_up, ((ROWS[:64], SQUARE), jnp.arange(256) % 64)),
     "zeros_first": ("cpu", looked_up, ((ROWS, SQUARE), jnp.arange(16))),
     "entries_rounded": ("v5e", stacked, (ones(6, 128, 128), ROWS)),
     "sums_share": ("h200 v5e cpu", skips, ([SQUARE] * 3, ROWS)),
