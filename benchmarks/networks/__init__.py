@@ -9,7 +9,7 @@ layer, a time step.
 There are two sets. Rules about compilers were found on `TUNED`, and are tested there. `JUDGED` are
 of other families and are never used to find, tune or defend a rule: only they are evidence. Besides
 these there are `IDIOMS`: small programs without blocks, each of one way of writing, to find rules
-on; and `PUBLIC`: models of a package that others wrote, if it is installed.
+on; and `PUBLIC`: models of packages that others wrote, if they are installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.networks import densenet, gpt, idioms, inception, lstm, public, resnet, unet, vit
+from benchmarks.networks import (
+    densenet,
+    gpt,
+    idioms,
+    inception,
+    keras_models,
+    lstm,
+    public,
+    resnet,
+    unet,
+    vit,
+)
 from benchmarks.networks.judged import (
     deeplab,
     diffusion_unet,
@@ -74,7 +85,7 @@ JUDGED: tuple[str, ...] = tuple(name for family in _JUDGED for name in family.SI
 #: Names of those that each show one way of writing.
 IDIOMS: tuple[str, ...] = tuple(idioms.IDIOMS)
 #: Names of public models.
-PUBLIC: tuple[str, ...] = tuple(public.PUBLIC)
+PUBLIC: tuple[str, ...] = (*public.PUBLIC, *keras_models.KERAS)
 
 # name -> function of (batch, block_policy)
 _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
@@ -86,7 +97,8 @@ _NETWORKS: dict[str, Callable[[int, str | None], Network]] = {
 # name -> function of (name, batch), of networks without blocks
 _WITHOUT_BLOCKS: dict[str, Callable[[str, int], Network]] = {
     **dict.fromkeys(IDIOMS, idioms.network),
-    **dict.fromkeys(PUBLIC, public.network),
+    **dict.fromkeys(public.PUBLIC, public.network),
+    **dict.fromkeys(keras_models.KERAS, keras_models.network),
 }
 
 # Examples in the batch that a network is measured with by default.
@@ -118,6 +130,7 @@ _DEFAULT_BATCHES = {
     "physics_mlp": 65_536,
     **{name: batch for name, (_, batch) in idioms.IDIOMS.items()},
     **public.PUBLIC,
+    **keras_models.KERAS,
 }
 
 

@@ -293,8 +293,10 @@ def tables(
         # It is freed.
         allocated[vertex] -= sizes[one]
     allocated += reversed(cotangents)
+    types = storage.flow.program.types
     found = {}
-    for argument in lookups.tables(storage):
+    # To the scheduler, tables that are alike have the same zeros, which are copied in their turn.
+    for argument in {types[one]: one for one in lookups.tables(storage)}.values():
         size = storage.bytes_of(argument)
         step = next((step for step, amount in enumerate(allocated) if amount > size), None)
         if step is not None:

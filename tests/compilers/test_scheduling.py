@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import remat_opt
+from remat_opt.compilers import scheduling
 from remat_opt.compilers.cotangents import Cotangents
 from remat_opt.compilers.rules import IN_ORDER
 from remat_opt.compilers.scheduling import Update, waits
+from remat_opt.compilers.vertices import vertices
 from remat_opt.device import get_device
 from remat_opt.gradients import Gradients, Wait
 from remat_opt.program import tracing
-from tests.compiler_graphs import model_of, names
+from tests.compiler_graphs import InStep, model_of, names, storage_of
+from tests.devices import needs_cuda_plugin
 
 SIDE, LAYERS = 256, 6
 SIZE = 4 * SIDE * SIDE
@@ -198,3 +202,50 @@ def test_a_cpu_starts_with_what_no_product_leads_to() -> None:
     assert found.converted == ()
     for device, off in (("h200", []), ("cpu", ["starts_first"])):
         assert model_of(program, device, off).as_it_is is None
+
+
+def language_model(weights: Any, tokens: jax.Array) -> jax.Array:
+    """Layers four times as wide inside; the logits come from another weight, or from the table."""
+    table, layers, head = weights
+    x = table[tokens]
+    for into, out in layers:
+        x = x + jnp.tanh(x @ into) @ out
+    return jnp.mean(jax.nn.logsumexp(x @ (table.T if head is None else head), -1))
+
+
+def shapes_of_language_model(words: int, rows: int, *, tied: bool) -> Any:
+    shape = jax.ShapeDtypeStruct
+    layers = [(shape((256, 1024), "float32"), shape((1024, 256), "float32"))] * 4
+    head = None if tied else shape((256, 512), "float32")
+    return (shape((words, 256), "float32"), layers, head), shape((rows,), "int32")
+
+
+def test_zeros_for_a_tables_gradient_are_made_before_what_allocates_more() -> None:
+    def steps(words: int, *, tied: bool = False, device: str = "h200") -> list[int]:
+        args = shapes_of_language_model(words, 4096, tied=tied)
+        program = tracing.trace(language_model, *args)
+        storage = storage_of(program, device)
+        graph = vertices(storage).graph
+        sizes = graph.bytes, graph.cotangent_bytes, graph.predecessors
+        return list(scheduling.tables(storage, *sizes).values())
+
+    # An inner product has 16 MiB, and what it reads is still needed.
+    assert steps(8192) == steps(15_000)
+    assert len(steps(15_000)) == 1
+    assert steps(20_000) == []
+    # The logits have a gradient with respect to the table, to which rows are added.
+    assert steps(8192, tied=True) == []
+    assert steps(8192, device="v5e") == steps(8192, device="cpu") == []
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@needs_cuda_plugin
+@pytest.mark.parametrize("words", [15_000, 60_000])
+def test_a_language_model_takes_what_is_expected(words: int) -> None:
+    """With a table smaller, and larger, than what its layers allocate."""
+    step = InStep(language_model, *shapes_of_language_model(words, 16_384, tied=False))
+    expected = step.problem.unchanged.peak_bytes
+    assert step.unplanned_bytes() == pytest.approx(expected, rel=0.02)
+    plan = step.plan()
+    assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.05)
