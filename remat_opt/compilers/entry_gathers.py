@@ -30,15 +30,21 @@ _LARGEST = 2**31 - 1
 
 
 def flattening(program: Program, rules: Rules) -> frozenset[int]:
-    """The gathers that are to read their operand as a flat array."""
-    return frozenset(_entry_gathers(program)) if rules.has("entries_flat") else frozenset()
+    """The gathers that are to read their operand as a flat array.
+
+    None on a mesh: where the other axes are split, each device looks up its own part, and a flat
+    array would have to be gathered for that.
+    """
+    if program.placement is not None or not rules.has("entries_flat"):
+        return frozenset()
+    return frozenset(_entry_gathers(program))
 
 
 def listed(flow: Dataflow, rules: Rules) -> dict[int, int]:
     """The values that are written beside positions along all other axes, as indices.
 
     Args:
-      flow: of a program in which no gather is flat.
+      flow: of a program.
       rules: those of the compiler.
 
     Returns:
@@ -73,7 +79,7 @@ def _entry_gathers(program: Program) -> Iterator[int]:
 def _computed_as(flow: Dataflow, atom: Atom, known: dict[int, Hashable]) -> Hashable:
     """How a value is computed by elementwise equations: equal for those that XLA computes once."""
     if not isinstance(atom, int):
-        return repr(atom)
+        return atom.text
     value = flow.source[atom]
     maker = flow.maker.get(value)
     if maker is None or flow.costs[maker].fusion is not costs.Fusion.FUSIBLE:
@@ -103,6 +109,6 @@ def is_entry_gather(equation: Equation) -> bool:
         not more
         and len(batched) > 0
         and set(operation.params["slice_sizes"]) == {1}
-        and operand.size <= _LARGEST
+        and 0 < operand.size <= _LARGEST
         and operand.size == math.prod(operand.shape[place] for place in {axis, *batched})
     )

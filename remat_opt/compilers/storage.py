@@ -156,13 +156,15 @@ class Storage:
         flat = flat_products.with_operands(flow, compiler)
         twice |= {value for value, always in flat.items() if always or not unchanged}
         self._times = dict.fromkeys(twice, 2)
-        gathered = dict.fromkeys(row_gathers.stored(flow, compiler.rules), 1)
-        gathered |= entry_gathers.listed(flow, compiler.rules)
-        self._gathered = set(gathered) if unchanged else set()
-        if unchanged:
-            self._times |= gathered
+        picked = row_gathers.stored(flow, compiler.rules)
+        listed = entry_gathers.listed(flow, compiler.rules)
+        looked_up_flat = bool(entry_gathers.flattening(program, compiler.rules))
+        self._gathered = picked if unchanged else set()
+        if unchanged or not looked_up_flat:
+            self._gathered |= listed.keys()
+            self._times |= listed
         self.rewritten = bool(
-            self.stores_maxima or stored_sums or gathered or not all(flat.values())
+            self.stores_maxima or stored_sums or picked or looked_up_flat or not all(flat.values())
         )
         self.pieces = joins.stored(flow, compiler)
         self.stored, self.leaves = self._find()

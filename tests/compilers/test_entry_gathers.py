@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.entry_gathers import flattening, is_entry_gather, listed
-from remat_opt.compilers.storage import dataflow
+from remat_opt.compilers.storage import Storage, dataflow
 from remat_opt.device import Platform
 from remat_opt.program import tracing
 from remat_opt.program.linearization import linearize
+from remat_opt.program.propagation import per_device
 from remat_opt.schedule import Stage
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import InStep, compiler_of
@@ -52,6 +54,24 @@ def test_what_reads_entries_along_an_axis(
     assert sum(found) == expected
     assert len(flattening(program, CUDA)) == expected
     assert not flattening(program, Rules(platform="tpu"))
+
+
+def test_on_a_mesh_no_array_is_flat() -> None:
+    """Each device looks up its own rows, and needs no others."""
+    mesh = AbstractMesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("i"))
+    a, places = (jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=split) for one in (A, PLACES))
+    program = tracing.trace(lambda a, places: jnp.sum(along(a, places, -1)), a, places)
+    assert any(map(is_entry_gather, program.equations))
+    assert not flattening(program, CUDA)
+    part = per_device(program)
+    assert not flattening(part, CUDA)
+    # So plans store the indices, too.
+    flow = dataflow(part, linearize(part), compiler_of("h200"))
+    (value,) = listed(flow, CUDA)
+    for unchanged in (True, False):
+        storage = Storage(flow, compiler_of("h200"), unchanged=unchanged)
+        assert storage.bytes_of(value) == 4 * 4 * PLACES.size // 2
 
 
 def test_one_entry_of_each_row_is_another_matter() -> None:
