@@ -9,16 +9,16 @@ cross-entropy; that of the others, which have no head, the mean square of what t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.networks.record import Network
+from benchmarks.networks.record import Contents, Network, random_batch
 
-#: What is in a batch of so many examples: shapes, and for integers what they are below.
-_Batch = Callable[[int], dict[str, tuple[tuple[int, ...], int | None]]]
+#: What is in a batch of so many examples.
+_Batch = Callable[[int], Contents]
 
 _SIDE = 224
 _WORDS = 32_000
@@ -26,11 +26,8 @@ _WIDE = {"num_heads": 12, "hidden_dim": 768, "intermediate_dim": 3072}
 
 
 def _tokens(length: int, *names: str) -> _Batch:
-    """Tokens, or masks without a padded token."""
-    return lambda batch: {
-        name: ((batch, length), 2 if name.endswith(("mask", "segment_ids")) else 256)
-        for name in names
-    }
+    """Batches of integers: tokens and masks."""
+    return lambda batch: dict.fromkeys(names, ((batch, length), 256))
 
 
 _TEXT = "token_ids", "padding_mask"
@@ -186,6 +183,7 @@ def network(name: str, batch: int) -> Network:
     keras, keras_hub = _packages()
     short = name.removeprefix("keras_")
     classifies = short in _CLASSIFIERS
+    contents: Contents
     if classifies:
         kind, _ = _CLASSIFIERS[short]
         model = getattr(keras.applications, kind)(weights=None, input_shape=(_SIDE, _SIDE, 3))
@@ -197,7 +195,7 @@ def network(name: str, batch: int) -> Network:
     state = [one.value for one in model.non_trainable_variables]
 
     def loss_fn(params: Any, given: Any) -> Any:
-        inputs: Mapping[str, Any] = given["inputs"]
+        inputs = given["inputs"]
         read = inputs.get("images", inputs)
         found, new_state = model.stateless_call(params, given["state"], read, training=True)
         if classifies:
@@ -209,14 +207,10 @@ def network(name: str, batch: int) -> Network:
 
     def make_arguments(seed: int) -> tuple[Any, Any]:
         key = jax.random.key(seed)
-        inputs = {
-            part: jax.random.normal(key, shape)
-            if most is None
-            else jnp.ones(shape, "int32")
-            if most == 2
-            else jax.random.randint(key, shape, 0, most)
-            for part, (shape, most) in contents.items()
-        }
+        inputs = random_batch(key, contents)
+        # No token is padding, and all are in one segment.
+        ones = [name for name in inputs if name.endswith(("mask", "segment_ids"))]
+        inputs |= {name: jnp.ones_like(inputs[name]) for name in ones}
         return moving, {"inputs": inputs, "state": state}
 
     return Network(name=name, loss_fn=loss_fn, has_aux=True, make_arguments=make_arguments)

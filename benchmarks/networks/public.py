@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.networks.record import Network
+from benchmarks.networks.record import Contents, Network, random_batch
 
 _WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
 _VOCABULARY = 8192
@@ -26,8 +26,8 @@ _LAYERS = 4
 #: What ``clip`` in the package is called with, which ``jax.numpy`` no longer takes.
 _RENAMED = {"a_min": "min", "a_max": "max"}
 
-#: Shapes and kinds of what is in a batch, for so many examples.
-_Batch = Callable[[int], dict[str, tuple[tuple[int, ...], int | None]]]
+#: What is in a batch of so many examples.
+_Batch = Callable[[int], Contents]
 
 
 def _package() -> Any:
@@ -260,12 +260,7 @@ def network(name: str, batch: int) -> Network:
 
     def make_arguments(seed: int) -> tuple[Any, Any]:
         key = jax.random.PRNGKey(seed)
-        given = {
-            part: jax.random.normal(key, shape)
-            if most is None
-            else jax.random.randint(key, shape, 0, most)
-            for part, (shape, most) in contents(batch).items()
-        }
+        given = random_batch(key, contents(batch))
         with _old_names():
             return model.init_weights(key, model.input_shape), {**given, "key": key}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+
+#: What is in a batch: for each part its shape, and for integers what they are below.
+Contents = Mapping[str, tuple[tuple[int, ...], int | None]]
 
 # An explicit table, because `jax.checkpoint_policies` mixes policies with functions that make one
 # (`save_only_these_names(*names)`), and passing a maker in place of a policy is a silent no-op.
@@ -42,6 +45,16 @@ class Network:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arguments", jax.eval_shape(lambda: self.make_arguments(0)))
+
+
+def random_batch(key: jax.Array, contents: Contents) -> dict[str, jax.Array]:
+    """Returns random arrays: integers below a limit where there is one, else normal numbers."""
+    return {
+        part: jax.random.normal(key, shape)
+        if most is None
+        else jax.random.randint(key, shape, 0, most)
+        for part, (shape, most) in contents.items()
+    }
 
 
 def checkpoint_policy(name: str) -> Callable[..., Any]:
