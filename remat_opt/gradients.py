@@ -59,7 +59,7 @@ class ParameterGradient:
       first: the first vertex that reads the parameter: its backward step completes the gradient.
       last: the last vertex that does: its backward step begins it. Where it begins as the array of
         another's cotangent, the last in whose step it has its own, if any. Where it begins as
-        zeros that exist before, the last of all.
+        zeros that exist before, the last in whose step these are there.
       bytes: its size.
       fused: whether what consumes it computes it, from a narrower array or from factors, so that it
         is itself an array only if it waits.

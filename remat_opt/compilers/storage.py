@@ -157,12 +157,13 @@ class Storage:
         twice |= {value for value, always in flat.items() if always or not unchanged}
         self._times = dict.fromkeys(twice, 2)
         picked = row_gathers.stored(flow, compiler.rules)
-        listed = entry_gathers.listed(flow, compiler.rules)
         looked_up_flat = bool(entry_gathers.flattening(program, compiler.rules))
-        self._gathered = picked if unchanged else set()
-        if unchanged or not looked_up_flat:
-            self._gathered |= listed.keys()
-            self._times |= listed
+        # For gathers as they are.
+        listed = (
+            entry_gathers.listed(flow, compiler.rules) if unchanged or not looked_up_flat else {}
+        )
+        self._times |= listed
+        self._gathered = {*(picked if unchanged else ()), *listed}
         self.rewritten = bool(
             self.stores_maxima or stored_sums or picked or looked_up_flat or not all(flat.values())
         )
