@@ -12,7 +12,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from remat_opt import costs
-from remat_opt.compilers import batched_products, operands, row_gathers, sums, transcendental
+from remat_opt.compilers import (
+    batched_products,
+    operands,
+    row_gathers,
+    squares,
+    sums,
+    transcendental,
+)
 from remat_opt.compilers.effects import Effect, Figures, handed_in
 from remat_opt.compilers.storage import Storage
 from remat_opt.program.record import Equation
@@ -340,8 +347,11 @@ def _rounded(of: _Vertices, pieces: Set[int]) -> Iterator[int]:
     """
     if not of.storage.compiler.has("cotangents_rounded"):
         return
+    whole = squares.whole(of.storage)
     for vertex in range(len(of.active)):
-        if operands.rounds_operands(of.written_by(vertex).operation) and not of.is_output(vertex):
+        if vertex in whole or of.is_output(vertex):
+            continue
+        if operands.rounds_operands(of.written_by(vertex).operation):
             readers = of.active_readers(vertex)
             if len(readers) == 1 and readers[0] in pieces:
                 readers = of.active_readers(readers[0])

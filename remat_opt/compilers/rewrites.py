@@ -56,6 +56,8 @@ class Rewrites:
       partner: for the first of two products that are summed up the second.
       unmerged: for products that must not be merged with an earlier one, the position of the input
         that both read.
+      squares: products of a value with itself.
+      symmetric: those of them whose gradient is to be a single product.
       one_cotangent: products whose result is to have one array as its cotangent.
       biases: for products the arguments that are added to them.
       weight_place: for products the place of the input that is an argument, of some form.
@@ -84,6 +86,7 @@ class Rewrites:
     partner: Mapping[int, int]
     unmerged: Mapping[int, int]
     squares: frozenset[int]
+    symmetric: frozenset[int]
     one_cotangent: frozenset[int]
     biases: Mapping[int, int]
     weight_place: Mapping[int, int]
@@ -141,6 +144,7 @@ def rewrites(
         squares=frozenset(index for index, _ in squares.squares(program))
         if ordered
         else frozenset(),
+        symmetric=squares.once(program, rules),
         one_cotangent=logits.one_cotangent(program, rules),
         biases=product_sums.biases(program) if ordered else {},
         weight_place=turns.weight_places(program) if ordered else {},

@@ -423,6 +423,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "squares",
             "The gradients of a value multiplied by itself are not merged into one product.",
         ),
+        "squares_once": _rule(
+            _TPU | _CPU,
+            "rewrite",
+            "squares",
+            "The gradient of a symmetric product of a value with itself is one product.",
+        ),
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),

@@ -324,13 +324,9 @@ def _workspaces(
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):
             own[vertex] += size
-    for vertex, operand in squares.second_cotangents(storage.flow, storage.vertex_of, compiler):
-        size = of_cotangents.sizes[operand]
-        if compiler.has("sums_in_products"):
-            # The second product adds the first to itself, in its place unless it rounds the sum.
-            full = sum(map(storage.read_bytes, drafts[operand].active))
-            size = full if size < full else 0
-        own[vertex] += size
+    active = [draft.active for draft in drafts]
+    for vertex, size, single in squares.second_cotangents(storage, of_cotangents.sizes, active):
+        own[vertex] += 0 if single else size
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(storage.flow, root, compiler)
@@ -419,9 +415,10 @@ def _effects(
         yield OutsideCheckpoints(workspace_bytes=outside)
     if added:
         yield Unchanged(workspace_bytes=added)
-    yield from joins.effects(storage, readers, [draft.active for draft in drafts])
+    active = [draft.active for draft in drafts]
+    yield from joins.effects(storage, readers, active)
     yield from logits.effects(storage)
-    yield from squares.effects(storage)
+    yield from squares.effects(storage, of_cotangents.sizes, active)
     yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
     if larger := of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=larger, readers={vertex: readers[vertex] for vertex in larger})

@@ -33,7 +33,7 @@ from remat_opt.export.reading import (
 from remat_opt.operation import PRODUCTS
 from remat_opt.program.record import Atom, Equation, Program
 from remat_opt.schedule import Inside
-from remat_opt.transform.equations import has_mode, stands_in
+from remat_opt.transform.equations import exchanged, has_mode, stands_in
 from remat_opt.transform.steps import places_read
 
 
@@ -263,7 +263,8 @@ class Equations:
         ways, named, weight, join = scope.ways, turn.named, turn.weight, turn.join
         results = [scope.names[value] for value in equation.outputs]
         waiting = ways is not None and index in ways.waiting
-        own_rule = waiting or weight is not None or join is not None
+        symmetric = ways is not None and index in ways.symmetric
+        own_rule = waiting or symmetric or weight is not None or join is not None
         if named and stands_in(equation, scope.summed, own_rule=own_rule):
             return kept.lines(self, scope, index, inputs, results)
         if index in scope.loops:
@@ -281,6 +282,9 @@ class Equations:
             lines = assigned(results, Call(self.helper(support.summed), given), one=True)
         elif ways is not None and index in ways.flat:
             lines = assigned(results, self._of_flat(equation, inputs), one=True)
+        elif symmetric:
+            given = (self._lambda(equation, ("a", "b")), text(exchanged(equation)), *inputs)
+            lines = assigned(results, Call(self.helper(support.symmetric), given), one=True)
         elif waiting:
             operands = self._lambda(equation, tuple(f"x{n}" for n in range(len(inputs))))
             lines = assigned(results, Call(f"jax.checkpoint({operands})", tuple(inputs)), one=True)

@@ -95,6 +95,30 @@ def weight_first(product: Callable[[Any, Any], Any], weight: int, *operands: Any
     return run(operands[weight], operands[1 - weight])
 
 
+def symmetric(
+    product: Callable[[Any, Any], Any], exchanged: tuple[int, ...], left: Any, right: Any
+) -> Any:
+    """A product of a value with itself; its gradient is a single product.
+
+    Args:
+      product: takes the value twice, on the right perhaps transposed.
+      exchanged: the result's axes with those of the left operand and the right exchanged.
+      left: the value.
+      right: the value again.
+    """
+    run = jax.custom_jvp(product)
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        result = run(*primals)
+        if isinstance(tangents[0], SymbolicZero):
+            return result, zero_of(result)
+        half = product(tangents[0], primals[1])
+        return result, half + half.transpose(exchanged)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(left, right)
+
+
 def in_pieces(
     product: Callable[[Any, Any], Any],
     place: int,

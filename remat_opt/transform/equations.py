@@ -79,7 +79,8 @@ def run_one(
     equation = rewriting.program.equations[index]
     named_as = functools.partial(_all_named, index, rewriting.within)
     waiting = index in rewriting.ways.waiting
-    own_rule = waiting or weight is not None or join is not None
+    symmetric = index in rewriting.ways.symmetric
+    own_rule = waiting or symmetric or weight is not None or join is not None
     if named and stands_in(equation, rewriting.summed, own_rule=own_rule):
         return _run_kept(equation, inputs, named_as)
 
@@ -96,6 +97,8 @@ def run_one(
         results = [_run_summing(equation, *inputs)]
     elif index in rewriting.ways.flat:
         results = [_run_flat(equation, *inputs)]
+    elif symmetric:
+        results = [_run_symmetric(run, equation, *inputs)]
     elif waiting:
         # A checkpoint's derivative waits for its cotangent; nothing needs to be recomputed.
         results = jax.checkpoint(run)(*inputs)
@@ -172,6 +175,34 @@ def _run_flat(equation: Equation, operand: Any, indices: Any) -> Any:
         fill_value=params["fill_value"],
     )
     return found.reshape(equation.operation.outputs[0].shape)
+
+
+def _run_symmetric(run: Callable[..., list[Any]], equation: Equation, left: Any, right: Any) -> Any:
+    """Runs a product of a value with itself so that its gradient is one product (``squares``)."""
+
+    @jax.custom_jvp
+    def product(left: Any, right: Any) -> Any:
+        (result,) = run(left, right)
+        return result
+
+    def rule(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        result = product(*primals)
+        if isinstance(tangents[0], SymbolicZero):
+            return result, internals.zero_tangent(result)
+        # The other half of the tangent, that of the value on the right, is this one transposed.
+        half = product.fun(tangents[0], primals[1])
+        return result, half + half.transpose(exchanged(equation))
+
+    product.defjvp(rule, symbolic_zeros=True)
+    return product(left, right)
+
+
+def exchanged(equation: Equation) -> tuple[int, ...]:
+    """The axes of a product's result with those of the left operand and the right exchanged."""
+    _, (batch, _) = equation.operation.params["dimension_numbers"]
+    axes = tuple(range(len(equation.operation.outputs[0].shape)))
+    half = (len(axes) - len(batch)) // 2
+    return (*axes[: len(batch)], *axes[len(batch) + half :], *axes[len(batch) : len(batch) + half])
 
 
 def has_mode(equation: Equation, mode: GatherScatterMode) -> bool:

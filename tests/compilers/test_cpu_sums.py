@@ -70,11 +70,13 @@ def test_a_cpu_transposes_cotangents_for_the_gradients_of_weights() -> None:
 
     for device, shape, transposed, twice in (
         # It transposes if it sums over examples and tokens. The cotangent of a value multiplied
-        # with itself is two arrays, which other compilers add as they write the second.
+        # with itself is two arrays, which a GPU adds as it writes the second.
         ("cpu", (2, 16, 8), 2 * 16 * 4 * 4, 2 * 16 * 4 * 4),
         ("cpu", (16, 8), 0, 16 * 4 * 4),
         ("h200", (2, 16, 8), 0, 0),
-        ("v5e", (2, 16, 8), 0, 0),
+        # A TPU does if there is no batch axis. Here it lays 16 tokens out along 128 lanes.
+        ("v5e", (2, 16, 8), 0, 2 * 4 * 128 * 4),
+        ("v5e", (16, 8), 0, 0),
     ):
         _, _, graph = graph_of(loss, [jnp.ones((8, 4))], jnp.ones(shape), device=device)
         products = [v for v, name in enumerate(names(graph)) if name == "dot_general"]

@@ -505,6 +505,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "logits_together": ("cpu", cross_entropy, (W, X)),
     "draws_in_turn": ("cpu", dropout, (W, X)),
     "squares_apart": ("h200", similar, (W, X)),
+    "squares_once": ("v5e cpu", similar, (W, X)),
     "loops_in_turn": ("v5e", stack_and_head, ((ones(6, 128, 128), SQUARE), ROWS)),
     "functions_again": ("h200", activated_twice, ([W, W], X)),
     "partners_wait": ("h200", summed_products, ([W, W], X)),

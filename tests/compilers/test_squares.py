@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from remat_opt import apply_plan, make_plan
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.squares import apart, squares
+from remat_opt.compilers.rewrites import rewrites
+from remat_opt.compilers.squares import apart, once, squares
 from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule, plain, unchanged
 from tests.compiler_graphs import InStep, changed, graph_of, model_of, names
@@ -50,14 +54,19 @@ def test_operands_may_have_other_shapes_but_not_other_values() -> None:
         assert len(list(squares(tracing.trace(fn, W, X)))) == count
 
 
+def second_cotangent(fn, *args, device: str) -> int:
+    """Bytes of the second one, held in the backward step of a function's last product."""
+    program = tracing.trace(fn, *args)
+    found = [model_of(program, device, [off]).graph for off in ("squares_once", "squares")]
+    product = max(v for v, name in enumerate(names(found[0])) if name == "dot_general")
+    of_all, without = (graph.workspace_bytes[product] for graph in found)
+    return of_all - without
+
+
 @pytest.mark.parametrize(("device", "times"), [("cpu", 1), ("h200", 0)])
 def test_a_gpu_adds_the_second_cotangent_where_the_first_is(device: str, times: int) -> None:
     for fn, expected in ((similar, X.nbytes), (different, 0)):
-        program, _, graph = graph_of(fn, W, X, device=device)
-        without = model_of(program, device, ["squares"]).graph
-        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
-        more = graph.workspace_bytes[product] - without.workspace_bytes[product]
-        assert more == times * expected
+        assert second_cotangent(fn, W, X, device=device) == times * expected
 
 
 def test_a_tpu_adds_the_second_cotangent_as_it_writes_it() -> None:
@@ -71,10 +80,83 @@ def test_a_tpu_adds_the_second_cotangent_as_it_writes_it() -> None:
     w, x = jnp.ones((128, 128)), jnp.ones((256, 128))
     for narrow, expected in ((True, x.nbytes), (False, 0)):
         fn = functools.partial(similar, narrow=narrow)
-        program, _, graph = graph_of(fn, w, x, device="v5e")
-        without = model_of(program, "v5e", ["squares"]).graph
-        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
-        assert graph.workspace_bytes[product] - without.workspace_bytes[product] == expected
+        assert second_cotangent(fn, w, x, device="v5e") == expected
+
+
+def test_a_tpu_writes_both_cotangents_of_batched_products() -> None:
+    def interactions(w: jax.Array, x: jax.Array) -> jax.Array:
+        features = jnp.tanh(x @ w)
+        return jnp.sum(jnp.sin(jnp.einsum("bif,bjf->bij", features, features)))
+
+    x = jnp.ones((64, 8, 128))
+    assert second_cotangent(interactions, jnp.ones((128, 128)), x, device="v5e") == x.nbytes
+
+
+def flat(features: jax.Array) -> jax.Array:
+    return features.reshape(4, -1, 4)
+
+
+@pytest.mark.parametrize(
+    ("product", "is_symmetric"),
+    [
+        (lambda x: x.T @ x, True),
+        (lambda x: jnp.einsum("ab,ac->bc", x, x), True),
+        (lambda x: jnp.einsum("nbd,nbe->nde", flat(x), flat(x)), True),
+        # Rows of one with columns of the other.
+        (lambda x: x[:64] @ x[:64], False),
+        (lambda x: jnp.einsum("nbd,nce->nbdce", flat(x), flat(x)), False),
+        (lambda x: jnp.einsum("nbd,neb->nde", flat(x)[:, :4], flat(x)[:, :4]), False),
+        # The result is larger than the value.
+        (lambda x: x @ x.T, False),
+    ],
+)
+def test_one_product_is_enough_where_rows_and_columns_can_be_exchanged(
+    product, is_symmetric: bool
+) -> None:
+    program = tracing.trace(lambda x: jnp.sum(product(jnp.sin(x))), X)
+    for platform in ("cpu", "tpu"):
+        assert len(once(program, Rules(platform=platform))) == is_symmetric
+    assert not once(program, Rules(platform="cuda"))
+
+
+def test_on_a_mesh_only_batched_products_are_symmetric() -> None:
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    x = jax.ShapeDtypeStruct((256, 8, 8), "float32", sharding=split)
+    for product, count in (("bij,bkj->bik", 1), ("bij,bik->jk", 0)):
+        program = tracing.trace(lambda x, to=product: jnp.sum(jnp.einsum(to, x, x)), x)
+        assert len(list(squares(program))) == 1
+        assert len(once(program, Rules(platform="tpu"))) == count
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_a_single_product_gives_the_same_derivatives(dtype: str) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        features = jnp.sin(x @ w).reshape(8, -1, 16)
+        products = jnp.einsum("bif,bjf->bij", features, features)
+        gram = jnp.tanh(x @ w).T @ jnp.sin(x)
+        weighted = jnp.sin(products) * jnp.arange(products.shape[-1])
+        return jnp.sum(jnp.abs(weighted)) + jnp.sum(jnp.abs(gram.T @ gram))
+
+    drawn = [jax.random.normal(jax.random.key(seed), (16, 16)) for seed in range(2)]
+    w, x = (one.astype(dtype) for one in drawn)
+    # So small, it may gain nothing.
+    least = dataclasses.replace(make_plan(loss, w, x, device="v5e"), unchanged=False)
+    planned = apply_plan(least, loss)
+    ways = rewrites(tracing.trace(loss, w, x), Rules(platform="tpu"), recomputes=True)
+    assert len(ways.symmetric) == 2
+
+    def close(one: jax.Array, other: jax.Array) -> None:
+        most = float(jnp.abs(other).max()) * (0.02 if dtype == "bfloat16" else 1e-5)
+        np.testing.assert_allclose(one, other, atol=most, rtol=0)
+
+    for derivative in (
+        lambda fn: jax.grad(fn, argnums=(0, 1))(w, x),
+        lambda fn: jax.jvp(fn, (w, x), (x, w)),
+        lambda fn: jax.jvp(jax.grad(fn), (w, x), (x, w)),
+        lambda fn: jax.vmap(jax.grad(fn), (None, 0))(w, jnp.stack([x, w])),
+    ):
+        jax.tree.map(close, derivative(planned), derivative(loss))
 
 
 def test_only_small_operands_are_multiplied_side_by_side() -> None:

@@ -57,6 +57,13 @@ def joined_layers(params, x):
     return jnp.mean(x**2)
 
 
+def interactions(params, x):
+    for first, second in (params[:2], params[2:4]):
+        features = jnp.sin(x @ first).reshape(-1, 4, 8)
+        x = jnp.einsum("bif,bjf->bij", features, features).reshape(-1, 8) @ second
+    return jnp.mean(x**2)
+
+
 def gated_layers(params, x):
     for _ in range(2):
         (into, gate, out, _), params = params[:4], params[4:]
@@ -233,6 +240,7 @@ def test_code_read_back_gives_the_same_gradient():
         (rounded_logits, "v5e", "summed("),
         (reordered, "h200", "of_flat("),
         (joined_layers, "v5e", "in_pieces("),
+        (interactions, "v5e", "symmetric("),
     ],
 )
 def test_what_is_written_in_another_way_gives_the_same_gradient(fn, device, written):
