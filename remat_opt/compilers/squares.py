@@ -122,7 +122,7 @@ def _is_merged(program: Program, index: int, value: int) -> bool:
 def second_cotangents(
     storage: Storage, sizes: Sequence[int], active: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, bool]]:
-    """Vertices of products whose operand has two cotangents at once, unless they are one product.
+    """Vertices of products whose operand has two cotangents, unless they are one product.
 
     Args:
       storage: what is stored.
@@ -130,27 +130,37 @@ def second_cotangents(
       active: the values of each vertex that have one.
 
     Returns:
-      The vertex, the bytes of the second cotangent, and whether plans have only one.
+      The vertex, the bytes beside the first cotangent, and whether plans have only one.
     """
     single = once(storage.flow.program, storage.compiler.rules)
     for index, product, operand in _vertices(storage):
-        size = sizes[operand]
-        if storage.compiler.has("sums_in_products") and not _is_batched(storage, index):
-            # The second product adds the first, in its place unless the sum is rounded.
-            full = sum(map(storage.read_bytes, active[operand]))
-            size = full if size < full else 0
-        yield product, size, index in single
+        more = size = sizes[operand]
+        if storage.compiler.has("sums_in_products"):
+            full = storage.cotangent_bytes(active[operand])
+            if _is_batched(storage, index):
+                more = 2 * full - size
+            elif _multiplies(storage, index, operand):
+                # The second product adds the first, in its place unless the sum is rounded.
+                more = full if size < full else 0
+            else:
+                more = full - size
+        yield product, more, index in single
 
 
 def whole(storage: Storage) -> frozenset[int]:
     """Vertices whose cotangent is not rounded for the product that reads it.
 
-    It is the sum of two batched products, and is added up where it is read.
+    It is the sum of two products, and is rounded only if these have no batch axes and the vertex is
+    what they multiply, not what that is computed of.
     """
     if not storage.compiler.has("sums_in_products"):
         return frozenset()
+    single = once(storage.flow.program, storage.compiler.rules)
     return frozenset(
-        operand for index, _, operand in _vertices(storage) if _is_batched(storage, index)
+        operand
+        for index, _, operand in _vertices(storage)
+        if index not in single
+        and (_is_batched(storage, index) or not _multiplies(storage, index, operand))
     )
 
 
@@ -162,6 +172,11 @@ def _vertices(storage: Storage) -> Iterator[tuple[int, int, int]]:
         has_gradient = index in storage.flow.linearization.derivatives
         if has_gradient and result in storage.vertex_of and len(holders) == 1:
             yield index, storage.vertex_of[result], holders[0]
+
+
+def _multiplies(storage: Storage, index: int, vertex: int) -> bool:
+    """Whether a product reads a vertex as it is."""
+    return vertex in storage.vertices_of(storage.flow.reads(index))
 
 
 def _is_batched(storage: Storage, index: int) -> bool:
