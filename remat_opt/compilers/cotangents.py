@@ -341,9 +341,11 @@ def _sooner(of: _Vertices, passing: Set[int]) -> Iterator[tuple[int, range]]:
 
 
 def _rounded(of: _Vertices, pieces: Set[int]) -> Iterator[int]:
-    """The products whose cotangent another product's kernel writes, as products read it.
+    """The products whose cotangent is written as products read it.
 
-    This holds if only that product reads their result, perhaps through an activation.
+    Another product's kernel writes it if only that product reads their result, perhaps through an
+    activation. Entries of a batched product's result that are looked up are added to zeros in an
+    order of their own, and copied for its gradients.
     """
     if not of.storage.compiler.has("cotangents_rounded"):
         return
@@ -355,7 +357,12 @@ def _rounded(of: _Vertices, pieces: Set[int]) -> Iterator[int]:
             readers = of.active_readers(vertex)
             if len(readers) == 1 and readers[0] in pieces:
                 readers = of.active_readers(readers[0])
-            if len(readers) == 1 and of.written_by_fusing_product(readers[0]):
+            if len(readers) != 1:
+                continue
+            if of.written_by_fusing_product(readers[0]) or (
+                of.equation(readers[0]).operation.primitive == "gather"
+                and operands.is_batched(of.written_by(vertex).operation)
+            ):
                 yield vertex
 
 

@@ -136,6 +136,14 @@ def rounds_operands(operation: Operation) -> bool:
     )
 
 
+def is_batched(operation: Operation) -> bool:
+    """Whether the operation is a product of several pairs of matrices."""
+    if operation.primitive != "dot_general":
+        return False
+    _, (batch, _) = operation.params["dimension_numbers"]
+    return bool(batch)
+
+
 def _only_operand(flow: Dataflow, index: int, of_arguments: Set[int]) -> int | None:
     """What a bias or a scale is applied to, if the derivative does not read it."""
     operands = [value for value in flow.reads(index) if value not in of_arguments]

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.effects import Effect, Unchanged
 from remat_opt.program.dataflow import unaliased
@@ -138,7 +139,7 @@ def second_cotangents(
         if storage.compiler.has("sums_in_products"):
             full = storage.cotangent_bytes(active[operand])
             if _is_batched(storage, index):
-                more = 2 * full - size
+                more = full - size + _second_bytes(storage, operand, full)
             elif _multiplies(storage, index, operand):
                 # The second product adds the first, in its place unless the sum is rounded.
                 more = full if size < full else 0
@@ -174,14 +175,25 @@ def _vertices(storage: Storage) -> Iterator[tuple[int, int, int]]:
             yield index, storage.vertex_of[result], holders[0]
 
 
-def _multiplies(storage: Storage, index: int, vertex: int) -> bool:
-    """Whether a product reads a vertex as it is."""
-    return vertex in storage.vertices_of(storage.flow.reads(index))
+def _second_bytes(storage: Storage, operand: int, full: int) -> int:
+    """Bytes of the second of two cotangents that are written one after the other.
+
+    If the operand was put together from pieces, both are copied into the order of the pieces, in
+    which nothing is padded.
+    """
+    maker = storage.flow.program.equations[storage.roots[operand]]
+    if maker.operation.primitive in {"concatenate", "stack"}:
+        return min(full, storage.flow.program.types[maker.outputs[0]].bytes)
+    return full
 
 
 def _is_batched(storage: Storage, index: int) -> bool:
-    operation = storage.flow.program.equations[index].operation
-    return bool(operation.params["dimension_numbers"][1][0])
+    return operands.is_batched(storage.flow.program.equations[index].operation)
+
+
+def _multiplies(storage: Storage, index: int, vertex: int) -> bool:
+    """Whether a product reads a vertex as it is."""
+    return vertex in storage.vertices_of(storage.flow.reads(index))
 
 
 def effects(
