@@ -350,8 +350,13 @@ def few_rows(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def interactions(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Products of rows with one another, of columns, and of the halves of each row."""
     features = a @ w
-    return jnp.tanh(features @ features.T / len(a)) @ a
+    rows, columns = features @ features.T, features.T @ features
+    halves = features[:, : 2 * (features.shape[1] // 2)].reshape(len(a), 2, -1)
+    pairs = jnp.einsum("nif,njf->nij", halves, halves).sum((1, 2))
+    mixed = jnp.tanh(rows / len(a)) @ a @ jnp.tanh(columns / len(a)) / len(w)
+    return mixed + jnp.sin(pairs / a.shape[1])[:, None]
 
 
 def taught(a: jax.Array, w: jax.Array) -> jax.Array:
