@@ -3,7 +3,9 @@
 Gathered rows are written as they are read. Operands and results of convolutions have their channels
 in the lanes, or their batch (``f32[128,32,32,64]``, of a batch of 128, is not padded), but never an
 axis along which they slide: ``f32[32,4096,64]`` is padded to 128 channels, though the 4,096 would
-need no padding. Elementwise values beside these are stored like them.
+need no padding. Elementwise values beside these are stored like them. That goes before what batched
+products want (``matrix_axes``), which read a copy: four layers of convolutions of 64 channels whose
+products with one another are summed up take 406 MiB on v5e, and not 102.
 """
 
 from __future__ import annotations
@@ -16,6 +18,15 @@ from remat_opt.program.record import Equation, Program
 
 def lanes(program: Program) -> dict[int, tuple[int, ...]]:
     """For each value some of whose axes may not be innermost, the axes that may."""
+    found = convolved(program)
+    for equation in program.equations:
+        if _gathers_rows(equation):
+            found[equation.outputs[0]] = (len(equation.operation.outputs[0].shape) - 1,)
+    return found
+
+
+def convolved(program: Program) -> dict[int, tuple[int, ...]]:
+    """The same for operands and results of convolutions, and elementwise values beside them."""
     found: dict[int, tuple[int, ...]] = {}
     for equation in program.equations:
         if equation.operation.primitive == "conv_general_dilated":
@@ -26,9 +37,6 @@ def lanes(program: Program) -> dict[int, tuple[int, ...]]:
     if found:
         _spread(program.equations, found)
         _spread(reversed(program.equations), found)
-    for equation in program.equations:
-        if _gathers_rows(equation):
-            found[equation.outputs[0]] = (len(equation.operation.outputs[0].shape) - 1,)
     return found
 
 

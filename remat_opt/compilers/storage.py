@@ -38,7 +38,7 @@ from remat_opt.compilers import (
     transcendental,
 )
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.lanes import lanes
+from remat_opt.compilers.lanes import convolved, lanes
 from remat_opt.compilers.matrix_axes import Matrices, matrix_axes
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
@@ -150,6 +150,9 @@ class Storage:
         axes = compiler.has("matrix_axes")
         self._matrices: dict[int, Matrices] = matrix_axes(program) if axes else {}
         self._lanes = lanes(program) if compiler.has("lanes") else {}
+        for value in convolved(program) if self._lanes else ():
+            # What a product reads of a convolution's result is copied for it.
+            self._matrices.pop(value, None)
         twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
             twice |= draws.words(flow)

@@ -10,7 +10,7 @@ from jax import lax
 from remat_opt.compilers.lanes import lanes
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
-from tests.compiler_graphs import compiler_of
+from tests.compiler_graphs import compiler_of, graph_of
 
 
 def test_rows_that_are_gathered_are_stored_as_rows() -> None:
@@ -39,6 +39,19 @@ def test_convolutions_have_channels_or_batch_innermost_and_what_is_beside_them_t
     assert {found[value] for value in images} == {(0, 1)}
     # All of them except the kernel.
     assert sum(len(kind.shape) == 4 for kind in program.types) - 1 == len(images)
+
+
+def test_what_a_convolution_writes_is_padded_though_a_product_would_read_it_otherwise() -> None:
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def loss(kernel, x):
+        y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        pixels = jnp.tanh(y).reshape(len(x), -1, 64)
+        return jnp.sum(jnp.sin(jnp.einsum("bnc,bnd->bcd", pixels, pixels)))
+
+    _, _, graph = graph_of(loss, jnp.ones((3, 3, 4, 64)), jnp.ones((2, 16, 16, 4)), device="v5e")
+    assert graph.names[0].endswith("conv_general_dilated")
+    assert graph.bytes[0] == 2 * 16 * 16 * 128 * 4
 
 
 @pytest.mark.parametrize(
