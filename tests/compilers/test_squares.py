@@ -92,6 +92,27 @@ def test_a_tpu_writes_both_cotangents_of_batched_products() -> None:
     assert second_cotangent(interactions, jnp.ones((128, 128)), x, device="v5e") == x.nbytes
 
 
+def pairs(w: jax.Array, x: jax.Array, picks: bool = False) -> jax.Array:
+    """Nine features of each example, put together, multiplied with one another."""
+    features = jnp.stack([jnp.sin(x @ w) * number for number in range(9)], axis=1)
+    products = jnp.einsum("bif,bjf->bij", features, features)
+    return jnp.sum(jnp.sin(products[:, *jnp.triu_indices(9)] if picks else products))
+
+
+def test_cotangents_of_what_was_put_together_are_copied_without_padding() -> None:
+    w, x = jnp.ones((128, 128)), jnp.ones((64, 128))
+    assert second_cotangent(pairs, w, x, device="v5e") == 64 * 9 * 128 * 4
+
+
+def test_the_cotangent_of_what_is_looked_up_is_rounded_for_the_products() -> None:
+    fn = functools.partial(pairs, picks=True)
+    program = tracing.trace(fn, jnp.ones((128, 128)), jnp.ones((64, 128)))
+    for off, word in (((), 2), (["cotangents_rounded"], 4)):
+        graph = model_of(program, "v5e", off).graph
+        product = max(v for v, name in enumerate(names(graph)) if name == "dot_general")
+        assert graph.cotangent_bytes[product] == 64 * 16 * 128 * word
+
+
 def flat(features: jax.Array) -> jax.Array:
     return features.reshape(4, -1, 4)
 
