@@ -321,8 +321,13 @@ def _backward(
         return _Inside()
     linearization = linearize(body)
     expected = model(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
+    if checkpoint is None:
+        # Nothing in it is rewritten.
+        expected, schedule = expected.under(unchanged(expected.graph))
+    else:
+        schedule = plain(expected.graph)
     graph = expected.graph
-    schedule, kept_bytes = plain(graph), sum(graph.internal_bytes)
+    kept_bytes = sum(graph.internal_bytes)
     if checkpoint is not None and not any(graph.pinned):
         kept = _kept(checkpoint, body, expected.roots)
         schedule = Schedule(regions=(Region(vertices=tuple(range(len(graph))), kept=kept),))

@@ -57,10 +57,12 @@ def branched(body: Body) -> Callable[..., jax.Array]:
     return unrolled(lambda x, w: lax.cond(x.sum() > 0, body, lambda a, _: jnp.sin(a), x, w))
 
 
-def workspaces(loss: Callable[..., Any], primitive: str) -> list[int]:
-    """What vertices of one kind take for their inner programs."""
+def workspaces(
+    loss: Callable[..., Any], primitive: str, device: str = "h200", off: str = ""
+) -> list[int]:
+    """What vertices of one kind take for their inner programs, perhaps without a rule."""
     program = trace(loss, W, X)
-    compiler = Compiler(device=get_device("h200"))
+    compiler = Compiler(device=get_device(device), off=frozenset({off} - {""}))
     found = inner.model(program, linearize(program), compiler, Gradients.CONSUMED)
     return [
         found.inside.get(vertex, 0)
@@ -86,6 +88,18 @@ def test_branches_and_iterations_take_what_is_alive_in_them() -> None:
     # One iteration at a time, however many there are.
     inside = workspaces(scanned(jax.checkpoint(layer)), "scan")[0]
     assert 2 * 4 * ARRAY <= inside <= 6 * 4 * ARRAY
+
+
+@pytest.mark.parametrize(("shape", "primitive"), [(scanned, "scan"), (branched, "cond")])
+def test_what_is_inside_is_not_rewritten(shape: Callable[[Body], Any], primitive: str) -> None:
+    def similar(x: jax.Array, w: jax.Array) -> jax.Array:
+        features = (x @ w).reshape(-1, 4, 16)
+        return x + jnp.sin(jnp.einsum("bif,bjf->bij", features, features)).reshape(x.shape)
+
+    # Where it is opened, its gradient is one product.
+    expected = workspaces(shape(similar), primitive, "cpu", "squares_once")
+    assert workspaces(shape(similar), primitive, "cpu") == expected
+    assert workspaces(shape(similar), primitive, "cpu", "squares") != expected
 
 
 def test_nothing_inside_changes_nothing() -> None:
