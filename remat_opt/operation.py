@@ -51,6 +51,9 @@ def _element_bits(dtype: str) -> int:
 #: Matrix products and convolutions: their derivatives are products too.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
+#: Equations that put arrays side by side.
+ASSEMBLED = frozenset({"concatenate", "stack"})
+
 
 #: How many turns a ``while`` of unknown length counts as. One would be too few: what runs once
 #: needs no loop, and a plan would recompute it for the price of one turn.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from remat_opt.compilers import softmax
+from remat_opt.compilers import operands, softmax
 from remat_opt.compilers.effects import Effect
 from remat_opt.compilers.storage import Storage
 from remat_opt.graph import Graph
@@ -90,8 +90,7 @@ def handed_on(storage: Storage, readers: Sequence[Sequence[int]]) -> Iterator[Ha
     found = {}
     for value in softmax.scores(program):
         equation = program.equations[storage.flow.maker[value]]
-        _, (batch, _) = equation.operation.params["dimension_numbers"]
-        if batch and value in storage.vertex_of:
+        if operands.is_batched(equation.operation) and value in storage.vertex_of:
             found[storage.vertex_of[value]] = storage.bytes_of(value)
     if found:
         yield HandedOn(bytes=found, readers={vertex: readers[vertex] for vertex in found})

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from remat_opt import costs
+from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures, Held, kept_by_name, under_checkpoints
 from remat_opt.graph import Graph
@@ -183,8 +184,7 @@ def divided(flow: Dataflow) -> set[int]:
         equation = flow.program.equations[index]
         operation = equation.operation
         if operation.primitive == "dot_general":
-            _, (batch, _) = operation.params["dimension_numbers"]
-            feeding.update(equation.value_inputs if batch else ())
+            feeding.update(equation.value_inputs if operands.is_batched(operation) else ())
         elif not feeding.isdisjoint(equation.outputs) and not flow.opaque(index):
             feeding.update(equation.value_inputs)
             if operation.primitive == "div" and index in flow.linearization.derivatives:

@@ -16,17 +16,17 @@ from remat_opt import costs
 from remat_opt.program.record import Equation, Program
 
 
-def lanes(program: Program) -> dict[int, tuple[int, ...]]:
-    """For each value some of whose axes may not be innermost, the axes that may."""
-    found = convolved(program)
-    for equation in program.equations:
-        if _gathers_rows(equation):
-            found[equation.outputs[0]] = (len(equation.operation.outputs[0].shape) - 1,)
-    return found
+def gathered(program: Program) -> dict[int, tuple[int, ...]]:
+    """For each value that is gathered row by row, the axis that may be innermost."""
+    return {
+        equation.outputs[0]: (len(equation.operation.outputs[0].shape) - 1,)
+        for equation in program.equations
+        if _gathers_rows(equation)
+    }
 
 
 def convolved(program: Program) -> dict[int, tuple[int, ...]]:
-    """The same for operands and results of convolutions, and elementwise values beside them."""
+    """Operands and results of convolutions, and elementwise values beside them, with such axes."""
     found: dict[int, tuple[int, ...]] = {}
     for equation in program.equations:
         if equation.operation.primitive == "conv_general_dilated":

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.effects import Effect, Unchanged
+from remat_opt.operation import ASSEMBLED
 from remat_opt.program.dataflow import unaliased
 from remat_opt.program.record import Equation, Program
 
@@ -52,10 +53,11 @@ def once(program: Program, rules: Rules) -> frozenset[int]:
     """The products whose operand is to have one cotangent, by a single product."""
     if not rules.has("squares_once"):
         return frozenset()
-    maker = program.makers()
+    found = list(squares(program))
+    maker = program.makers() if found else {}
     return frozenset(
         index
-        for index, value in squares(program)
+        for index, value in found
         if program.types[program.equations[index].outputs[0]].bytes <= program.types[value].bytes
         and _is_symmetric(program, maker, program.equations[index])
     )
@@ -133,8 +135,7 @@ def second_cotangents(
     Returns:
       The vertex, the bytes beside the first cotangent, and whether plans have only one.
     """
-    single = once(storage.flow.program, storage.compiler.rules)
-    for index, product, operand in _vertices(storage):
+    for index, product, operand, single in _vertices(storage):
         more = size = sizes[operand]
         if storage.compiler.has("sums_in_products"):
             full = storage.cotangent_bytes(active[operand])
@@ -145,7 +146,7 @@ def second_cotangents(
                 more = full if size < full else 0
             else:
                 more = full - size
-        yield product, more, index in single
+        yield product, more, single
 
 
 def whole(storage: Storage) -> frozenset[int]:
@@ -156,23 +157,24 @@ def whole(storage: Storage) -> frozenset[int]:
     """
     if not storage.compiler.has("sums_in_products"):
         return frozenset()
-    single = once(storage.flow.program, storage.compiler.rules)
     return frozenset(
         operand
-        for index, _, operand in _vertices(storage)
-        if index not in single
-        and (_is_batched(storage, index) or not _multiplies(storage, index, operand))
+        for index, _, operand, single in _vertices(storage)
+        if not single and (_is_batched(storage, index) or not _multiplies(storage, index, operand))
     )
 
 
-def _vertices(storage: Storage) -> Iterator[tuple[int, int, int]]:
-    """Products of a value with itself, as equation and vertex, with the value's vertex."""
-    for index, value in squares(storage.flow.program) if storage.compiler.has("squares") else ():
+def _vertices(storage: Storage) -> Iterator[tuple[int, int, int, bool]]:
+    """Products of a value with itself: equation, vertex, the value's vertex, and if in ``once``."""
+    if not storage.compiler.has("squares"):
+        return
+    single = once(storage.flow.program, storage.compiler.rules)
+    for index, value in squares(storage.flow.program):
         (result,) = storage.flow.program.equations[index].outputs
         holders = storage.holders(value)
         has_gradient = index in storage.flow.linearization.derivatives
         if has_gradient and result in storage.vertex_of and len(holders) == 1:
-            yield index, storage.vertex_of[result], holders[0]
+            yield index, storage.vertex_of[result], holders[0], index in single
 
 
 def _second_bytes(storage: Storage, operand: int, full: int) -> int:
@@ -182,7 +184,7 @@ def _second_bytes(storage: Storage, operand: int, full: int) -> int:
     which nothing is padded.
     """
     maker = storage.flow.program.equations[storage.roots[operand]]
-    if maker.operation.primitive in {"concatenate", "stack"}:
+    if maker.operation.primitive in ASSEMBLED:
         return min(full, storage.flow.program.types[maker.outputs[0]].bytes)
     return full
 
@@ -196,19 +198,10 @@ def _multiplies(storage: Storage, index: int, vertex: int) -> bool:
     return vertex in storage.vertices_of(storage.flow.reads(index))
 
 
-def effects(
-    storage: Storage, sizes: Sequence[int], active: Sequence[Sequence[int]]
-) -> Iterator[Effect]:
-    """What the unchanged function holds more, where nothing keeps the products apart.
-
-    Args:
-      storage: what is stored.
-      sizes: bytes of each vertex's cotangent.
-      active: the values of each vertex that have one.
-    """
+def effects(storage: Storage) -> Iterator[Effect]:
+    """Both cotangents side by side, where nothing keeps the products apart."""
     program, derivatives = storage.flow.program, storage.flow.linearization.derivatives
-    second = second_cotangents(storage, sizes, active)
-    found = {vertex: size for vertex, size, single in second if single}
+    found = {}
     for index, value in squares(program) if apart(program, storage.compiler.rules) else ():
         (result,) = program.equations[index].outputs
         if index not in derivatives or not _is_merged(program, index, value):

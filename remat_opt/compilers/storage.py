@@ -38,9 +38,9 @@ from remat_opt.compilers import (
     transcendental,
 )
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.lanes import convolved, lanes
+from remat_opt.compilers.lanes import convolved, gathered
 from remat_opt.compilers.matrix_axes import Matrices, matrix_axes
-from remat_opt.operation import PRODUCTS, ArrayType, Operation
+from remat_opt.operation import ASSEMBLED, PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
 from remat_opt.program.record import Linearization, Program
 
@@ -50,9 +50,6 @@ _REREAD_LIMIT = 1.25
 
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
-
-#: Equations that put arrays side by side.
-_ASSEMBLED = frozenset({"concatenate", "stack"})
 
 #: Equations that read no more than they return.
 _SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
@@ -149,10 +146,11 @@ class Storage:
             self._product_of = {made: flow.maker[product] for product, made in whole.items()}
         axes = compiler.has("matrix_axes")
         self._matrices: dict[int, Matrices] = matrix_axes(program) if axes else {}
-        self._lanes = lanes(program) if compiler.has("lanes") else {}
-        for value in convolved(program) if self._lanes else ():
+        around = convolved(program) if compiler.has("lanes") else {}
+        for value in around:
             # What a product reads of a convolution's result is copied for it.
             self._matrices.pop(value, None)
+        self._lanes = around | gathered(program) if compiler.has("lanes") else {}
         twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
             twice |= draws.words(flow)
@@ -420,7 +418,7 @@ class Storage:
 
     def _put_together(self, operation: Operation) -> bool:
         """Whether a result is stored as soon as it is read twice."""
-        return self.compiler.has("concatenations") and operation.primitive in _ASSEMBLED
+        return self.compiler.has("concatenations") and operation.primitive in ASSEMBLED
 
     def _looks_up(self, operation: Operation) -> bool:
         """Whether it is a lookup that is part of the kernels that read its result."""

@@ -145,7 +145,12 @@ def vertices(storage: Storage) -> Vertices:
     for vertex, size in apart.items():
         workspaces[vertex] -= size
     products = dict(overwriting.written_by_products(storage, predecessors, active))
-    added = overwriting.added_apart(products, sizes)
+    added = Counter(overwriting.added_apart(products, sizes))
+    for vertex, size, single in squares.second_cotangents(storage, of_cotangents.sizes, active):
+        if single:
+            added[vertex] += size
+        else:
+            workspaces[vertex] += size
     values = [draft.bytes for draft in drafts]
     for vertex, size in overwriting.over_values(storage, products, needs, values, of_cotangents):
         workspaces[vertex] -= size
@@ -324,9 +329,6 @@ def _workspaces(
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):
             own[vertex] += size
-    active = [draft.active for draft in drafts]
-    for vertex, size, single in squares.second_cotangents(storage, of_cotangents.sizes, active):
-        own[vertex] += 0 if single else size
     for vertex, root in enumerate(storage.roots):
         if drafts[vertex].active:
             own[vertex] += cpu_sums.gradient_bytes(storage.flow, root, compiler)
@@ -388,8 +390,7 @@ def _effects(
       transposed: see ``_transposed``.
       weights: those that several products read.
       graph: the graph.
-      added: what is held beside backward steps if nothing is rewritten
-        (``overwriting.added_apart``).
+      added: what is held beside backward steps if nothing is rewritten.
     """
     program, compiler = storage.flow.program, storage.compiler
     derivatives = storage.flow.linearization.derivatives
@@ -415,10 +416,9 @@ def _effects(
         yield OutsideCheckpoints(workspace_bytes=outside)
     if added:
         yield Unchanged(workspace_bytes=added)
-    active = [draft.active for draft in drafts]
-    yield from joins.effects(storage, readers, active)
+    yield from joins.effects(storage, readers, [draft.active for draft in drafts])
     yield from logits.effects(storage)
-    yield from squares.effects(storage, of_cotangents.sizes, active)
+    yield from squares.effects(storage)
     yield from row_gathers.scattered(storage, graph.cotangent_bytes, graph.predecessors)
     if larger := of_cotangents.handed_in_bytes:
         yield HandedIn(bytes=larger, readers={vertex: readers[vertex] for vertex in larger})

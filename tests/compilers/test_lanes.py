@@ -7,10 +7,16 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers.lanes import lanes
+from remat_opt.compilers.lanes import convolved, gathered
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
+from remat_opt.program.record import Program
 from tests.compiler_graphs import compiler_of, graph_of
+
+
+def lanes(program: Program) -> dict[int, tuple[int, ...]]:
+    """All values some of whose axes may not be innermost, with those that may."""
+    return convolved(program) | gathered(program)
 
 
 def test_rows_that_are_gathered_are_stored_as_rows() -> None:
