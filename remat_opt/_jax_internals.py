@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config, source_info_util
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -467,6 +468,78 @@ def tie_cotangents(tangents: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_of_those(tangents, there, _tie_p.bind))
 
 
+#: A linear function with a transpose of its own. JAX's ``linear_call`` can be neither batched nor
+#: differentiated along what it is not linear in; this is then taken for what it computes.
+_linear_p = Primitive("remat_opt_linear")
+_linear_p.multiple_results = True
+
+
+def call_linear(
+    fn: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    transposed: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    given: Sequence[Any],
+    tangents: Sequence[Any],
+    like: Sequence[Any],
+) -> list[Any]:
+    """``fn(given, tangents)``, whose transpose is written otherwise.
+
+    Args:
+      fn: linear in the tangents; takes and gives flat arrays, and closes over none.
+      transposed: takes what is given, and the cotangents of all results, to those of all tangents.
+      given: what neither is linear in.
+      tangents: where to call it.
+      like: values whose tangents the results are.
+    """
+    kinds = tuple(type_of(one).to_tangent_aval() for one in like)
+    params = {"fn": fn, "transposed": transposed, "count": len(given), "kinds": kinds}
+    return list(_linear_p.bind(*given, *tangents, **params))
+
+
+def _linear_run(*values: Any, fn: Callable[..., Any], count: int, **_: Any) -> list[Any]:
+    return list(fn(list(values[:count]), list(values[count:])))
+
+
+def _linear_abstract(*_: Any, kinds: Sequence[Any], **__: Any) -> Sequence[Any]:
+    return kinds
+
+
+def _linear_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    count = params["count"]
+    moved = [ad.instantiate_zeros(one) for one in tangents]
+    if all(isinstance(one, ad.Zero) for one in tangents[:count]):
+        found = _linear_p.bind(*primals[:count], *moved[count:], **params)
+        return _linear_p.bind(*primals, **params), found
+    return jax.jvp(functools.partial(_linear_run, **params), tuple(primals), tuple(moved))
+
+
+def _linear_transpose(
+    cotangents: Sequence[Any],
+    *primals: Any,
+    transposed: Callable[..., Any],
+    count: int,
+    kinds: Sequence[Any],
+    **_: Any,
+) -> list[Any]:
+    there = [
+        ad.instantiate_zeros(ad.Zero(kind.to_tangent_aval())) if isinstance(one, ad.Zero) else one
+        for one, kind in zip(cotangents, kinds, strict=True)
+    ]
+    return [None] * count + list(transposed(list(primals[:count]), there))
+
+
+def _linear_batched(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    found = jax.vmap(functools.partial(_linear_run, **params), tuple(axes))(*values)
+    return found, [0] * len(found)
+
+
+_linear_p.def_impl(_linear_run)
+_linear_p.def_abstract_eval(_linear_abstract)
+ad.primitive_jvps[_linear_p] = _linear_jvp
+ad.primitive_transposes[_linear_p] = _linear_transpose
+batching.primitive_batchers[_linear_p] = _linear_batched
+mlir.register_lowering(_linear_p, mlir.lower_fun(_linear_run, multiple_results=True))
+
+
 def _run_apart(closed: Any, name_stack: Any, inputs: Sequence[Any]) -> list[Any]:
     constant_variables, constants, variables, equations, results = parts(closed)
     environment = dict(zip(constant_variables, constants, strict=True))
@@ -567,6 +640,27 @@ def instantiated(tangent: Any, value: Any) -> Any:
     if not isinstance(tangent, SymbolicZero):
         return tangent
     return ad.instantiate_zeros(ad.Zero(type_of(value).to_tangent_aval()))
+
+
+def empty(shape: Sequence[int], dtype: Any) -> Any:
+    """An array with any content.
+
+    JAX before 0.11 takes ``lax.empty`` for something that a ``vmap`` around it varies.
+    """
+    if jax.__version_info__ < (0, 11):
+        return jnp.zeros(shape, dtype)
+    return jax.lax.empty(shape, dtype)
+
+
+def in_order(value: Any) -> Any:
+    """The value, laid out with its last dimension innermost.
+
+    XLA for TPU may transpose an array if that suits what makes it. Then an array that goes through
+    several loops would be copied between them.
+    """
+    if value.ndim < 2 or not isinstance(value, jax.core.Tracer):
+        return value
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
 def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = False) -> str:

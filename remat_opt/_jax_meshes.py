@@ -65,6 +65,12 @@ def _sharding_of(value: Any) -> Any:
     return getattr(value, "sharding", None)
 
 
+def knows_a_mesh(kind: Any) -> bool:
+    """Whether the type of an array names a mesh, as one device's part in a ``shard_map`` does."""
+    sharding = getattr(kind, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
 def explicit_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
     """Enters the mesh of an array with explicit sharding; does nothing for any other array.
 

@@ -36,13 +36,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from remat_opt import _jax_internals as internals
-from remat_opt import branches, inner, maps, policies
+from remat_opt import _jax_meshes, branches, gradient_places, inner, maps, policies
 from remat_opt.compilers import operands
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opened, Opening
-from remat_opt.compilers.stacks import Read, beside_stacks, counted_around_bytes, stacks
+from remat_opt.compilers.stacks import (
+    Read,
+    beside_stacks,
+    counted_around_bytes,
+    in_gradients_bytes,
+    stacks,
+)
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import bodies
@@ -88,6 +94,7 @@ class _Iteration:
       alone_bytes: likewise where it is in no loop, beside what it keeps.
       seconds: what is computed again.
       flops: likewise.
+      waiting: what of it and of its state would wait in the stacks of gradients.
     """
 
     kept: tuple[int, ...]
@@ -99,6 +106,22 @@ class _Iteration:
     alone_bytes: int
     seconds: float
     flops: int
+    waiting: _Waiting
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """What an iteration leaves in the stacks of gradients.
+
+    Attributes:
+      bytes: of what waits there.
+      entries: the positions of the gradients, among those that it can wait in.
+      workspace_bytes: what the backward pass of the iteration takes beside stacks.
+    """
+
+    bytes: int
+    entries: frozenset[int]
+    workspace_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +133,8 @@ class _Shape:
       carry_bytes: of what one hands to the next.
       result_bytes: of the gradients of what one writes to stacks.
       beside_bytes: of what is rounded ahead of the loop, less what is counted around it as well.
+      gradient_bytes: of the gradients of one entry of all that it can wait in.
+      are_results: whether these gradients are results of the program.
       seconds: of one.
       flops: of one.
     """
@@ -118,8 +143,29 @@ class _Shape:
     carry_bytes: int
     result_bytes: int
     beside_bytes: int
+    gradient_bytes: tuple[int, ...]
+    are_results: bool
     seconds: float
     flops: int
+
+    def chain_in_gradients(self, iterations: Sequence[_Iteration], measure: Overhead) -> Chain:
+        """The loop as numbers, where what fits waits in gradients, which are not counted."""
+        return Chain(
+            length=self.length,
+            state_bytes=0,
+            result_bytes=self.result_bytes,
+            seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
+            ways=tuple(
+                Way(
+                    kept_bytes=max(0, self.carry_bytes + one.kept_bytes - one.waiting.bytes),
+                    workspace_bytes=one.waiting.workspace_bytes,
+                    alone_bytes=one.waiting.workspace_bytes,
+                    seconds=_cost(one, measure),
+                )
+                for one in iterations
+            ),
+            chunks=False,
+        )
 
     def chain(
         self, iterations: Sequence[_Iteration], measure: Overhead, *, whole: bool = False
@@ -353,6 +399,8 @@ def _openings(
     iterations, forward = known[key]
     if not iterations:
         return
+    inputs = program.equations[root].inputs[scan.constants + scan.carries :]
+    gradients = _hosts(body, entries)
 
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(body.types[value]) for value in values)
@@ -373,6 +421,9 @@ def _openings(
         result_bytes=total([value for value in results if value in varying]),
         beside_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler)
         - handed_in_bytes,
+        gradient_bytes=tuple(compiler.buffer_bytes(body.types[one]) for one in gradients),
+        are_results=expected.gradients is Gradients.RESULTS
+        and set(inputs) <= set(program.arguments),
         seconds=seconds,
         flops=graph.flops[vertex] // scan.length,
     )
@@ -380,6 +431,14 @@ def _openings(
     closed_bytes = expected.inside.get(vertex, 0)
     for used, pieces in _drafts(shape, iterations, measure):
         yield _opening(vertex, root, shape, used, pieces, closed_bytes)
+    if any(one.waiting.bytes for one in iterations):
+        for used, pieces in _drafts_in_gradients(shape, iterations, measure):
+            yield _opening_in_gradients(vertex, root, shape, used, pieces, closed_bytes)
+
+
+def _hosts(body: Program, entries: Sequence[int]) -> list[int]:
+    """The entries of stacks whose gradients others can wait in: those that have one."""
+    return [value for value in entries if value in set(body.differentiated)]
 
 
 def _is_alike(loop: Inside) -> bool:
@@ -387,7 +446,8 @@ def _is_alike(loop: Inside) -> bool:
     if not isinstance(loop, Loop):
         return False
     part = loop.parts[0]
-    return len(loop.parts) == 1 and not part.inside and not part.loops and len(part.stages) == 1
+    as_usual = not (loop.in_gradients or part.inside or part.loops)
+    return len(loop.parts) == 1 and as_usual and len(part.stages) == 1
 
 
 def _spread(ways: Sequence[Opening]) -> list[Opening]:
@@ -413,18 +473,39 @@ def _drafts(
         yield used, pieces
 
 
-def _mixed(shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead) -> list[_Iteration]:
+def _drafts_in_gradients(
+    shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead
+) -> Iterator[tuple[Sequence[_Iteration], tuple[Piece, ...]]]:
+    """Likewise, where what fits waits in gradients."""
+    for number in range(len(iterations)):
+        yield iterations, (Piece(length=shape.length, way=number),)
+    used = _mixed(shape, iterations, measure, in_gradients=True)
+    for pieces in loop_nests.nests(shape.chain_in_gradients(used, measure)):
+        yield used, pieces
+
+
+def _mixed(
+    shape: _Shape,
+    iterations: Sequence[_Iteration],
+    measure: Overhead,
+    *,
+    in_gradients: bool = False,
+) -> list[_Iteration]:
     """Those that parts are made of: best at some exchange rate between memory and recomputation.
 
     In a part of many iterations memory is what each keeps; in one of few, a share of the workspace
     as well.
     """
     found: dict[_Iteration, None] = {}
-    by_workspace = sorted(iterations, key=lambda one: one.workspace_bytes)
+    chain = shape.chain_in_gradients if in_gradients else shape.chain
+    ways = chain(iterations, measure).ways
+    by_workspace = sorted(
+        zip(iterations, ways, strict=True), key=lambda pair: pair[1].workspace_bytes
+    )
     for share in (0.0, 1 / shape.length, 1.0):
         points: dict[tuple[int, float], _Iteration] = {}
-        for one in by_workspace:
-            size = one.kept_bytes + math.ceil(share * one.workspace_bytes)
+        for one, way in by_workspace:
+            size = way.kept_bytes + math.ceil(share * way.workspace_bytes)
             points.setdefault((size, _cost(one, measure)), one)
         hull = [points[point] for point in _hull(list(points))]
         found |= dict.fromkeys(thinned(hull, _MOST_MIXED))
@@ -448,6 +529,40 @@ def _opening(
         loop=Loop(root=root, parts=tuple(_part(iterations, piece) for piece in pieces)),
         stacked_bytes=found.held_bytes,
         workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes,
+        closed_bytes=closed_bytes,
+        seconds=found.seconds,
+        flops=round(flops),
+    )
+
+
+def _opening_in_gradients(
+    vertex: int,
+    root: int,
+    shape: _Shape,
+    iterations: Sequence[_Iteration],
+    pieces: Sequence[Piece],
+    closed_bytes: int,
+) -> Opening:
+    """Likewise, where what fits waits in gradients.
+
+    The stacks of these are there from the forward pass on. As gradients they are counted, if at
+    all, around the loop when its turn comes, so that they are taken off there.
+    """
+    found = loop_nests.judge(shape.chain_in_gradients(iterations, Overhead.SECONDS), pieces)
+    flops = loop_nests.judge(shape.chain_in_gradients(iterations, Overhead.FLOPS), pieces).seconds
+    entries = frozenset[int]().union(*(iterations[one.way].waiting.entries for one in pieces))
+    held_bytes = (
+        0 if shape.are_results else shape.length * sum(shape.gradient_bytes[n] for n in entries)
+    )
+    return Opening(
+        vertex=vertex,
+        loop=Loop(
+            root=root,
+            parts=tuple(_part(iterations, piece) for piece in pieces),
+            in_gradients=True,
+        ),
+        stacked_bytes=found.held_bytes + held_bytes,
+        workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes - held_bytes,
         closed_bytes=closed_bytes,
         seconds=found.seconds,
         flops=round(flops),
@@ -570,11 +685,19 @@ def _iterations(
         expected = opened(expected, inside)
         choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
     read = stacks(body, carry, entries, expected)
+    hosts = _hosts(body, entries) if compiler.has("gradients_hold") else []
+    if any(
+        one.placement is not None
+        or any(_jax_meshes.knows_a_mesh(atom.aval) for atom in one.jax_equation.invars)
+        for one in body.equations
+    ):
+        hosts = []
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):
             loops = tuple(way.loop for way in choice)
-            found[_iteration(expected, dataclasses.replace(schedule, loops=loops), read)] = None
+            schedule = dataclasses.replace(schedule, loops=loops)
+            found[_iteration(body, expected, schedule, read, carry, hosts)] = None
     best: list[_Iteration] = []
     for one in found:
         figures = _figures(one, measure)
@@ -591,6 +714,8 @@ def _iterations(
 
 def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
     return (
+        way.kept_bytes - way.waiting.bytes,
+        way.waiting.workspace_bytes,
         way.kept_bytes,
         way.workspace_bytes,
         way.whole_bytes,
@@ -661,7 +786,47 @@ def _kept_of(graph: Graph, chain: tuple[Region, ...]) -> Iterator[tuple[int, ...
     yield tuple(sorted(demand(graph, Schedule(regions=chain)).stored))
 
 
-def _iteration(expected: Model, schedule: Schedule, read: Read) -> _Iteration:
+def _waiting(
+    body: Program,
+    expected: Model,
+    schedule: Schedule,
+    read: Read,
+    carry: Sequence[int],
+    hosts: Sequence[int],
+) -> _Waiting:
+    """What of an iteration's values would wait in the gradients of those entries."""
+    graph, compiler = expected.graph_of(schedule), expected.compiler
+    stored = [vertex for vertex in demand(graph, schedule).stored if graph.bytes[vertex]]
+    owners = [(value, -1) for value in carry] + [
+        (value, vertex)
+        for vertex in sorted(stored)
+        for value in body.equations[expected.roots[vertex]].outputs
+    ]
+    where = gradient_places.places(
+        [body.types[value] for value, _ in owners], [body.types[value] for value in hosts]
+    )
+    found = [(one, *owner) for one, owner in zip(where, owners, strict=True) if one is not None]
+    kept: dict[int, int] = {}
+    for _, value, vertex in found:
+        if vertex >= 0:
+            size = kept.get(vertex, 0) + compiler.buffer_bytes(body.types[value])
+            kept[vertex] = min(size, graph.bytes[vertex])
+    carried = {value for _, value, vertex in found if vertex < 0}
+    return _Waiting(
+        bytes=sum(kept.values()) + sum(compiler.buffer_bytes(body.types[v]) for v in carried),
+        entries=frozenset(place.entry for place, _, _ in found),
+        workspace_bytes=in_gradients_bytes(expected, schedule, read, kept, carried) if hosts else 0,
+    )
+
+
+def _iteration(
+    body: Program,
+    expected: Model,
+    schedule: Schedule,
+    read: Read,
+    carry: Sequence[int],
+    hosts: Sequence[int],
+) -> _Iteration:
     """A schedule of a body, with its figures."""
     schedule = expected.admitted(schedule)
     graph = expected.graph_of(schedule)
@@ -684,4 +849,5 @@ def _iteration(expected: Model, schedule: Schedule, read: Read) -> _Iteration:
         alone_bytes=beside.alone_bytes,
         seconds=math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
         flops=sum(graph.flops[vertex] for vertex in again) + flops,
+        waiting=_waiting(body, expected, schedule, read, carry, hosts),
     )

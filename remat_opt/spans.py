@@ -117,12 +117,17 @@ class Stacks:
         whether they are copied as the backward pass starts.
       carried_bytes: of what is handed from iteration to iteration.
       handed_out: of each vertex whether its value is: its cotangent is there from the start.
+      taken: of what waits in the stacks of gradients the bytes, and the vertices that read it: it
+        is copied as the backward pass starts, since a gradient takes its place.
+      in_gradients: of each vertex whether its value waits there.
     """
 
     slicing: np.ndarray | None
     inputs: Sequence[tuple[int, Sequence[int], bool]]
     carried_bytes: int
     handed_out: np.ndarray
+    taken: Sequence[tuple[int, Sequence[int]]] = ()
+    in_gradients: np.ndarray | None = None
 
 
 def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spans:
@@ -165,7 +170,10 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
     if stacks is None or stacks.slicing is None:
         np.maximum.at(end, open_reads.read, step[open_reads.step])
     else:
-        copied = open_reads[stacks.slicing[open_reads.reader]]
+        slicing = stacks.slicing[open_reads.reader]
+        if stacks.in_gradients is not None:
+            slicing &= ~stacks.in_gradients[open_reads.read]
+        copied = open_reads[slicing]
         add(step[copied.step], step[copied.step], arrays.bytes[copied.read])
         # What is written where it waits, and read there, is no array; the rest is put there late.
         there[open_reads.read] = stacks.slicing[open_reads.read]
@@ -239,16 +247,22 @@ def _copies(
     Returns:
       The first and the last step of each, and its bytes.
     """
-    lives = [(0, count - 1, stacks.carried_bytes)]
-    for size, readers, at_once in stacks.inputs:
-        reader = np.asarray(readers)
-        lives += [(at, at, size) for at in forward[reader].tolist()]
+
+    def read_at(reader: np.ndarray) -> np.ndarray:
         again = [
             step[(depth + 1) * count + reader[level.again[reader]]]
             for depth, level in enumerate(levels)
         ]
-        read = np.concatenate([step[reader], *again])
+        return np.concatenate([step[reader], *again])
+
+    lives = [(0, count - 1, stacks.carried_bytes)]
+    for size, readers, at_once in stacks.inputs:
+        reader = np.asarray(readers)
+        lives += [(at, at, size) for at in forward[reader].tolist()]
+        read = read_at(reader)
         lives.append((count if at_once else read.min(), read.max(), size))
+    for size, readers in stacks.taken:
+        lives.append((count, read_at(np.asarray(readers)).max(), size))
     starts, ends, sizes = np.array(lives, dtype=np.int64).T
     there = starts <= ends
     return starts[there], ends[there], sizes[there]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -50,11 +50,13 @@ class Read:
 
     Attributes:
       stacks: what is copied.
-      in_place: likewise of what is read where it lies.
+      copied: the values that are, in this order.
+      in_place: likewise of what is read where it lies, by value.
     """
 
     stacks: Stacks
-    in_place: Sequence[tuple[int, Sequence[int]]]
+    copied: Sequence[int]
+    in_place: Mapping[int, tuple[int, Sequence[int]]]
 
     def under(self, regions: Sequence[Region]) -> Stacks:
         """What is copied where an iteration consists of regions."""
@@ -65,7 +67,7 @@ class Read:
             (size, readers, not inside.isdisjoint(readers))
             for size, readers, _ in self.stacks.inputs
         ]
-        for size, readers in self.in_place:
+        for size, readers in self.in_place.values():
             if found := tuple(sorted(inside.intersection(readers))):
                 inputs.append((size, found, True))
         return dataclasses.replace(self.stacks, inputs=inputs)
@@ -110,8 +112,8 @@ def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expect
             [not handed_out.isdisjoint(body.equations[root].outputs) for root in expected.roots]
         ),
     )
-    own = [(size([value]), tuple(at)) for value, at in in_place.items() if value not in readers]
-    return Read(stacks=found, in_place=own)
+    own = {v: (size([v]), tuple(at)) for v, at in in_place.items() if v not in readers}
+    return Read(stacks=found, copied=tuple(readers), in_place=own)
 
 
 def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
@@ -153,6 +155,43 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
         part_bytes=whole_bytes if at_once == whole.inputs else laid_out_bytes(in_part),
         alone_bytes=max(0, laid_out_bytes(alone) - kept_bytes),
     )
+
+
+def in_gradients_bytes(
+    expected: Model, schedule: Schedule, read: Read, kept: Mapping[int, int], carried: Set[int]
+) -> int:
+    """What the backward pass of an iteration takes if what it keeps waits in gradients' stacks.
+
+    Args:
+      expected: the model of the body.
+      schedule: what it keeps, and how it runs again.
+      read: what it reads of stacks.
+      kept: the bytes that wait there of what vertices compute, by vertex.
+      carried: the values that are carried, and wait there.
+    """
+    graph = expected.graph_of(schedule)
+    if not expected.compiler.has("entries_sliced"):
+        return expected.peak_bytes(schedule) + read.stacks.carried_bytes
+    (region,) = schedule.regions
+    read_by: dict[int, list[int]] = {vertex: [] for vertex in kept}
+    for reader in range(len(graph)):
+        for vertex in read_by.keys() & {*graph.needs[reader], *graph.predecessors[reader]}:
+            read_by[vertex].append(reader)
+    taken: list[tuple[int, Sequence[int]]] = []
+    inputs: list[tuple[int, Sequence[int]]] = []
+    taken += [(size, at) for vertex, size in kept.items() if (at := read_by[vertex])]
+    for value, (size, by, _) in zip(read.copied, read.stacks.inputs, strict=True):
+        (taken if value in carried else inputs).append((size, by))
+    taken += [one for value, one in read.in_place.items() if value in carried]
+    waiting = np.zeros(len(graph), dtype=bool)
+    waiting[list(kept)] = True
+    found = dataclasses.replace(
+        read.under(region.inside),
+        inputs=[(size, at, True) for size, at in inputs],
+        taken=taken,
+        in_gradients=waiting,
+    )
+    return expected.laid_out_bytes(expected.lives(graph, schedule, found), schedule)
 
 
 def counted_around_bytes(carried_bytes: int, cotangent_bytes: int, compiler: Compiler) -> int:

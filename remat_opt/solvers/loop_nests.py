@@ -88,6 +88,7 @@ class Chain:
       result_bytes: of the gradients of what it writes to stacks.
       seconds: of an iteration, forward.
       ways: to run an iteration.
+      chunks: whether there may be any.
     """
 
     length: int
@@ -95,6 +96,7 @@ class Chain:
     result_bytes: int
     seconds: float
     ways: tuple[Way, ...]
+    chunks: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +262,7 @@ class _Table:
         found = [
             (count, self.place[size], rest)
             for first, rest in zip(firsts.tolist(), rest_places.tolist(), strict=True)
-            for count in range(2, min(MOST_CHUNKS, first) + 1)
+            for count in range(2, min(MOST_CHUNKS, first) + 1 if chain.chunks else 0)
             if not first % count and 1 < (size := first // count) < length and size in self.place
         ]
         if found:

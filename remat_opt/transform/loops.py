@@ -20,12 +20,13 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt._jax_meshes import explicit_mesh_of
+from remat_opt._jax_meshes import explicit_mesh_of, knows_a_mesh
 from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Loop, Part
 from remat_opt.transform.equations import arrays_of
+from remat_opt.transform.gradient_stacks import run_in_gradients
 
 
 def check_loop(equation: Equation, loop: Loop) -> None:
@@ -36,7 +37,9 @@ def check_loop(equation: Equation, loop: Loop) -> None:
             "the plan again."
         )
     length = internals.scan_of(equation.jax_equation).length
-    if not _fit(loop.parts, length):
+    if not _fit(loop.parts, length) or (
+        loop.in_gradients and any(part.inside for part in loop.parts)
+    ):
         raise PlanFileError(
             f"The parts of the loop at equation {loop.root} of the plan do not add up to its "
             f"length, {length}. Make the plan again."
@@ -80,21 +83,39 @@ def run_loop(
     """
     scan = internals.scan_of(equation.jax_equation)
     given = arrays_of(equation, inputs)
-    reads, carry = (
-        [*given[: scan.constants], *given[scan.constants + scan.carries :]],
-        given[scan.constants : scan.constants + scan.carries],
+    whole = _Body(
+        scan=scan,
+        of=functools.cache(body),
+        reached=functools.cache(functools.partial(bodies.reached, equation)),
     )
+    plain = functools.partial(_run_plain, whole, loop.parts)
     with internals.context_of(equation.jax_equation, equation.name_stack):
-        whole = _Body(
-            scan=scan,
-            of=functools.cache(body),
-            reached=functools.cache(functools.partial(bodies.reached, equation)),
-        )
-        if len(loop.parts) == 1 and not loop.parts[0].inside:
-            carry, results = _run_alike(whole, loop.parts[0], reads, carry)
-        else:
-            carry, results, _ = _run_parts(whole, loop.parts, reads, carry, 0)
+        if not loop.in_gradients or any(knows_a_mesh(internals.type_of(one)) for one in given):
+            return plain(*given)
+        parts = [
+            (_checkpointed(*whole.of(part), alone=part.length <= scan.unroll), part.length)
+            for part in loop.parts
+        ]
+        return run_in_gradients(scan, parts, whole.reached, plain, given)
+
+
+def _run_plain(body: _Body, parts: Sequence[Part], *inputs: Any) -> list[Any]:
+    """Runs a loop whose iterations leave what waits in stacks of its own."""
+    first, last = body.scan.constants, body.scan.constants + body.scan.carries
+    reads, carry = [*inputs[:first], *inputs[last:]], list(inputs[first:last])
+    if len(parts) == 1 and not parts[0].inside:
+        carry, results = _run_alike(body, parts[0], reads, carry)
+    else:
+        carry, results, _ = _run_parts(body, parts, reads, carry, 0)
     return [*carry, *results]
+
+
+def _checkpointed(
+    run: Callable[..., Any], policy: Callable[..., Any] | None, *, alone: bool
+) -> Callable[..., Any]:
+    """What runs one iteration or chunk under its checkpoint; alone if that is in no loop."""
+    # In a loop, only the backward loop repeats what is under it.
+    return jax.checkpoint(run, prevent_cse=alone, policy=policy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +159,7 @@ class _Turns:
 
     def checkpointed(self, turn: Callable[..., Any]) -> Callable[..., Any]:
         """A turn under its checkpoint."""
-        # In a loop, only the backward loop repeats what is under it.
-        return jax.checkpoint(turn, prevent_cse=self.unroll >= self.count, policy=self.policy)
+        return _checkpointed(turn, self.policy, alone=self.unroll >= self.count)
 
     def flat(self, made: Sequence[Any]) -> list[Any]:
         """Stacked outputs of all turns, one entry for each iteration."""

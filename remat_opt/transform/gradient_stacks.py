@@ -1,0 +1,433 @@
+"""A ``scan`` that keeps what waits for its backward pass in the stacks of its gradients.
+
+The gradient of a stacked input is a stack as well, which the backward pass fills from the last
+iteration to the first. Until then the entry of an iteration is free: what that iteration keeps
+waits there, if it fits. The backward pass reads it, and writes the gradient in its place. So both
+together take no more than the gradient does.
+
+JAX's own derivative of a ``scan`` has separate stacks, so that the derivative is written here: the
+linear function of an iteration as JAX makes it, with what it holds sorted into what the loop reads
+anyway and what must wait, and both loops over it. What has no place in a gradient has a stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from remat_opt import _jax_internals as internals
+from remat_opt.gradient_places import Place, places
+
+#: Runs an iteration: flat arguments of the body to flat outputs.
+Iteration = Callable[[Sequence[Any]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """Something that the linear function of an iteration reads.
+
+    Attributes:
+      argument: the position of the argument of the body that it is, if the loop reads that anyway.
+      stack: else the number of the stack in which it waits.
+      place: else where it waits in the stack of a gradient.
+      kind: its type.
+    """
+
+    argument: int | None = None
+    stack: int | None = None
+    place: Place | None = None
+    kind: Any
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Turn:
+    """The iterations of a part.
+
+    Attributes:
+      run: runs one.
+      first: the position of the first entry that they read.
+      length: how many there are.
+      structure: that of the linear function of one, once known.
+      reads: what that reads, once known.
+    """
+
+    run: Iteration
+    first: int
+    length: int
+    structure: Any = None
+    reads: list[_Read] = dataclasses.field(default_factory=list)
+
+    @property
+    def stacks(self) -> int:
+        """How many stacks of its own it has."""
+        return sum(read.stack is not None for read in self.reads)
+
+
+def run_in_gradients(
+    scan: internals.Scan,
+    parts: Sequence[tuple[Iteration, int]],
+    reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]],
+    plain: Callable[..., Sequence[Any]],
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """Runs a ``scan``.
+
+    Args:
+      scan: what its equation says.
+      parts: in order of execution, what runs an iteration, under its checkpoint, and how many.
+      reached: what derivatives along some of the inputs reach (``bodies.reached``).
+      plain: runs the loop as well, with stacks of its own; takes all inputs. Derivatives in forward
+        mode, and of derivatives, are taken of it.
+      inputs: constants, carry and stacked inputs.
+
+    Returns:
+      The carry, and the stacked outputs.
+    """
+    count = len(inputs)
+
+    @jax.custom_jvp
+    def run(*inputs: Any) -> list[Any]:
+        return list(plain(*inputs))
+
+    def rule(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        given = {n for n, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
+        loop = _Loop(scan, parts, *reached(frozenset(given)))
+
+        def along(inputs: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
+            outputs = plain(*_filled(inputs, loop.moved, moved))
+            return [outputs[n] for n in loop.reached]
+
+        def forward_in_plain(kept: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+            moved = [kept[n] for n in loop.moved]
+            of_moved = functools.partial(along, kept[:count])
+            made: Sequence[Any] = jax.jvp(of_moved, (moved,), (list(tangents),))[1]
+            return made
+
+        def backward_in_plain(*given: Any) -> Sequence[Any]:
+            inputs, cotangents = given[:count], given[len(given) - len(loop.reached) :]
+            _, back = jax.vjp(functools.partial(along, inputs), [inputs[n] for n in loop.moved])
+            found: Sequence[Any] = back(list(cotangents))[0]
+            return found
+
+        forward = _with_derivative_of(plain, loop.forward)
+        backward = _with_derivative_of(backward_in_plain, loop.backward)
+        found = forward(*inputs)
+        outputs = list(found[: len(found) - loop.waiting])
+        to_outputs = internals.call_linear(
+            forward_in_plain,
+            lambda kept, cotangents: backward(*kept, *cotangents),
+            [*inputs, *found[len(outputs) :]],
+            [internals.instantiated(tangents[n], inputs[n]) for n in loop.moved],
+            [outputs[n] for n in loop.reached],
+        )
+        none = [internals.zero_tangent(one) for one in outputs]
+        return outputs, _filled(none, loop.reached, to_outputs)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run(*inputs)
+
+
+def _with_derivative_of(
+    plain: Callable[..., Sequence[Any]], run: Callable[..., Sequence[Any]]
+) -> Callable[..., Sequence[Any]]:
+    """A function with the derivative of another one, whose outputs are the first of its own.
+
+    The others have none.
+    """
+    found = jax.custom_jvp(run)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        outputs = found(*primals)
+        moved = list(internals.jvp_of_varying(plain, primals, tangents))
+        return outputs, moved + [internals.zero_tangent(one) for one in outputs[len(moved) :]]
+
+    found.defjvp(rule, symbolic_zeros=True)
+    return found
+
+
+def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The values, with some replaced."""
+    found = list(values)
+    for place, value in zip(places, others, strict=True):
+        found[place] = value
+    return found
+
+
+class _Loop:
+    """A loop in parts, and its derivative along some inputs.
+
+    What iterations keep is found out as the forward pass is traced, so that this comes first.
+
+    Attributes:
+      scan: what its equation says.
+      turns: its parts, in order of execution.
+      moved: the positions of the inputs along which there are derivatives, ascending.
+      reached: likewise of the outputs that these reach.
+      first: the position of the first stacked input.
+      constants: those of ``moved`` that are constants.
+      carried: likewise carried.
+      stacked: likewise stacked.
+    """
+
+    def __init__(
+        self,
+        scan: internals.Scan,
+        parts: Sequence[tuple[Iteration, int]],
+        moved: Set[int],
+        reached: Set[int],
+    ) -> None:
+        self.scan = scan
+        self.turns: list[_Turn] = []
+        self.moved, self.reached = sorted(moved), sorted(reached)
+        self.first = scan.constants + scan.carries
+        self.constants = [n for n in self.moved if n < scan.constants]
+        self.carried = [n for n in self.moved if scan.constants <= n < self.first]
+        self.stacked = [n for n in self.moved if n >= self.first]
+        done = 0
+        for run, length in parts:
+            first = scan.length - done - length if scan.reverse else done
+            self.turns.append(_Turn(run=run, first=first, length=length))
+            done += length
+
+    @property
+    def waiting(self) -> int:
+        """How many stacks wait between both passes."""
+        return len(self.stacked) + sum(turn.stacks for turn in self.turns)
+
+    def forward(self, *inputs: Any) -> list[Any]:
+        """Runs all iterations, and keeps what waits for their backward steps.
+
+        Returns:
+          The carry, and the stacked outputs; what waits beside gradients, part by part; and the
+          stacks in which gradients will be.
+        """
+        scan = self.scan
+        carry = list(inputs[scan.constants : self.first])
+        gradients = [internals.empty(inputs[n].shape, inputs[n].dtype) for n in self.stacked]
+        made, stacks = [], []
+        for turn in self.turns:
+            step = functools.partial(self._step, turn, inputs)
+            (carry, gradients), (entries, waiting) = self._over(turn, step, (carry, gradients))
+            made.append(entries)
+            stacks.extend(waiting)
+        in_order = made[::-1] if scan.reverse else made
+        joined = [
+            alike[0] if len(alike) == 1 else jnp.concatenate(alike)
+            for alike in zip(*in_order, strict=True)
+        ]
+        return [*carry, *joined, *stacks, *gradients]
+
+    def _step(self, turn: _Turn, inputs: Sequence[Any], state: Any, place: Any) -> Any:
+        """An iteration of the forward pass."""
+        carry, gradients = state
+        entries = [_entry(one, place) for one in inputs[self.first :]]
+        if turn.length == 1:
+            # To a compiler this is no loop, and it would round a whole stack for one entry.
+            entries = internals.barrier(*entries)
+        arguments = [*inputs[: self.scan.constants], *carry, *entries]
+        outputs, held = self._linearized(turn, arguments)
+        gradients, waiting = list(gradients), []
+        for value, read in zip(held, turn.reads, strict=True):
+            if read.place is not None:
+                stack = gradients[read.place.entry]
+                gradients[read.place.entry] = _put(stack, value, read.place, place)
+            elif read.stack is not None:
+                waiting.append(value)
+        carries = self.scan.carries
+        return (outputs[:carries], gradients), (outputs[carries:], waiting)
+
+    def _linearized(self, turn: _Turn, arguments: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        """Runs an iteration, and notes in its turn what its linear function reads.
+
+        Returns:
+          The outputs, and what is read.
+        """
+
+        def along(*moved: Any) -> tuple[list[Any], list[Any]]:
+            given = list(arguments)
+            for n, value in zip(self.moved, moved, strict=True):
+                given[n] = value
+            outputs = turn.run(given)
+            return [outputs[n] for n in self.reached], outputs
+
+        at = [arguments[n] for n in self.moved]
+        _, linear, outputs = jax.linearize(along, *at, has_aux=True)
+        held, turn.structure = jax.tree.flatten(linear)
+        # What is carried has another value in each iteration: it waits like what is made.
+        read_anyway = {
+            id(one): n
+            for n, one in enumerate(arguments)
+            if not self.scan.constants <= n < self.first
+        }
+        entries = [internals.type_of(arguments[n]) for n in self.stacked]
+        waiting = [internals.type_of(one) for one in held if id(one) not in read_anyway]
+        where, stacks = iter(places(waiting, entries)), itertools.count()
+        turn.reads = []
+        for one in held:
+            argument = read_anyway.get(id(one))
+            place = next(where) if argument is None else None
+            stack = next(stacks) if argument is None and place is None else None
+            kind = internals.type_of(one)
+            turn.reads.append(_Read(argument=argument, stack=stack, place=place, kind=kind))
+        return outputs, held
+
+    def backward(self, *given: Any) -> list[Any]:
+        """The cotangents of the inputs along which there are derivatives.
+
+        Args:
+          *given: the inputs, what waits, and the cotangents of the outputs that are reached.
+        """
+        last = len(given) - len(self.reached)
+        inputs, stacks, gradients = self._sorted(given[:last])
+        to_outputs = dict(zip(self.reached, given[last:], strict=True))
+        kinds = {n: _kind_of(inputs[n], entry=n >= self.first) for n in self.moved}
+        zeros = {n: jnp.zeros(kinds[n].shape, kinds[n].dtype) for n in self.moved}
+        shift = self.scan.constants
+
+        def step(turn: _Turn, own: Sequence[Any], state: Any, place: Any) -> Any:
+            carry, sums, gradients = state
+            here = dict(zip(self.carried, carry, strict=True))
+            back = [
+                here[n + shift] if n < self.scan.carries else _entry(to_outputs[n], place)
+                for n in self.reached
+            ]
+            held = self._held(turn, inputs, own, gradients, place)
+            # What waits in a gradient is read before anything is written there.
+            waiting = [n for n, read in enumerate(turn.reads) if read.place is not None]
+            back_and_waiting = internals.barrier(*back, *(held[n] for n in waiting))
+            back = back_and_waiting[: len(back)]
+            for n, value in zip(waiting, back_and_waiting[len(back) :], strict=True):
+                held[n] = value
+            linear = jax.tree.unflatten(turn.structure, held)
+            transposed = jax.linear_transpose(
+                lambda *at: tuple(linear(*at)), *(kinds[n] for n in self.moved)
+            )
+            found = dict(zip(self.moved, transposed(tuple(back)), strict=True))
+            return (
+                [found[n] for n in self.carried],
+                [one + found[n] for n, one in zip(self.constants, sums, strict=True)],
+                [
+                    _written(one, internals.in_order(found[n]), place)
+                    for n, one in zip(self.stacked, gradients, strict=True)
+                ],
+            ), None
+
+        state: Any = (
+            [to_outputs.get(n - shift, zeros[n]) for n in self.carried],
+            [zeros[n] for n in self.constants],
+            gradients,
+        )
+        for turn, own in zip(self.turns[::-1], stacks[::-1], strict=True):
+            state, _ = self._over(turn, functools.partial(step, turn, own), state, backward=True)
+        carry, sums, gradients = state
+        return [*sums, *carry, *gradients]
+
+    def _over(
+        self, turn: _Turn, step: Callable[[Any, Any], Any], state: Any, *, backward: bool = False
+    ) -> Any:
+        """Runs a step for each iteration of a part."""
+        at = np.arange(turn.first, turn.first + turn.length, dtype=np.int32)
+        unroll = min(self.scan.unroll, turn.length)
+        return lax.scan(step, state, at, reverse=self.scan.reverse != backward, unroll=unroll)
+
+    def _sorted(self, kept: Sequence[Any]) -> tuple[list[Any], list[list[Any]], list[Any]]:
+        """The inputs, the stacks of each part, and those of the gradients."""
+        rest = iter(kept)
+        inputs = list(itertools.islice(rest, len(kept) - self.waiting))
+        stacks = [list(itertools.islice(rest, turn.stacks)) for turn in self.turns]
+        return inputs, stacks, list(rest)
+
+    def _held(
+        self,
+        turn: _Turn,
+        inputs: Sequence[Any],
+        stacks: Sequence[Any],
+        gradients: Sequence[Any],
+        place: Any,
+    ) -> list[Any]:
+        """What the linear function of an iteration reads."""
+        held = []
+        for read in turn.reads:
+            if read.place is not None:
+                held.append(_taken(gradients[read.place.entry], read.place, read.kind, place))
+            elif read.stack is not None:
+                held.append(_entry(stacks[read.stack], place - turn.first))
+            else:
+                assert read.argument is not None
+                one = inputs[read.argument]
+                held.append(one if read.argument < self.first else _entry(one, place))
+        return held
+
+
+def _kind_of(value: Any, *, entry: bool) -> jax.ShapeDtypeStruct:
+    """The type of a value, or of an entry of a stack."""
+    kind = internals.type_of(value)
+    shape = kind.shape[1:] if entry else kind.shape
+    return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def _entry(stacked: Any, place: Any) -> Any:
+    return lax.dynamic_index_in_dim(stacked, place, keepdims=False, allow_negative_indices=False)
+
+
+def _written(stacked: Any, entry: Any, place: Any) -> Any:
+    starts = [place, *[0] * entry.ndim]
+    return lax.dynamic_update_slice(stacked, entry[None], starts, allow_negative_indices=False)
+
+
+def _put(stack: Any, value: Any, where: Place, place: Any) -> Any:
+    """The stack of a gradient with a value in its place."""
+    shape = (where.together, where.rows, *stack.shape[2:])
+    bits = _unsigned(value.dtype.itemsize)
+    flat = value.reshape(-1)
+    flat = jnp.pad(flat, (0, math.prod(shape) - flat.size))
+    if value.dtype == stack.dtype:
+        rows = flat.reshape(shape)
+    else:
+        wide = _unsigned(stack.dtype.itemsize)
+        is_bool = value.dtype == jnp.bool_
+        flat = flat.astype(bits) if is_bool else lax.bitcast_convert_type(flat, bits)
+        rows = functools.reduce(
+            lax.bitwise_or,
+            (
+                lax.shift_left(one.astype(wide), wide.type(8 * bits.itemsize * n))
+                for n, one in enumerate(flat.reshape(shape))
+            ),
+        )
+        rows = lax.bitcast_convert_type(rows, stack.dtype)[None]
+    starts = [place, where.row, *[0] * (stack.ndim - 2)]
+    return lax.dynamic_update_slice(stack, rows, starts, allow_negative_indices=False)
+
+
+def _taken(stack: Any, where: Place, kind: Any, place: Any) -> Any:
+    """A value of a type from its place in the stack of a gradient."""
+    starts = [place, where.row, *[0] * (stack.ndim - 2)]
+    sizes = (1, where.rows, *stack.shape[2:])
+    rows = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
+    if kind.dtype != stack.dtype:
+        bits = _unsigned(kind.dtype.itemsize)
+        wide = lax.bitcast_convert_type(rows[0], _unsigned(stack.dtype.itemsize))
+        rows = jnp.stack(
+            [
+                lax.shift_right_logical(wide, wide.dtype.type(8 * bits.itemsize * n)).astype(bits)
+                for n in range(where.together)
+            ]
+        )
+        is_bool = kind.dtype == jnp.bool_
+        rows = rows.astype(kind.dtype) if is_bool else lax.bitcast_convert_type(rows, kind.dtype)
+    size = math.prod(kind.shape)
+    return (rows if rows.size == size else rows.reshape(-1)[:size]).reshape(kind.shape)
+
+
+def _unsigned(itemsize: int) -> np.dtype[Any]:
+    return np.dtype(f"uint{8 * itemsize}")
