@@ -685,7 +685,7 @@ def _iterations(
         expected = opened(expected, inside)
         choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
     read = stacks(body, carry, entries, expected)
-    hosts = _hosts(body, entries) if compiler.has("gradients_hold") else []
+    hosts = _hosts(body, entries)
     if any(
         one.placement is not None
         or any(_jax_meshes.knows_a_mesh(atom.aval) for atom in one.jax_equation.invars)

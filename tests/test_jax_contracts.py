@@ -540,6 +540,51 @@ def test_dead_code_is_left_out_of_inner_programs_too() -> None:
     assert "sin" in live
 
 
+def test_a_linear_function_can_have_a_transpose_of_its_own() -> None:
+    """Under ``vmap``, and differentiated along what it is not linear in, it is what it computes."""
+
+    def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return internals.call_linear(
+            lambda given, tangents: [given[0] * tangents[0]],
+            lambda given, cotangents: [3 * given[0] * cotangents[0]],
+            [scale],
+            [x],
+            [x],
+        )[0]
+
+    @jax.custom_jvp
+    def f(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    f.defjvp(lambda primals, tangents: (f(*primals), scaled(*tangents, jnp.full((), 2.0))))
+    x = jnp.float32(5.0)
+    assert jax.jvp(f, (x,), (x,))[1] == 10
+    assert jax.jit(jax.grad(f))(x) == 6
+    many = jnp.arange(3.0)
+    assert jax.vmap(jax.grad(f))(many).tolist() == [6] * 3
+    assert jax.grad(lambda x: jnp.sum(jax.vmap(f)(x)))(many).tolist() == [2] * 3
+    both = jax.jvp(lambda x: scaled(x, x**2), (x,), (jnp.float32(1.0),))
+    assert both == (125, 75)
+
+
+def test_an_array_can_be_laid_out_in_order_and_differentiated() -> None:
+    x = ones(3, 4)
+    assert internals.in_order(x) is x
+    closed = jax.make_jaxpr(internals.in_order)(x)
+    assert "layout_constraint" in str(closed)
+    assert "layout_constraint" not in str(jax.make_jaxpr(internals.in_order)(x[0]))
+    found = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(internals.in_order(x)))))(x)
+    assert jnp.allclose(found, jnp.cos(x))
+
+
+def test_an_array_of_any_content_is_the_same_for_all_of_a_vmap() -> None:
+    def put(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return internals.empty((3,), jnp.float32), x
+
+    kept, _ = jax.vmap(put, out_axes=(None, 0))(ones(2))
+    assert kept.shape == (3,)
+
+
 def test_an_ill_formed_jaxpr_is_refused() -> None:
     closed, _ = internals.make_jaxpr(lambda x: jnp.sin(x) * 2, jnp.ones(3))
     internals.check(closed)
@@ -785,6 +830,23 @@ def test_meshes_are_found_in_inner_programs() -> None:
     found = list(_jax_meshes.meshes_in(internals.parts(jax.make_jaxpr(fn)(jnp.ones(8)))[3]))
     assert found == [mesh]
     assert not list(_jax_meshes.meshes_in(equations_of(jnp.sin, jnp.ones(3))))
+
+
+def test_types_tell_of_a_mesh() -> None:
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    seen: list[bool] = []
+
+    def tell(x: jax.Array) -> jax.Array:
+        seen.append(_jax_meshes.knows_a_mesh(internals.type_of(x)))
+        return x
+
+    jax.jit(tell)(ones(8))
+    with jax.set_mesh(mesh):
+        jax.jit(tell)(jax.device_put(ones(8), jax.NamedSharding(mesh, jax.P("rows"))))
+    automatic = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(tell, mesh=automatic, in_specs=jax.P("rows"), out_specs=jax.P("rows"))
+    jax.jit(mapped)(ones(8))
+    assert seen == [False, True, True]
 
 
 def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:

@@ -429,12 +429,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "squares",
             "The gradient of a symmetric product of a value with itself is one product.",
         ),
-        "gradients_hold": _rule(
-            _NVIDIA | _TPU | _CPU,
-            "rewrite",
-            "stacks",
-            "What a loop keeps can wait in the stacks of its gradients.",
-        ),
         "loops_in_turn": _rule(
             _TPU, "rewrite", "rewrites", "Gradients come before the next loop's backward pass."
         ),

@@ -220,7 +220,8 @@ def loop_words(loop: Mapping[str, Any]) -> str:
         return f"cond of {len(branches)}: " + ", or ".join(map(_branch, branches))
     if "body" in loop:
         return f"shard_map: {_kept(loop['body'])}"
-    return f"scan of {_length(loop['parts'])}: {_parts(loop['parts'])}"
+    where = ", in the stacks of gradients where it fits" if loop["in_gradients"] else ""
+    return f"scan of {_length(loop['parts'])}: {_parts(loop['parts'])}{where}"
 
 
 def alive(plan: Mapping[str, Any]) -> list[str]:
