@@ -652,15 +652,12 @@ def empty(shape: Sequence[int], dtype: Any) -> Any:
     return jax.lax.empty(shape, dtype)
 
 
-def in_order(value: Any) -> Any:
-    """The value, laid out with its last dimension innermost.
-
-    XLA for TPU may transpose an array if that suits what makes it. Then an array that goes through
-    several loops would be copied between them.
-    """
+def laid_out(value: Any, innermost: int) -> Any:
+    """The value, laid out with one axis innermost and the others in their order."""
     if value.ndim < 2 or not isinstance(value, jax.core.Tracer):
         return value
-    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+    others = [axis for axis in range(value.ndim) if axis != innermost]
+    return with_layout_constraint(value, Layout((*others, innermost)))
 
 
 def source_line(equation: Any, calls: Sequence[Any] = (), *, only_users: bool = False) -> str:

@@ -32,12 +32,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from remat_opt import _jax_internals as internals
 from remat_opt import _jax_meshes, branches, gradient_places, inner, maps, policies
-from remat_opt.compilers import operands
+from remat_opt.compilers import operands, tiles
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model, computes_nothing
@@ -115,7 +115,7 @@ class _Waiting:
 
     Attributes:
       bytes: of what waits there.
-      entries: the positions of the gradients, among those that it can wait in.
+      entries: the positions of the gradients that it waits in, among those of the loop.
       workspace_bytes: what the backward pass of the iteration takes beside stacks.
     """
 
@@ -133,7 +133,7 @@ class _Shape:
       carry_bytes: of what one hands to the next.
       result_bytes: of the gradients of what one writes to stacks.
       beside_bytes: of what is rounded ahead of the loop, less what is counted around it as well.
-      gradient_bytes: of the gradients of one entry of all that it can wait in.
+      gradient_bytes: of the gradient of one entry of each stack.
       are_results: whether these gradients are results of the program.
       seconds: of one.
       flops: of one.
@@ -400,7 +400,6 @@ def _openings(
     if not iterations:
         return
     inputs = program.equations[root].inputs[scan.constants + scan.carries :]
-    gradients = _hosts(body, entries)
 
     def total(values: Sequence[int]) -> int:
         return sum(compiler.buffer_bytes(body.types[value]) for value in values)
@@ -421,7 +420,7 @@ def _openings(
         result_bytes=total([value for value in results if value in varying]),
         beside_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler)
         - handed_in_bytes,
-        gradient_bytes=tuple(compiler.buffer_bytes(body.types[one]) for one in gradients),
+        gradient_bytes=tuple(compiler.buffer_bytes(body.types[one]) for one in entries),
         are_results=expected.gradients is Gradients.RESULTS
         and set(inputs) <= set(program.arguments),
         seconds=seconds,
@@ -436,9 +435,24 @@ def _openings(
             yield _opening_in_gradients(vertex, root, shape, used, pieces, closed_bytes)
 
 
-def _hosts(body: Program, entries: Sequence[int]) -> list[int]:
-    """The entries of stacks whose gradients others can wait in: those that have one."""
-    return [value for value in entries if value in set(body.differentiated)]
+def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> list[int]:
+    """The positions of the entries of stacks in whose gradients something can wait.
+
+    They must have one, and be on one device. If its order were another one in the forward loop than
+    in the backward loop, the stack would be copied in between.
+    """
+    if any(
+        one.placement is not None
+        or any(_jax_meshes.knows_a_mesh(atom.aval) for atom in one.jax_equation.invars)
+        for one in body.equations
+    ):
+        return []
+    differentiated = set(body.differentiated)
+    return [
+        place
+        for place, value in enumerate(entries)
+        if value in differentiated and tiles.fills_tiles(compiler, body.types[value])
+    ]
 
 
 def _is_alike(loop: Inside) -> bool:
@@ -559,7 +573,7 @@ def _opening_in_gradients(
         loop=Loop(
             root=root,
             parts=tuple(_part(iterations, piece) for piece in pieces),
-            in_gradients=True,
+            in_gradients=tuple(sorted(entries)),
         ),
         stacked_bytes=found.held_bytes + held_bytes,
         workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes - held_bytes,
@@ -685,13 +699,7 @@ def _iterations(
         expected = opened(expected, inside)
         choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
     read = stacks(body, carry, entries, expected)
-    hosts = _hosts(body, entries)
-    if any(
-        one.placement is not None
-        or any(_jax_meshes.knows_a_mesh(atom.aval) for atom in one.jax_equation.invars)
-        for one in body.equations
-    ):
-        hosts = []
+    hosts = {place: entries[place] for place in _hosts(body, entries, compiler)}
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):
@@ -792,7 +800,7 @@ def _waiting(
     schedule: Schedule,
     read: Read,
     carry: Sequence[int],
-    hosts: Sequence[int],
+    hosts: Mapping[int, int],
 ) -> _Waiting:
     """What of an iteration's values would wait in the gradients of those entries."""
     graph, compiler = expected.graph_of(schedule), expected.compiler
@@ -803,8 +811,9 @@ def _waiting(
         for value in body.equations[expected.roots[vertex]].outputs
     ]
     where = gradient_places.places(
-        [body.types[value] for value, _ in owners], [body.types[value] for value in hosts]
+        [body.types[value] for value, _ in owners], [body.types[value] for value in hosts.values()]
     )
+    positions = list(hosts)
     found = [(one, *owner) for one, owner in zip(where, owners, strict=True) if one is not None]
     kept: dict[int, int] = {}
     for _, value, vertex in found:
@@ -814,7 +823,7 @@ def _waiting(
     carried = {value for _, value, vertex in found if vertex < 0}
     return _Waiting(
         bytes=sum(kept.values()) + sum(compiler.buffer_bytes(body.types[v]) for v in carried),
-        entries=frozenset(place.entry for place, _, _ in found),
+        entries=frozenset(positions[place.entry] for place, _, _ in found),
         workspace_bytes=in_gradients_bytes(expected, schedule, read, kept, carried) if hosts else 0,
     )
 
@@ -825,7 +834,7 @@ def _iteration(
     schedule: Schedule,
     read: Read,
     carry: Sequence[int],
-    hosts: Sequence[int],
+    hosts: Mapping[int, int],
 ) -> _Iteration:
     """A schedule of a body, with its figures."""
     schedule = expected.admitted(schedule)

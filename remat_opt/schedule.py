@@ -215,13 +215,13 @@ class Loop:
     Attributes:
       root: position of its equation.
       parts: in order of execution; together they have its length.
-      in_gradients: whether what waits for the backward pass does so in the stacks of the gradients
-        of what the loop reads, as far as it fits. There are no chunks then.
+      in_gradients: positions, among the loop's stacked inputs, of those in the stacks of whose
+        gradients waits what iterations keep, in so far as it fits. There are no chunks then.
     """
 
     root: int
     parts: tuple[Part, ...]
-    in_gradients: bool = False
+    in_gradients: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

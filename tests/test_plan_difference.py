@@ -87,7 +87,8 @@ def test_loops_that_keep_as_much_of_other_values_differ(plans):
     part = {"length": 8, "inside": [], "kept": [3], "kept_bytes": 2**20, "loops": []}
     data = plans[0].to_dict()
     first, second = (
-        {**data, "loops": [{"root": 0, "parts": [{**part, "kept": [kept]}]}]} for kept in (3, 4)
+        {**data, "loops": [{"root": 0, "in_gradients": [], "parts": [{**part, "kept": [kept]}]}]}
+        for kept in (3, 4)
     )
     found = difference(first, second)
     assert not found.is_empty

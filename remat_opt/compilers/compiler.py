@@ -16,7 +16,8 @@ from remat_opt.operation import ArrayType
 #: A TPU's tile: sublanes x lanes, seen in programs compiled for v5e, v5p and v6e as T(8,128) for
 #: elements of 32 bits, T(8,128)(2,1) for those of 16 and T(32,128)(4,1) for those of 8.
 _TILE_SUBLANES: Final = 8
-_TILE_LANES: Final = 128
+#: Elements in a row of a tile.
+LANES: Final = 128
 _WORD_BYTES: Final = 4
 
 
@@ -108,7 +109,7 @@ class Compiler:
             if lanes is None or lane in lanes
         ] or list(itertools.permutations(shape, 2))
         growth = min(
-            _padded(size, _tile_rows(size, packing)) / size * (_padded(lanes, _TILE_LANES) / lanes)
+            _padded(size, _tile_rows(size, packing)) / size * (_padded(lanes, LANES) / lanes)
             for size, lanes in choices
         )
         return round(kind.bytes * growth)

@@ -76,6 +76,8 @@ class _Turn:
 def run_in_gradients(
     scan: internals.Scan,
     parts: Sequence[tuple[Iteration, int]],
+    hosts: Sequence[int],
+    innermost: Callable[[Sequence[int]], int],
     reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]],
     plain: Callable[..., Sequence[Any]],
     inputs: Sequence[Any],
@@ -85,6 +87,9 @@ def run_in_gradients(
     Args:
       scan: what its equation says.
       parts: in order of execution, what runs an iteration, under its checkpoint, and how many.
+      hosts: positions, among the stacked inputs, of those whose gradients take what waits.
+      innermost: says, for the shape of an entry, which axis of it the compiler puts innermost. It
+        may choose another one in each loop for itself, and would copy the stack in between.
       reached: what derivatives along some of the inputs reach (``bodies.reached``).
       plain: runs the loop as well, with stacks of its own; takes all inputs. Derivatives in forward
         mode, and of derivatives, are taken of it.
@@ -101,7 +106,7 @@ def run_in_gradients(
 
     def rule(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         given = {n for n, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
-        loop = _Loop(scan, parts, *reached(frozenset(given)))
+        loop = _Loop(scan, parts, hosts, innermost, *reached(frozenset(given)))
 
         def along(inputs: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
             outputs = plain(*_filled(inputs, loop.moved, moved))
@@ -171,28 +176,34 @@ class _Loop:
     Attributes:
       scan: what its equation says.
       turns: its parts, in order of execution.
+      innermost: see ``run_in_gradients``.
       moved: the positions of the inputs along which there are derivatives, ascending.
       reached: likewise of the outputs that these reach.
       first: the position of the first stacked input.
       constants: those of ``moved`` that are constants.
       carried: likewise carried.
       stacked: likewise stacked.
+      hosts: those of ``stacked`` whose gradients take what waits, as places among them.
     """
 
     def __init__(
         self,
         scan: internals.Scan,
         parts: Sequence[tuple[Iteration, int]],
+        hosts: Sequence[int],
+        innermost: Callable[[Sequence[int]], int],
         moved: Set[int],
         reached: Set[int],
     ) -> None:
         self.scan = scan
         self.turns: list[_Turn] = []
+        self.innermost = innermost
         self.moved, self.reached = sorted(moved), sorted(reached)
         self.first = scan.constants + scan.carries
         self.constants = [n for n in self.moved if n < scan.constants]
         self.carried = [n for n in self.moved if scan.constants <= n < self.first]
         self.stacked = [n for n in self.moved if n >= self.first]
+        self.hosts = [place for place, n in enumerate(self.stacked) if n - self.first in set(hosts)]
         done = 0
         for run, length in parts:
             first = scan.length - done - length if scan.reverse else done
@@ -202,18 +213,18 @@ class _Loop:
     @property
     def waiting(self) -> int:
         """How many stacks wait between both passes."""
-        return len(self.stacked) + sum(turn.stacks for turn in self.turns)
+        return len(self.hosts) + sum(turn.stacks for turn in self.turns)
 
     def forward(self, *inputs: Any) -> list[Any]:
         """Runs all iterations, and keeps what waits for their backward steps.
 
         Returns:
           The carry, and the stacked outputs; what waits beside gradients, part by part; and the
-          stacks in which gradients will be.
+          stacks of gradients that take the rest.
         """
         scan = self.scan
         carry = list(inputs[scan.constants : self.first])
-        gradients = [internals.empty(inputs[n].shape, inputs[n].dtype) for n in self.stacked]
+        gradients = [_like(inputs[self.stacked[place]]) for place in self.hosts]
         made, stacks = [], []
         for turn in self.turns:
             step = functools.partial(self._step, turn, inputs)
@@ -239,8 +250,8 @@ class _Loop:
         gradients, waiting = list(gradients), []
         for value, read in zip(held, turn.reads, strict=True):
             if read.place is not None:
-                stack = gradients[read.place.entry]
-                gradients[read.place.entry] = _put(stack, value, read.place, place)
+                entry = read.place.entry
+                gradients[entry] = _put(gradients[entry], value, read.place, place)
             elif read.stack is not None:
                 waiting.append(value)
         carries = self.scan.carries
@@ -269,7 +280,7 @@ class _Loop:
             for n, one in enumerate(arguments)
             if not self.scan.constants <= n < self.first
         }
-        entries = [internals.type_of(arguments[n]) for n in self.stacked]
+        entries = [internals.type_of(arguments[self.stacked[place]]) for place in self.hosts]
         waiting = [internals.type_of(one) for one in held if id(one) not in read_anyway]
         where, stacks = iter(places(waiting, entries)), itertools.count()
         turn.reads = []
@@ -288,7 +299,9 @@ class _Loop:
           *given: the inputs, what waits, and the cotangents of the outputs that are reached.
         """
         last = len(given) - len(self.reached)
-        inputs, stacks, gradients = self._sorted(given[:last])
+        inputs, stacks, hosts = self._sorted(given[:last])
+        gradients = [_like(inputs[n]) for n in self.stacked]
+        gradients = _filled(gradients, self.hosts, hosts)
         to_outputs = dict(zip(self.reached, given[last:], strict=True))
         kinds = {n: _kind_of(inputs[n], entry=n >= self.first) for n in self.moved}
         zeros = {n: jnp.zeros(kinds[n].shape, kinds[n].dtype) for n in self.moved}
@@ -317,8 +330,8 @@ class _Loop:
                 [found[n] for n in self.carried],
                 [one + found[n] for n, one in zip(self.constants, sums, strict=True)],
                 [
-                    _written(one, internals.in_order(found[n]), place)
-                    for n, one in zip(self.stacked, gradients, strict=True)
+                    _written(one, self._laid_out(found[n]) if k in self.hosts else found[n], place)
+                    for k, (n, one) in enumerate(zip(self.stacked, gradients, strict=True))
                 ],
             ), None
 
@@ -332,6 +345,9 @@ class _Loop:
         carry, sums, gradients = state
         return [*sums, *carry, *gradients]
 
+    def _laid_out(self, entry: Any) -> Any:
+        return internals.laid_out(entry, self.innermost(entry.shape))
+
     def _over(
         self, turn: _Turn, step: Callable[[Any, Any], Any], state: Any, *, backward: bool = False
     ) -> Any:
@@ -341,7 +357,7 @@ class _Loop:
         return lax.scan(step, state, at, reverse=self.scan.reverse != backward, unroll=unroll)
 
     def _sorted(self, kept: Sequence[Any]) -> tuple[list[Any], list[list[Any]], list[Any]]:
-        """The inputs, the stacks of each part, and those of the gradients."""
+        """The inputs, the stacks of each part, and those of gradients that take what waits."""
         rest = iter(kept)
         inputs = list(itertools.islice(rest, len(kept) - self.waiting))
         stacks = [list(itertools.islice(rest, turn.stacks)) for turn in self.turns]
@@ -359,7 +375,8 @@ class _Loop:
         held = []
         for read in turn.reads:
             if read.place is not None:
-                held.append(_taken(gradients[read.place.entry], read.place, read.kind, place))
+                stack = gradients[self.hosts[read.place.entry]]
+                held.append(_taken(stack, read.place, read.kind, place))
             elif read.stack is not None:
                 held.append(_entry(stacks[read.stack], place - turn.first))
             else:
@@ -374,6 +391,11 @@ def _kind_of(value: Any, *, entry: bool) -> jax.ShapeDtypeStruct:
     kind = internals.type_of(value)
     shape = kind.shape[1:] if entry else kind.shape
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def _like(stacked: Any) -> Any:
+    """A stack of the same type, with any content."""
+    return internals.empty(stacked.shape, stacked.dtype)
 
 
 def _entry(stacked: Any, place: Any) -> Any:

@@ -21,6 +21,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
 from remat_opt._jax_meshes import explicit_mesh_of, knows_a_mesh
+from remat_opt.compilers import tiles
+from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation
@@ -68,6 +70,7 @@ def run_loop(
     loop: Loop,
     inputs: Sequence[Any],
     body: Callable[[Part], tuple[Callable[..., list[Any]], Callable[..., Any]]],
+    platform: Platform,
 ) -> list[Any]:
     """Runs a ``scan`` equation in its parts.
 
@@ -77,6 +80,7 @@ def run_loop(
       inputs: its inputs.
       body: gives, for a part, the function that runs one iteration, from the body's flat arguments
         to its flat outputs, and the policy of its checkpoint.
+      platform: whose compiler is expected.
 
     Returns:
       Its outputs.
@@ -96,7 +100,10 @@ def run_loop(
             (_checkpointed(*whole.of(part), alone=part.length <= scan.unroll), part.length)
             for part in loop.parts
         ]
-        return run_in_gradients(scan, parts, whole.reached, plain, given)
+        innermost = functools.partial(tiles.innermost, platform)
+        return run_in_gradients(
+            scan, parts, loop.in_gradients, innermost, whole.reached, plain, given
+        )
 
 
 def _run_plain(body: _Body, parts: Sequence[Part], *inputs: Any) -> list[Any]:

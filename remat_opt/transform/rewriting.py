@@ -91,7 +91,7 @@ def rewrite(
             return functools.partial(_run_choice, loop, *given)
         if isinstance(loop, Mapped):
             return functools.partial(_run_map, loop, *given)
-        return functools.partial(_run_loop, loop, *given)
+        return functools.partial(_run_loop, loop, platform, *given)
 
     opened = {loop.root: running(loop) for loop in loops}
     whole = dataclasses.replace(rewriting, loops=opened, within=within)
@@ -109,6 +109,7 @@ def rewrite(
 
 def _run_loop(
     loop: Loop,
+    platform: Platform,
     equation: Equation,
     summed: Set[int],
     rewritten: Callable[..., Callable[..., list[Any]]],
@@ -119,6 +120,7 @@ def _run_loop(
 
     Args:
       loop: how it is opened.
+      platform: whose compiler is expected.
       equation: the loop.
       summed: differentiated values of the surrounding program.
       rewritten: ``rewrite`` for the same compiler.
@@ -138,7 +140,7 @@ def _run_loop(
         )
         return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
 
-    return run_loop(equation, loop, inputs, body)
+    return run_loop(equation, loop, inputs, body, platform)
 
 
 def _run_choice(

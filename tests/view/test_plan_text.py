@@ -186,9 +186,9 @@ def test_what_is_amiss_comes_with_a_remedy():
 def test_loops_say_what_their_iterations_keep() -> None:
     inner = {"length": 4, "inside": [], "kept": [], "kept_bytes": 0, "stages": [], "loops": []}
     last = {**inner, "length": 8, "kept": [3], "kept_bytes": 2**20}
-    last["loops"] = [{"root": 5, "parts": [inner], "in_gradients": False}]
+    last["loops"] = [{"root": 5, "parts": [inner], "in_gradients": []}]
     first = {**inner, "length": 40, "inside": [inner, {**last, "length": 6, "loops": []}]}
-    loop = {"root": 0, "parts": [first, last], "in_gradients": False}
+    loop = {"root": 0, "parts": [first, last], "in_gradients": []}
     assert plan_words.loop_words(loop) == (
         "scan of 48: 40 in chunks of 10 (4 that keep only their inputs, then 6 that keep 1.00 MiB "
         "in 1 value each), then 8 that keep 1.00 MiB in 1 value each (inside: scan of 4: 4 that "
@@ -198,7 +198,7 @@ def test_loops_say_what_their_iterations_keep() -> None:
 
 def test_loops_say_where_it_waits() -> None:
     part = {"length": 4, "inside": [], "kept": [], "kept_bytes": 0, "stages": [], "loops": []}
-    assert plan_words.loop_words({"root": 0, "parts": [part], "in_gradients": True}) == (
+    assert plan_words.loop_words({"root": 0, "parts": [part], "in_gradients": [0]}) == (
         "scan of 4: 4 that keep only their inputs, in the stacks of gradients where it fits"
     )
 
@@ -212,7 +212,7 @@ def test_parts_in_a_row_of_which_the_same_is_said_are_told_as_one() -> None:
         {**part, "length": 12, "inside": parts[:2]},
         {**part, "length": 6, "inside": parts[:2]},
     ]
-    loop = {"root": 0, "parts": [*parts, *chunks], "in_gradients": False}
+    loop = {"root": 0, "parts": [*parts, *chunks], "in_gradients": []}
     assert plan_words.loop_words(loop) == (
         "scan of 27: 6 that keep 1.00 MiB in 1 value each, then 2 that keep 1.00 MiB in 2 values "
         "each, then 1 that keeps 1.00 MiB in 1 value, then 18 in chunks of 6 (6 that keep 1.00 MiB "
