@@ -173,6 +173,8 @@ def in_gradients_bytes(
     if not expected.compiler.has("entries_sliced"):
         return expected.peak_bytes(schedule) + read.stacks.carried_bytes
     (region,) = schedule.regions
+    if region.inside:  # whose checkpoints read arrays
+        kept = {vertex: graph.bytes[vertex] for vertex in demand(graph, schedule).stored}
     read_by: dict[int, list[int]] = {vertex: [] for vertex in kept}
     for reader in range(len(graph)):
         for vertex in read_by.keys() & {*graph.needs[reader], *graph.predecessors[reader]}:
