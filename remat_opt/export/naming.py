@@ -34,7 +34,7 @@ _SHORT = {
 }
 #: Names that exported code imports or defines.
 RESERVED = frozenset(
-    {"checkpoint_name", "constants", "count", "functools", "jax", "jnp", "lax", "np"}
+    set("checkpoint_name constants count functools jax jnp lax np with_layout_constraint".split())
     | set(keyword.kwlist)
     | set(dir(builtins))
 )

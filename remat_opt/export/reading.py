@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from remat_opt import _jax_internals as internals
+from remat_opt.compilers import tiles
+from remat_opt.device import Platform
 from remat_opt.export.layout import WIDTH
 from remat_opt.export.literals import UnprintableError, quoted
 from remat_opt.program import bodies
@@ -60,6 +62,16 @@ def scan_reach(equation: Equation, scan: internals.Scan, summed: Set[int]) -> st
     carried = sorted(n - first for n in inputs if first <= n < last)
     made = sorted(n - scan.carries for n in outputs if n >= scan.carries)
     return f"({reads}, {carried}, {made})"
+
+
+def scan_hosts(
+    equation: Equation, scan: internals.Scan, hosts: Sequence[int], platform: Platform
+) -> dict[int, int]:
+    """The stacked inputs whose gradients take what waits, as ``scan_in_gradients`` takes them."""
+    stacked = equation.operation.inputs[scan.constants + scan.carries :]
+    return {
+        n: tiles.innermost(platform, one.shape[1:]) for n, one in enumerate(stacked) if n in hosts
+    }
 
 
 def program_of(closed: Any) -> Program:

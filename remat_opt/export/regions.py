@@ -25,7 +25,7 @@ from remat_opt.export.literals import UnprintableError, quoted
 from remat_opt.export.naming import Distinct, snake_case, word_of
 from remat_opt.export.paths import Path
 from remat_opt.export.pieces import Piece, Region, paths_of, turns_of
-from remat_opt.export.reading import scan_inputs, scan_options, scan_reach, where_from
+from remat_opt.export.reading import scan_hosts, scan_inputs, scan_options, scan_reach, where_from
 from remat_opt.export.same import Function, Labels, Same
 from remat_opt.export.sequence import Item, lines_of
 from remat_opt.program import bodies
@@ -94,11 +94,14 @@ class Printer:
         if isinstance(loop, Choice):
             return Call("lax.switch", (inputs[0], inner, *inputs[1:]))
         scan = internals.scan_of(equation.jax_equation)
-        self.functions.helpers |= {"one_part", "parts_in_order", "zero_of"}
         options = scan_options(scan)
-        if len(loop.parts) > 1 or loop.parts[0].inside:
+        if loop.in_gradients:
+            hosts = scan_hosts(equation, scan, loop.in_gradients, self.rules.platform)
+            options.append(f"hosts={hosts}")
+        if loop.in_gradients or len(loop.parts) > 1 or loop.parts[0].inside:
             options.append(f"reach={scan_reach(equation, scan, scope.summed)}")
-        planned = self.functions.helper(support.planned_scan)
+        run = support.scan_in_gradients if loop.in_gradients else support.planned_scan
+        planned = self.functions.helper(run)
         return Call(planned, (inner, *scan_inputs(scan, inputs), *options))
 
     def _branches(

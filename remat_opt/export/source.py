@@ -36,7 +36,7 @@ _IMPORTS = """\
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 """
+
+#: What follows there, if a helper needs it.
+_LAYOUT_IMPORT = "from jax.experimental.layout import Layout, with_layout_constraint\n"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,11 @@ def source_of(plan: Plan, program: Program, call: Call) -> Source:
         *f"return {returned}".split("\n"),
     ]
     main = "\n".join([f"def {function}({head}):", *(f"    {line}".rstrip() for line in body)])
-    parts = [_header(plan, function), *_helpers(functions.helpers), *functions.texts, main]
+    helpers = _helpers(functions.helpers)
+    imports = _IMPORTS
+    if any("with_layout_constraint" in text for text in helpers):
+        imports += _LAYOUT_IMPORT
+    parts = [_header(plan, function, imports), *helpers, *functions.texts, main]
     text = "\n\n\n".join(parts)
     found = Source(
         function=function,
@@ -148,7 +155,7 @@ def _by_number(root: str, word: str, values: Sequence[int]) -> dict[int, Path]:
     }
 
 
-def _header(plan: Plan, function: str) -> str:
+def _header(plan: Plan, function: str, imports: str) -> str:
     predicted = plan.predicted
     said = (
         f"{plan.function}, with what is kept for its gradient and what is computed again decided "
@@ -166,7 +173,7 @@ def _header(plan: Plan, function: str) -> str:
         "their values are those at the time of writing."
     )
     paragraphs = [textwrap.fill(one, 96) for one in (said, figures, use)]
-    return '"""' + "\n\n".join(paragraphs) + '\n"""\n\n' + _IMPORTS.rstrip()
+    return '"""' + "\n\n".join(paragraphs) + '\n"""\n\n' + imports.rstrip()
 
 
 def _helpers(names: set[str]) -> list[str]:

@@ -8,7 +8,7 @@ what those of the same names in ``transform`` do, and compile to the same bytes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,20 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def zero_of(value: Any) -> Any:
     """The tangent of what does not vary."""
     return SymbolicZero(jax.typeof(value).to_tangent_aval())
+
+
+def replaced(values: Sequence[Any], which: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The values, with some replaced by others."""
+    found = list(values)
+    for place, value in zip(which, others, strict=True):
+        found[place] = value
+    return found
 
 
 def tied(tangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -400,12 +409,6 @@ def one_part(
     def flat(made: Sequence[Any]) -> list[Any]:
         return [one.reshape(length, *one.shape[2:]) if inside else one for one in made]
 
-    def filled(values: Sequence[Any], chosen: Sequence[int], others: Sequence[Any]) -> list[Any]:
-        found = list(values)
-        for place, value in zip(chosen, others, strict=True):
-            found[place] = value
-        return found
-
     @jax.custom_jvp
     def run(reads: Any, carry: Any, first: Any) -> tuple[list[Any], list[Any], list[Any]]:
         def step(carry: Any, place: Any) -> tuple[Any, Any]:
@@ -427,7 +430,7 @@ def one_part(
 
             def along(some_reads: Sequence[Any], some_carry: Sequence[Any]) -> Any:
                 carry_out, made, handed_on = turn(
-                    filled(reads, moved, some_reads), filled(carry, carried, some_carry), place
+                    replaced(reads, moved, some_reads), replaced(carry, carried, some_carry), place
                 )
                 return carry_out, made, [handed_on[n] for n in moved]
 
@@ -453,10 +456,381 @@ def one_part(
         (carry, to_carry, to_reads), (made, to_made) = loop(step, start, first + places)
         made = flat(made)
         return (carry, made, reads), (
-            filled(list(map(zero_of, carry)), carried, to_carry),
-            filled(list(map(zero_of, made)), made_varying, flat(to_made)),
-            filled(list(map(zero_of, reads)), moved, to_reads),
+            replaced(list(map(zero_of, carry)), carried, to_carry),
+            replaced(list(map(zero_of, made)), made_varying, flat(to_made)),
+            replaced(list(map(zero_of, reads)), moved, to_reads),
         )
 
     run.defjvp(rule, symbolic_zeros=True)
     return run(list(reads), list(carry), first)
+
+
+def scan_in_gradients(
+    parts: Sequence[tuple[int, Any, Sequence[str], Any]],
+    constants: Sequence[Any],
+    carry: Sequence[Any],
+    stacked: Sequence[Any],
+    *,
+    hosts: Mapping[int, int],
+    reach: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    reverse: bool = False,
+    unroll: int = 1,
+) -> list[Any]:
+    """Does what ``planned_scan`` does, with what waits in the stacks of its gradients.
+
+    The gradient of a stacked input is a stack as well, which the backward pass fills. Until then
+    the entry of an iteration is free: what the iteration keeps waits there, if it fits. The
+    backward pass reads it and writes the gradient in its place.
+
+    Only gradients can be taken, not derivatives in forward mode. The derivatives of gradients are
+    those of ``planned_scan``; they can be taken in forward mode unless a loop inside is another
+    one of this kind.
+
+    Args:
+      parts: as ``planned_scan`` takes them, without chunks.
+      constants: what every iteration reads.
+      carry: what the first iteration receives.
+      stacked: inputs of which each iteration reads one entry.
+      hosts: the positions in ``stacked`` of those whose gradients take what waits, and for each
+        which axis of an entry lies innermost: the same in all loops, as nothing is copied then.
+      reach: as ``planned_scan`` takes it.
+      reverse: whether the last entries come first.
+      unroll: how many iterations are unrolled.
+    """
+    first, last = len(constants), len(constants) + len(carry)
+    values = [*constants, *carry, *stacked]
+    reads, carried, made = reach
+    of_carry = {first + n for n in carried}
+    varying = of_carry.union(n if n < first else n + len(carry) for n in reads)
+    reached = [*carried, *(n + len(carry) for n in made)]
+
+    def plain(*inputs: Any) -> list[Any]:
+        own = inputs[:first], inputs[first:last], inputs[last:]
+        return planned_scan(parts, *own, reverse=reverse, unroll=unroll, reach=reach)
+
+    if not all(jax.typeof(one).sharding.mesh.empty for one in values):
+        return plain(*values)
+
+    def forward(*given: Any) -> tuple[list[Any], Any]:
+        perturbed = {n for n, one in enumerate(given) if one.perturbed}
+        if not perturbed <= varying:
+            raise ValueError("This code has no derivative of the scan along all of its inputs.")
+        moved = sorted(perturbed | of_carry)
+        taking = {n: hosts[n - last] for n in moved if n - last in hosts}
+        ahead, behind = loops_in_gradients(
+            parts, first, last, reverse, unroll, moved, reached, taking
+        )
+
+        def behind_in_plain(inputs: Sequence[Any], _: Any, cotangents: Sequence[Any]) -> Any:
+            def along(some: Sequence[Any]) -> list[Any]:
+                outputs = plain(*replaced(inputs, moved, some))
+                return [outputs[n] for n in reached]
+
+            return jax.vjp(along, [inputs[n] for n in moved])[1](list(cotangents))[0]
+
+        def back(inputs: Sequence[Any], waiting: Any, cotangents: Sequence[Any]) -> Any:
+            run = with_derivative_of(behind_in_plain, behind)
+            found, _ = run(inputs, waiting, cotangents)
+            return tuple(replaced([None] * len(values), moved, found))
+
+        inputs = [one.value for one in given]
+        outputs, waiting = with_derivative_of(lambda inputs: plain(*inputs), ahead)(inputs)
+        return list(outputs), jax.tree_util.Partial(back, inputs, waiting)
+
+    def backward(back: Any, cotangents: Sequence[Any]) -> Any:
+        return back(
+            [
+                jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one
+                for one in (cotangents[n] for n in reached)
+            ]
+        )
+
+    run = jax.custom_vjp(plain)
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return [one if n in reached else lax.stop_gradient(one) for n, one in enumerate(run(*values))]
+
+
+def with_derivative_of(
+    plain: Callable[..., Sequence[Any]], run: Callable[..., tuple[Sequence[Any], Any]]
+) -> Callable[..., tuple[Sequence[Any], Any]]:
+    """A function whose first results have the derivative of another's, and the second have none."""
+    found = jax.custom_jvp(run)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        outputs, others = found(*primals)
+        flat, tree = jax.tree.flatten(tuple(primals))
+        moved = jax.tree.leaves(tuple(tangents), is_leaf=lambda t: isinstance(t, SymbolicZero))
+        where = [n for n, tangent in enumerate(moved) if not isinstance(tangent, SymbolicZero)]
+
+        def along(*some: Any) -> Sequence[Any]:
+            return plain(*jax.tree.unflatten(tree, replaced(flat, where, some)))
+
+        at, directions = [flat[n] for n in where], [moved[n] for n in where]
+        to_outputs = jax.jvp(along, at, directions)[1]
+        return (outputs, others), (list(to_outputs), jax.tree.map(zero_of, others))
+
+    found.defjvp(rule, symbolic_zeros=True)
+    return found
+
+
+def loops_in_gradients(
+    parts: Sequence[tuple[int, Any, Sequence[str], Any]],
+    first: int,
+    last: int,
+    reverse: bool,
+    unroll: int,
+    moved: Sequence[int],
+    reached: Sequence[int],
+    hosts: Mapping[int, int],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward loop of ``scan_in_gradients``.
+
+    Args:
+      parts: as ``planned_scan`` takes them, without chunks.
+      first: the position of the first input that is carried.
+      last: that of the first stacked one.
+      reverse: whether the last entries come first.
+      unroll: how many iterations are unrolled.
+      moved: the positions of the inputs along which there are derivatives.
+      reached: those of the outputs that these reach.
+      hosts: the positions of the stacked inputs whose gradients take what waits, with the axis that
+        lies innermost.
+
+    Returns:
+      What takes the inputs to the outputs and to what waits: a list of stacks for each part, and
+      the stacks of gradients that take the rest. And what takes the inputs, what waits and the
+      cotangents of the outputs that are reached to those of the inputs, and to nothing else.
+    """
+    stacked = [n for n in moved if n >= last]
+    turns, done = [], 0
+    for length, _, names, body in parts:
+        turn = jax.checkpoint(
+            lambda given, body=body: list(body(*given)),
+            prevent_cse=length <= unroll,
+            policy=jax.checkpoint_policies.save_only_these_names(*names),
+        )
+        total = sum(part[0] for part in parts)
+        turns.append((turn, total - done - length if reverse else done, length))
+        done += length
+    # Of each part, the structure of the linear function of an iteration, and what that reads: for
+    # each, an argument or else a stack or else a place in a gradient, and its type.
+    read_by: dict[int, tuple[Any, list[tuple[int | None, int | None, Any, Any]]]] = {}
+
+    def over(number: int, step: Callable[..., Any], state: Any, backward: bool) -> Any:
+        _, begin, length = turns[number]
+        at = np.arange(begin, begin + length, dtype=np.int32)
+        return lax.scan(step, state, at, reverse=reverse != backward, unroll=min(unroll, length))
+
+    def linearized(number: int, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def along(*some: Any) -> tuple[list[Any], list[Any]]:
+            outputs = turns[number][0](replaced(arguments, moved, some))
+            return [outputs[n] for n in reached], outputs
+
+        _, linear, outputs = jax.linearize(along, *(arguments[n] for n in moved), has_aux=True)
+        held, structure = jax.tree.flatten(linear)
+        anyway = {id(one): n for n, one in enumerate(arguments) if not first <= n < last}
+        waiting = [jax.typeof(one) for one in held if id(one) not in anyway]
+        where = iter(places_in(waiting, [jax.typeof(arguments[n]) for n in hosts]))
+        found: list[tuple[int | None, int | None, Any, Any]] = []
+        stacks = 0
+        for one in held:
+            argument = anyway.get(id(one))
+            place = next(where) if argument is None else None
+            own = argument is None and place is None
+            found.append((argument, stacks if own else None, place, jax.typeof(one)))
+            stacks += own
+        read_by[number] = structure, found
+        return outputs, held
+
+    def ahead(inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+        def step(number: int, state: Any, place: Any) -> Any:
+            carry, gradients = state
+            entries = [entry_of(one, place) for one in inputs[last:]]
+            if turns[number][2] == 1:
+                # To a compiler this is no loop, and it would round a whole stack for one entry.
+                entries = list(lax.optimization_barrier(entries))
+            outputs, held = linearized(number, [*inputs[:first], *carry, *entries])
+            gradients, waiting = list(gradients), []
+            for value, (_, stack, where, _) in zip(held, read_by[number][1], strict=True):
+                if where is not None:
+                    gradients[where[0]] = put_in(gradients[where[0]], value, where, place)
+                elif stack is not None:
+                    waiting.append(value)
+            return (outputs[: last - first], gradients), (outputs[last - first :], waiting)
+
+        gradients = [empty_like(inputs[n]) for n in hosts]
+        state, made, stacks = (list(inputs[first:last]), gradients), [], []
+        for number in range(len(turns)):
+            state, (entries, waiting) = over(number, functools.partial(step, number), state, False)
+            made.append(entries)
+            stacks.append(waiting)
+        alike = zip(*(made[::-1] if reverse else made), strict=True)
+        joined = [one[0] if len(one) == 1 else jnp.concatenate(one) for one in alike]
+        return [*state[0], *joined], (stacks, state[1])
+
+    def behind(inputs: Sequence[Any], waiting: Any, cotangents: Sequence[Any]) -> Any:
+        stacks, taken = waiting
+        given = dict(zip(hosts, taken, strict=True))
+        to_outputs = dict(zip(reached, cotangents, strict=True))
+        kinds = {}
+        for n in moved:
+            kind = jax.typeof(inputs[n])
+            shape = kind.shape if n < last else kind.shape[1:]
+            kinds[n] = jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
+        zeros = {n: jnp.zeros(kind.shape, kind.dtype) for n, kind in kinds.items()}
+        constants = [n for n in moved if n < first]
+        carried = [n for n in moved if first <= n < last]
+
+        def step(number: int, state: Any, place: Any) -> Any:
+            carry, sums, gradients = state
+            here = dict(zip(carried, carry, strict=True))
+            back = [
+                here[n + first] if n < last - first else entry_of(to_outputs[n], place)
+                for n in reached
+            ]
+            structure, reads = read_by[number]
+            held = []
+            for argument, stack, where, kind in reads:
+                if where is not None:
+                    of_host = gradients[stacked.index(list(hosts)[where[0]])]
+                    held.append(taken_from(of_host, where, kind, place))
+                elif stack is not None:
+                    held.append(entry_of(stacks[number][stack], place - turns[number][1]))
+                elif argument is not None:
+                    one = inputs[argument]
+                    held.append(one if argument < first else entry_of(one, place))
+            # What waits in a gradient is read before anything is written there.
+            read = [n for n, (_, _, where, _) in enumerate(reads) if where is not None]
+            after = lax.optimization_barrier([*back, *(held[n] for n in read)])
+            linear = jax.tree.unflatten(structure, replaced(held, read, after[len(back) :]))
+            transposed = jax.linear_transpose(
+                lambda *at: tuple(linear(*at)), *(kinds[n] for n in moved)
+            )
+            found = dict(zip(moved, transposed(tuple(after[: len(back)])), strict=True))
+            return (
+                [found[n] for n in carried],
+                [one + found[n] for n, one in zip(constants, sums, strict=True)],
+                [
+                    lax.dynamic_update_slice(
+                        one,
+                        (laid_out(found[n], hosts[n]) if n in hosts else found[n])[None],
+                        [place, *[0] * found[n].ndim],
+                        allow_negative_indices=False,
+                    )
+                    for n, one in zip(stacked, gradients, strict=True)
+                ],
+            ), None
+
+        state: Any = (
+            [to_outputs.get(n - first, zeros[n]) for n in carried],
+            [zeros[n] for n in constants],
+            [given[n] if n in hosts else empty_like(inputs[n]) for n in stacked],
+        )
+        for number in reversed(range(len(turns))):
+            state, _ = over(number, functools.partial(step, number), state, True)
+        carry, sums, gradients = state
+        return [*sums, *carry, *gradients], []
+
+    return ahead, behind
+
+
+def places_in(
+    values: Sequence[Any], entries: Sequence[Any]
+) -> list[tuple[int, int, int, int] | None]:
+    """Where what an iteration keeps waits in the entries of gradients: first fit, largest first.
+
+    Returns:
+      For each value an entry, the first row in it, how many rows it takes, and how many of its
+      elements lie in one of the entry's; None if it fits nowhere.
+    """
+
+    def size(shape: Sequence[int]) -> int:
+        return int(np.prod(shape, dtype=np.int64))
+
+    def width(kind: Any) -> int:
+        if not isinstance(kind.dtype, np.dtype) or kind.dtype.kind in "cO":
+            return 0
+        return kind.dtype.itemsize if kind.dtype.itemsize <= 8 else 0
+
+    free = [entry.shape[0] if entry.shape else 0 for entry in entries]
+    found: list[tuple[int, int, int, int] | None] = [None] * len(values)
+    for number in sorted(
+        range(len(values)), key=lambda n: (-size(values[n].shape) * width(values[n]), n)
+    ):
+        value, fitting = values[number], []
+        for n, entry in enumerate(entries):
+            small, large = width(value), width(entry)
+            together = large // small if small and large and not large % small else 0
+            in_row = together * size(entry.shape[1:])
+            rows = -(-size(value.shape) // in_row) if in_row else 0
+            if 0 < rows <= free[n]:
+                room = free[n] * size(entry.shape) * large
+                fitting.append((value.shape[-1:] != entry.shape[-1:], room, n, rows, together))
+        if fitting:
+            _, _, n, rows, together = min(fitting)
+            found[number] = n, entries[n].shape[0] - free[n], rows, together
+            free[n] -= rows
+    return found
+
+
+def put_in(stack: Any, value: Any, where: tuple[int, int, int, int], place: Any) -> Any:
+    """The stack of a gradient with a value in its place."""
+    _, row, rows, together = where
+    shape = (together, rows, *stack.shape[2:])
+    flat = value.reshape(-1)
+    flat = jnp.pad(flat, (0, int(np.prod(shape)) - flat.size))
+    if value.dtype == stack.dtype:
+        found = flat.reshape(shape)
+    else:
+        bits, wide = (np.dtype(f"uint{8 * one.dtype.itemsize}") for one in (value, stack))
+        is_bool = value.dtype == jnp.bool_
+        flat = flat.astype(bits) if is_bool else lax.bitcast_convert_type(flat, bits)
+        shifted = [
+            lax.shift_left(one.astype(wide), wide.type(8 * bits.itemsize * n))
+            for n, one in enumerate(flat.reshape(shape))
+        ]
+        found = functools.reduce(lax.bitwise_or, shifted)
+        found = lax.bitcast_convert_type(found, stack.dtype)[None]
+    starts = [place, row, *[0] * (stack.ndim - 2)]
+    return lax.dynamic_update_slice(stack, found, starts, allow_negative_indices=False)
+
+
+def taken_from(stack: Any, where: tuple[int, int, int, int], kind: Any, place: Any) -> Any:
+    """A value of a type from its place in the stack of a gradient."""
+    _, row, rows, together = where
+    starts = [place, row, *[0] * (stack.ndim - 2)]
+    sizes = (1, rows, *stack.shape[2:])
+    found = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
+    if kind.dtype != stack.dtype:
+        bits, wide = (np.dtype(f"uint{8 * one.dtype.itemsize}") for one in (kind, stack))
+        one = lax.bitcast_convert_type(found[0], wide)
+        found = jnp.stack(
+            [
+                lax.shift_right_logical(one, wide.type(8 * bits.itemsize * n)).astype(bits)
+                for n in range(together)
+            ]
+        )
+        is_bool = kind.dtype == jnp.bool_
+        found = found.astype(kind.dtype) if is_bool else lax.bitcast_convert_type(found, kind.dtype)
+    size = int(np.prod(kind.shape))
+    return (found if found.size == size else found.reshape(-1)[:size]).reshape(kind.shape)
+
+
+def empty_like(stack: Any) -> Any:
+    """An array of the same type with any content."""
+    # Before 0.11, JAX takes what is empty for something that a vmap around it varies.
+    empty = lax.empty if jax.__version_info__ >= (0, 11) else jnp.zeros
+    return empty(stack.shape, stack.dtype)
+
+
+def entry_of(stacked: Any, place: Any) -> Any:
+    """One entry of a stack."""
+    return lax.dynamic_index_in_dim(stacked, place, keepdims=False, allow_negative_indices=False)
+
+
+def laid_out(value: Any, innermost: int) -> Any:
+    """The value, laid out with one axis innermost and the others in their order."""
+    if value.ndim < 2 or not isinstance(value, jax.core.Tracer):
+        return value
+    others = [axis for axis in range(value.ndim) if axis != innermost]
+    return with_layout_constraint(value, Layout((*others, innermost)))
