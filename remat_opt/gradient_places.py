@@ -7,7 +7,9 @@ are free. Which values go where?
 Method. First fit, the largest first. A value takes whole rows of one entry; if its elements are
 smaller than those of the entry, two or more of them lie in one. Of several entries it takes one
 whose rows are as long as its own, so that no compiler has to move elements within them, and of
-these the one with the least room. What fits nowhere waits in a stack of its own.
+these the one with the least room. What fits nowhere as a whole is cut into pieces along all axes
+but the last one, each for the entry with the most room, but into no small ones. The rest waits in
+a stack of its own.
 
 Guarantee: none of optimality. Deterministic.
 """
@@ -20,6 +22,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+
+#: No piece is smaller than this share of its value.
+_LEAST_SHARE = 1 / 8
 
 
 class Kind(Protocol):
@@ -51,34 +56,82 @@ class Place:
     together: int
 
 
-def places(values: Sequence[Kind], entries: Sequence[Kind]) -> list[Place | None]:
-    """For each value where it waits; None if it fits nowhere.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some of a value's lines, which are what differs in no index but the last one.
+
+    Attributes:
+      first: the first line.
+      lines: how many.
+      place: where they wait; None for a stack of their own.
+    """
+
+    first: int
+    lines: int
+    place: Place | None
+
+
+def places(values: Sequence[Kind], entries: Sequence[Kind]) -> list[list[Piece]]:
+    """For each value its pieces, in order.
 
     Args:
       values: what an iteration keeps.
       entries: what its gradients have an entry of each; scalars take nothing.
     """
     free = [entry.shape[0] if entry.shape else 0 for entry in entries]
-    found: list[Place | None] = [None] * len(values)
+
+    def placed(value: Kind, lines: int, entry: int) -> Place:
+        together = _together(value, entries[entry])
+        rows = _rows(value, lines, entries[entry])
+        row = entries[entry].shape[0] - free[entry]
+        free[entry] -= rows
+        return Place(entry=entry, row=row, rows=rows, together=together)
+
+    found: list[list[Piece]] = [[] for _ in values]
     for number in sorted(range(len(values)), key=lambda n: (-_bytes(values[n]), n)):
-        value = values[number]
-        fitting = [
-            (value.shape[-1:] != entry.shape[-1:], free[n] * _bytes(entry), n, rows, together)
+        value, lines = values[number], lines_of(values[number])
+        # Whether their rows are of other lengths, their room, and which they are.
+        ranked = sorted(
+            (value.shape[-1:] != entry.shape[-1:], free[n] * _bytes(entry), n)
             for n, entry in enumerate(entries)
-            if (together := _together(value, entry))
-            and 0 < (rows := _rows(value, entry, together)) <= free[n]
-        ]
-        if fitting:
-            _, _, n, rows, together = min(fitting)
-            row = entries[n].shape[0] - free[n]
-            found[number] = Place(entry=n, row=row, rows=rows, together=together)
-            free[n] -= rows
+            if _together(value, entry) and free[n] and _bytes(entry)
+        )
+        whole = (n for _, _, n in ranked if 0 < _rows(value, lines, entries[n]) <= free[n])
+        if (best := next(whole, None)) is not None:
+            found[number].append(Piece(first=0, lines=lines, place=placed(value, lines, best)))
+            continue
+        first = 0
+        for _, _, n in sorted(ranked, key=lambda one: (one[0], -one[1], one[2])):
+            most = _lines(value, free[n], entries[n])
+            if _LEAST_SHARE * lines <= (some := min(most, lines - first)) and some:
+                place = placed(value, some, n)
+                found[number].append(Piece(first=first, lines=some, place=place))
+                first += some
+        if first < lines or not lines:
+            found[number].append(Piece(first=first, lines=lines - first, place=None))
     return found
 
 
-def _rows(value: Kind, entry: Kind, together: int) -> int:
-    in_row = together * math.prod(entry.shape[1:])
-    return -(-math.prod(value.shape) // in_row) if in_row else 0
+def lines_of(value: Kind) -> int:
+    """How many lines a value has."""
+    return math.prod(value.shape[:-1] if len(value.shape) > 1 else value.shape)
+
+
+def _line(value: Kind) -> int:
+    """The elements of a line."""
+    return value.shape[-1] if len(value.shape) > 1 else 1
+
+
+def _rows(value: Kind, lines: int, entry: Kind) -> int:
+    """The rows of an entry that some lines of a value take."""
+    in_row = _together(value, entry) * math.prod(entry.shape[1:])
+    return -(-lines * _line(value) // in_row)
+
+
+def _lines(value: Kind, rows: int, entry: Kind) -> int:
+    """The lines of a value that some rows of an entry take."""
+    in_row = _together(value, entry) * math.prod(entry.shape[1:])
+    return rows * in_row // _line(value) if _line(value) else 0
 
 
 def _bytes(kind: Kind) -> int:

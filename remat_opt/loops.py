@@ -810,20 +810,31 @@ def _waiting(
         for vertex in sorted(stored)
         for value in body.equations[expected.roots[vertex]].outputs
     ]
-    where = gradient_places.places(
+    pieces = gradient_places.places(
         [body.types[value] for value, _ in owners], [body.types[value] for value in hosts.values()]
     )
     positions = list(hosts)
-    found = [(one, *owner) for one, owner in zip(where, owners, strict=True) if one is not None]
+    waiting_bytes = 0
+    entries: set[int] = set()
     kept: dict[int, int] = {}
-    for _, value, vertex in found:
-        if vertex >= 0:
-            size = kept.get(vertex, 0) + compiler.buffer_bytes(body.types[value])
-            kept[vertex] = min(size, graph.bytes[vertex])
-    carried = {value for _, value, vertex in found if vertex < 0}
+    carried: set[int] = set()
+    for (value, vertex), of_value in zip(owners, pieces, strict=True):
+        there = [(one.lines, one.place.entry) for one in of_value if one.place is not None]
+        if not there:
+            continue
+        kind = body.types[value]
+        size = compiler.buffer_bytes(kind)
+        if vertex < 0:
+            carried.add(value)
+        else:
+            size = min(size, graph.bytes[vertex])
+            kept[vertex] = min(kept.get(vertex, 0) + size, graph.bytes[vertex])
+        lines = sum(some for some, _ in there)
+        waiting_bytes += size * lines // gradient_places.lines_of(kind)
+        entries.update(positions[entry] for _, entry in there)
     return _Waiting(
-        bytes=sum(kept.values()) + sum(compiler.buffer_bytes(body.types[v]) for v in carried),
-        entries=frozenset(positions[place.entry] for place, _, _ in found),
+        bytes=waiting_bytes,
+        entries=frozenset(entries),
         workspace_bytes=in_gradients_bytes(expected, schedule, read, kept, carried) if hosts else 0,
     )
 

@@ -613,8 +613,8 @@ def loops_in_gradients(
         turns.append((turn, total - done - length if reverse else done, length))
         done += length
     # Of each part, the structure of the linear function of an iteration, and what that reads: for
-    # each, an argument or else a stack or else a place in a gradient, and its type.
-    read_by: dict[int, tuple[Any, list[tuple[int | None, int | None, Any, Any]]]] = {}
+    # each, an argument or else pieces, which wait in gradients or in a stack, and its type.
+    read_by: dict[int, tuple[Any, list[tuple[int | None, list[Any], Any]]]] = {}
 
     def over(number: int, step: Callable[..., Any], state: Any, backward: bool) -> Any:
         _, begin, length = turns[number]
@@ -630,15 +630,11 @@ def loops_in_gradients(
         held, structure = jax.tree.flatten(linear)
         anyway = {id(one): n for n, one in enumerate(arguments) if not first <= n < last}
         waiting = [jax.typeof(one) for one in held if id(one) not in anyway]
-        where = iter(places_in(waiting, [jax.typeof(arguments[n]) for n in hosts]))
-        found: list[tuple[int | None, int | None, Any, Any]] = []
-        stacks = 0
-        for one in held:
-            argument = anyway.get(id(one))
-            place = next(where) if argument is None else None
-            own = argument is None and place is None
-            found.append((argument, stacks if own else None, place, jax.typeof(one)))
-            stacks += own
+        pieces = iter(places_in(waiting, [jax.typeof(arguments[n]) for n in hosts]))
+        found = [
+            (anyway.get(id(one)), [] if id(one) in anyway else next(pieces), jax.typeof(one))
+            for one in held
+        ]
         read_by[number] = structure, found
         return outputs, held
 
@@ -651,11 +647,16 @@ def loops_in_gradients(
                 entries = list(lax.optimization_barrier(entries))
             outputs, held = linearized(number, [*inputs[:first], *carry, *entries])
             gradients, waiting = list(gradients), []
-            for value, (_, stack, where, _) in zip(held, read_by[number][1], strict=True):
-                if where is not None:
-                    gradients[where[0]] = put_in(gradients[where[0]], value, where, place)
-                elif stack is not None:
-                    waiting.append(value)
+            for value, (_, pieces, _) in zip(held, read_by[number][1], strict=True):
+                for first_line, lines, where in pieces:
+                    piece = value
+                    if lines < lines_of(value):
+                        piece = value.reshape(-1, *value.shape[-1:]) if value.ndim > 1 else value
+                        piece = piece[first_line : first_line + lines]
+                    if where is None:
+                        waiting.append(piece)
+                    else:
+                        gradients[where[0]] = put_in(gradients[where[0]], piece, where, place)
             return (outputs[: last - first], gradients), (outputs[last - first :], waiting)
 
         gradients = [empty_like(inputs[n]) for n in hosts]
@@ -689,18 +690,29 @@ def loops_in_gradients(
                 for n in reached
             ]
             structure, reads = read_by[number]
-            held = []
-            for argument, stack, where, kind in reads:
-                if where is not None:
-                    of_host = gradients[stacked.index(list(hosts)[where[0]])]
-                    held.append(taken_from(of_host, where, kind, place))
-                elif stack is not None:
-                    held.append(entry_of(stacks[number][stack], place - turns[number][1]))
-                elif argument is not None:
+            held, own = [], iter(stacks[number])
+            for argument, pieces, kind in reads:
+                if argument is not None:
                     one = inputs[argument]
                     held.append(one if argument < first else entry_of(one, place))
+                    continue
+                parts_of = []
+                for _, lines, where in pieces:
+                    if where is None:
+                        parts_of.append(entry_of(next(own), place - turns[number][1]))
+                        continue
+                    of_host = gradients[stacked.index(list(hosts)[where[0]])]
+                    some = kind
+                    if lines < lines_of(kind):
+                        line = kind.shape[-1:] if kind.ndim > 1 else ()
+                        some = jax.ShapeDtypeStruct((lines, *line), kind.dtype)
+                    parts_of.append(taken_from(of_host, where, some, place))
+                whole = parts_of[0] if len(parts_of) == 1 else jnp.concatenate(parts_of)
+                held.append(whole.reshape(kind.shape))
             # What waits in a gradient is read before anything is written there.
-            read = [n for n, (_, _, where, _) in enumerate(reads) if where is not None]
+            read = [
+                n for n, (_, pieces, _) in enumerate(reads) if any(where for *_, where in pieces)
+            ]
             after = lax.optimization_barrier([*back, *(held[n] for n in read)])
             linear = jax.tree.unflatten(structure, replaced(held, read, after[len(back) :]))
             transposed = jax.linear_transpose(
@@ -734,42 +746,60 @@ def loops_in_gradients(
     return ahead, behind
 
 
-def places_in(
-    values: Sequence[Any], entries: Sequence[Any]
-) -> list[tuple[int, int, int, int] | None]:
+def lines_of(value: Any) -> int:
+    """How many lines a value has: what differs in no index but the last one."""
+    return int(np.prod(value.shape[:-1] if value.ndim > 1 else value.shape, dtype=np.int64))
+
+
+def places_in(values: Sequence[Any], entries: Sequence[Any]) -> list[list[tuple[int, int, Any]]]:
     """Where what an iteration keeps waits in the entries of gradients: first fit, largest first.
 
     Returns:
-      For each value an entry, the first row in it, how many rows it takes, and how many of its
-      elements lie in one of the entry's; None if it fits nowhere.
+      For each value its pieces: the first line, how many, and an entry, the first row in it, how
+      many rows it takes, and how many of its elements lie in one of the entry's; None for a stack
+      of its own.
     """
-
-    def size(shape: Sequence[int]) -> int:
-        return int(np.prod(shape, dtype=np.int64))
 
     def width(kind: Any) -> int:
         if not isinstance(kind.dtype, np.dtype) or kind.dtype.kind in "cO":
             return 0
         return kind.dtype.itemsize if kind.dtype.itemsize <= 8 else 0
 
+    def size(kind: Any) -> int:
+        return int(np.prod(kind.shape, dtype=np.int64)) * width(kind)
+
     free = [entry.shape[0] if entry.shape else 0 for entry in entries]
-    found: list[tuple[int, int, int, int] | None] = [None] * len(values)
-    for number in sorted(
-        range(len(values)), key=lambda n: (-size(values[n].shape) * width(values[n]), n)
-    ):
-        value, fitting = values[number], []
+    found: list[list[tuple[int, int, Any]]] = [[] for _ in values]
+    for number in sorted(range(len(values)), key=lambda n: (-size(values[n]), n)):
+        value, lines = values[number], lines_of(values[number])
+        line = value.shape[-1] if value.ndim > 1 else 1
+        # Entries by whether their rows are of other lengths, and by room; and how many elements of
+        # the value are in one of theirs, and in a row.
+        ranked = []
         for n, entry in enumerate(entries):
-            small, large = width(value), width(entry)
-            together = large // small if small and large and not large % small else 0
-            in_row = together * size(entry.shape[1:])
-            rows = -(-size(value.shape) // in_row) if in_row else 0
-            if 0 < rows <= free[n]:
-                room = free[n] * size(entry.shape) * large
-                fitting.append((value.shape[-1:] != entry.shape[-1:], room, n, rows, together))
-        if fitting:
-            _, _, n, rows, together = min(fitting)
-            found[number] = n, entries[n].shape[0] - free[n], rows, together
+            if free[n] and size(entry) and width(value) and not width(entry) % width(value):
+                together = width(entry) // width(value)
+                in_row = together * size(entry) // width(entry) // entry.shape[0]
+                room = free[n] * size(entry)
+                ranked.append((value.shape[-1:] != entry.shape[-1:], room, n, together, in_row))
+
+        def place(n: int, some: int, together: int, in_row: int, line: int = line) -> Any:
+            rows = -(-some * line // in_row)
             free[n] -= rows
+            return n, entries[n].shape[0] - free[n] - rows, rows, together
+
+        whole = (one for one in sorted(ranked) if 0 < -(-lines * line // one[4]) <= free[one[2]])
+        if (best := next(whole, None)) is not None:
+            found[number].append((0, lines, place(best[2], lines, *best[3:])))
+            continue
+        first = 0
+        for _, _, n, together, in_row in sorted(ranked, key=lambda one: (one[0], -one[1], one[2])):
+            some = min(free[n] * in_row // line, lines - first) if line else 0
+            if some and 8 * some >= lines:
+                found[number].append((first, some, place(n, some, together, in_row)))
+                first += some
+        if first < lines or not lines:
+            found[number].append((first, lines - first, None))
     return found
 
 

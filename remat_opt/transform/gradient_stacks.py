@@ -26,7 +26,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt.gradient_places import Place, places
+from remat_opt.gradient_places import Piece, Place, lines_of, places
 
 #: Runs an iteration: flat arguments of the body to flat outputs.
 Iteration = Callable[[Sequence[Any]], list[Any]]
@@ -38,15 +38,18 @@ class _Read:
 
     Attributes:
       argument: the position of the argument of the body that it is, if the loop reads that anyway.
-      stack: else the number of the stack in which it waits.
-      place: else where it waits in the stack of a gradient.
+      pieces: else its pieces, which wait in gradients, or in the next of the part's own stacks.
       kind: its type.
     """
 
-    argument: int | None = None
-    stack: int | None = None
-    place: Place | None = None
+    argument: int | None
+    pieces: Sequence[Piece]
     kind: Any
+
+    @property
+    def in_gradients(self) -> bool:
+        """Whether some of it waits in gradients."""
+        return any(piece.place is not None for piece in self.pieces)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class _Turn:
     @property
     def stacks(self) -> int:
         """How many stacks of its own it has."""
-        return sum(read.stack is not None for read in self.reads)
+        return sum(piece.place is None for read in self.reads for piece in read.pieces)
 
 
 def run_in_gradients(
@@ -249,11 +252,12 @@ class _Loop:
         outputs, held = self._linearized(turn, arguments)
         gradients, waiting = list(gradients), []
         for value, read in zip(held, turn.reads, strict=True):
-            if read.place is not None:
-                entry = read.place.entry
-                gradients[entry] = _put(gradients[entry], value, read.place, place)
-            elif read.stack is not None:
-                waiting.append(value)
+            for piece in read.pieces:
+                some = _piece(value, piece)
+                if (where := piece.place) is None:
+                    waiting.append(some)
+                else:
+                    gradients[where.entry] = _put(gradients[where.entry], some, where, place)
         carries = self.scan.carries
         return (outputs[:carries], gradients), (outputs[carries:], waiting)
 
@@ -282,14 +286,15 @@ class _Loop:
         }
         entries = [internals.type_of(arguments[self.stacked[place]]) for place in self.hosts]
         waiting = [internals.type_of(one) for one in held if id(one) not in read_anyway]
-        where, stacks = iter(places(waiting, entries)), itertools.count()
-        turn.reads = []
-        for one in held:
-            argument = read_anyway.get(id(one))
-            place = next(where) if argument is None else None
-            stack = next(stacks) if argument is None and place is None else None
-            kind = internals.type_of(one)
-            turn.reads.append(_Read(argument=argument, stack=stack, place=place, kind=kind))
+        pieces = iter(places(waiting, entries))
+        turn.reads = [
+            _Read(
+                argument=read_anyway.get(id(one)),
+                pieces=() if id(one) in read_anyway else next(pieces),
+                kind=internals.type_of(one),
+            )
+            for one in held
+        ]
         return outputs, held
 
     def backward(self, *given: Any) -> list[Any]:
@@ -316,7 +321,7 @@ class _Loop:
             ]
             held = self._held(turn, inputs, own, gradients, place)
             # What waits in a gradient is read before anything is written there.
-            waiting = [n for n, read in enumerate(turn.reads) if read.place is not None]
+            waiting = [n for n, read in enumerate(turn.reads) if read.in_gradients]
             back_and_waiting = internals.barrier(*back, *(held[n] for n in waiting))
             back = back_and_waiting[: len(back)]
             for n, value in zip(waiting, back_and_waiting[len(back) :], strict=True):
@@ -372,17 +377,21 @@ class _Loop:
         place: Any,
     ) -> list[Any]:
         """What the linear function of an iteration reads."""
-        held = []
+        held, own = [], iter(stacks)
         for read in turn.reads:
-            if read.place is not None:
-                stack = gradients[self.hosts[read.place.entry]]
-                held.append(_taken(stack, read.place, read.kind, place))
-            elif read.stack is not None:
-                held.append(_entry(stacks[read.stack], place - turn.first))
-            else:
-                assert read.argument is not None
+            if read.argument is not None:
                 one = inputs[read.argument]
                 held.append(one if read.argument < self.first else _entry(one, place))
+                continue
+            found = []
+            for piece in read.pieces:
+                if (where := piece.place) is None:
+                    found.append(_entry(next(own), place - turn.first))
+                else:
+                    stack = gradients[self.hosts[where.entry]]
+                    found.append(_taken(stack, where, _piece_kind(read.kind, piece), place))
+            held.append(found[0] if len(found) == 1 else jnp.concatenate(found))
+            held[-1] = held[-1].reshape(read.kind.shape)
         return held
 
 
@@ -405,6 +414,22 @@ def _entry(stacked: Any, place: Any) -> Any:
 def _written(stacked: Any, entry: Any, place: Any) -> Any:
     starts = [place, *[0] * entry.ndim]
     return lax.dynamic_update_slice(stacked, entry[None], starts, allow_negative_indices=False)
+
+
+def _piece(value: Any, piece: Piece) -> Any:
+    """A piece of a value; itself if that is all."""
+    if piece.lines == lines_of(value):
+        return value
+    lines = value.reshape(-1, *value.shape[-1:]) if value.ndim > 1 else value
+    return lines[piece.first : piece.first + piece.lines]
+
+
+def _piece_kind(kind: Any, piece: Piece) -> Any:
+    """The type of a piece of a value of a type."""
+    if piece.lines == lines_of(kind):
+        return kind
+    line = kind.shape[-1:] if kind.ndim > 1 else ()
+    return jax.ShapeDtypeStruct((piece.lines, *line), kind.dtype)
 
 
 def _put(stack: Any, value: Any, where: Place, place: Any) -> Any:

@@ -225,14 +225,27 @@ def test_values_wait_where_the_plan_says():
         return [jax.ShapeDtypeStruct(shape, draw.choice(dtypes)) for shape in shapes]
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
-    waiting = 0
+    waiting = several = 0
     for _ in range(200):
         values, entries = [*kinds(5), keys], kinds(3)
         found = places(values, entries)
-        waiting += sum(one is not None for one in found)
-        as_tuples = [one and (one.entry, one.row, one.rows, one.together) for one in found]
+        waiting += sum(one.place is not None for pieces in found for one in pieces)
+        several += sum(len(pieces) > 1 for pieces in found)
+        as_tuples = [
+            [
+                (
+                    one.first,
+                    one.lines,
+                    one.place
+                    and (one.place.entry, one.place.row, one.place.rows, one.place.together),
+                )
+                for one in pieces
+            ]
+            for pieces in found
+        ]
         assert support.places_in(values, entries) == as_tuples
     assert waiting > 100
+    assert several > 20
 
 
 def test_asks_for_nothing_but_jax_and_numpy():

@@ -146,10 +146,10 @@ def test_derivatives_of_gradients_see_what_was_packed() -> None:
     ("loss", "parts", "beside"),
     [
         (layers, WHOLE[0], set()),
-        # The product and the state of three rows each do not fit into four.
-        (layers, WHOLE[1], {(7, 3, 4)}),
+        # Of the product and the state, three rows each, four fit.
+        (layers, WHOLE[1], {(7, 2, 4)}),
         (narrow, WHOLE[0], {(7,)}),  # the keys
-        (wide, WHOLE[0], {(7, 9, 4)}),
+        (wide, WHOLE[0], {(7, 5, 4)}),
     ],
 )
 def test_nothing_else_waits_but_what_does_not_fit(
