@@ -642,13 +642,19 @@ def instantiated(tangent: Any, value: Any) -> Any:
     return ad.instantiate_zeros(ad.Zero(type_of(value).to_tangent_aval()))
 
 
-def empty(shape: Sequence[int], dtype: Any) -> Any:
-    """An array with any content.
+def empty(shape: Sequence[int], dtype: Any, *, after: Any, shared: bool) -> Any:
+    """An array with any content, of which there is no other.
 
     JAX before 0.11 takes ``lax.empty`` for something that a ``vmap`` around it varies.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype.
+      after: an array that no other call is given.
+      shared: whether the compiler gets zeros for it, of which it makes one array for all.
     """
-    if jax.__version_info__ < (0, 11):
-        return jnp.zeros(shape, dtype)
+    if shared or jax.__version_info__ < (0, 11):
+        return jnp.full(shape, barrier(jnp.zeros((), dtype), after)[0], dtype)
     return jax.lax.empty(shape, dtype)
 
 

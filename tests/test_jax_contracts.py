@@ -582,11 +582,13 @@ def test_an_array_can_be_laid_out_otherwise_and_differentiated() -> None:
 
 
 def test_an_array_of_any_content_is_the_same_for_all_of_a_vmap() -> None:
-    def put(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return internals.empty((3,), jnp.float32), x
+    def put(x: jax.Array, *, shared: bool) -> tuple[jax.Array, jax.Array]:
+        return internals.empty((3,), jnp.float32, after=jnp.ones(2), shared=shared), x
 
-    kept, _ = jax.vmap(put, out_axes=(None, 0))(ones(2))
-    assert kept.shape == (3,)
+    for shared in (False, True):
+        of_each = functools.partial(put, shared=shared)
+        kept, _ = jax.vmap(of_each, out_axes=(None, 0))(ones(2))
+        assert kept.shape == (3,)
 
 
 def test_an_ill_formed_jaxpr_is_refused() -> None:

@@ -659,7 +659,8 @@ def loops_in_gradients(
                         gradients[where[0]] = put_in(gradients[where[0]], piece, where, place)
             return (outputs[: last - first], gradients), (outputs[last - first :], waiting)
 
-        gradients = [empty_like(inputs[n]) for n in hosts]
+        (after, *_) = [*inputs[first:last], *inputs]
+        gradients = [empty_like(inputs[n], after) for n in hosts]
         state, made, stacks = (list(inputs[first:last]), gradients), [], []
         for number in range(len(turns)):
             state, (entries, waiting) = over(number, functools.partial(step, number), state, False)
@@ -736,7 +737,7 @@ def loops_in_gradients(
         state: Any = (
             [to_outputs.get(n - first, zeros[n]) for n in carried],
             [zeros[n] for n in constants],
-            [given[n] if n in hosts else empty_like(inputs[n]) for n in stacked],
+            [given[n] if n in hosts else empty_like(inputs[n], cotangents[0]) for n in stacked],
         )
         for number in reversed(range(len(turns))):
             state, _ = over(number, functools.partial(step, number), state, True)
@@ -846,11 +847,14 @@ def taken_from(stack: Any, where: tuple[int, int, int, int], kind: Any, place: A
     return (found if found.size == size else found.reshape(-1)[:size]).reshape(kind.shape)
 
 
-def empty_like(stack: Any) -> Any:
-    """An array of the same type with any content."""
-    # Before 0.11, JAX takes what is empty for something that a vmap around it varies.
-    empty = lax.empty if jax.__version_info__ >= (0, 11) else jnp.zeros
-    return empty(stack.shape, stack.dtype)
+def empty_like(stack: Any, after: Any) -> Any:
+    """An array of the same type with any content, after another array."""
+    # For CPU these are zeros, of which XLA would make one array for several loops. Before 0.11, JAX
+    # takes what is empty for something that a vmap around it varies.
+    if jax.default_backend() == "cpu" or jax.__version_info__ < (0, 11):
+        zero, _ = lax.optimization_barrier((jnp.zeros((), stack.dtype), after))
+        return jnp.full(stack.shape, zero, stack.dtype)
+    return lax.empty(stack.shape, stack.dtype)
 
 
 def entry_of(stacked: Any, place: Any) -> Any:

@@ -26,6 +26,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
+from remat_opt.compilers import tiles
+from remat_opt.device import Platform
 from remat_opt.gradient_places import Piece, Place, lines_of, places
 
 #: Runs an iteration: flat arguments of the body to flat outputs.
@@ -80,7 +82,7 @@ def run_in_gradients(
     scan: internals.Scan,
     parts: Sequence[tuple[Iteration, int]],
     hosts: Sequence[int],
-    innermost: Callable[[Sequence[int]], int],
+    platform: Platform,
     reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]],
     plain: Callable[..., Sequence[Any]],
     inputs: Sequence[Any],
@@ -91,8 +93,7 @@ def run_in_gradients(
       scan: what its equation says.
       parts: in order of execution, what runs an iteration, under its checkpoint, and how many.
       hosts: positions, among the stacked inputs, of those whose gradients take what waits.
-      innermost: says, for the shape of an entry, which axis of it the compiler puts innermost. It
-        may choose another one in each loop for itself, and would copy the stack in between.
+      platform: whose compiler is expected.
       reached: what derivatives along some of the inputs reach (``bodies.reached``).
       plain: runs the loop as well, with stacks of its own; takes all inputs. Derivatives in forward
         mode, and of derivatives, are taken of it.
@@ -109,7 +110,7 @@ def run_in_gradients(
 
     def rule(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         given = {n for n, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
-        loop = _Loop(scan, parts, hosts, innermost, *reached(frozenset(given)))
+        loop = _Loop(scan, parts, hosts, platform, *reached(frozenset(given)))
 
         def along(inputs: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
             outputs = plain(*_filled(inputs, loop.moved, moved))
@@ -179,7 +180,7 @@ class _Loop:
     Attributes:
       scan: what its equation says.
       turns: its parts, in order of execution.
-      innermost: see ``run_in_gradients``.
+      platform: whose compiler is expected.
       moved: the positions of the inputs along which there are derivatives, ascending.
       reached: likewise of the outputs that these reach.
       first: the position of the first stacked input.
@@ -194,13 +195,13 @@ class _Loop:
         scan: internals.Scan,
         parts: Sequence[tuple[Iteration, int]],
         hosts: Sequence[int],
-        innermost: Callable[[Sequence[int]], int],
+        platform: Platform,
         moved: Set[int],
         reached: Set[int],
     ) -> None:
         self.scan = scan
         self.turns: list[_Turn] = []
-        self.innermost = innermost
+        self.platform = platform
         self.moved, self.reached = sorted(moved), sorted(reached)
         self.first = scan.constants + scan.carries
         self.constants = [n for n in self.moved if n < scan.constants]
@@ -227,7 +228,9 @@ class _Loop:
         """
         scan = self.scan
         carry = list(inputs[scan.constants : self.first])
-        gradients = [_like(inputs[self.stacked[place]]) for place in self.hosts]
+        # Without a carry the inputs tell the loop from others.
+        (after, *_) = [*carry, *inputs]
+        gradients = [self._like(inputs[self.stacked[place]], after) for place in self.hosts]
         made, stacks = [], []
         for turn in self.turns:
             step = functools.partial(self._step, turn, inputs)
@@ -305,7 +308,7 @@ class _Loop:
         """
         last = len(given) - len(self.reached)
         inputs, stacks, hosts = self._sorted(given[:last])
-        gradients = [_like(inputs[n]) for n in self.stacked]
+        gradients = [self._like(inputs[n], given[last]) for n in self.stacked]
         gradients = _filled(gradients, self.hosts, hosts)
         to_outputs = dict(zip(self.reached, given[last:], strict=True))
         kinds = {n: _kind_of(inputs[n], entry=n >= self.first) for n in self.moved}
@@ -350,8 +353,14 @@ class _Loop:
         carry, sums, gradients = state
         return [*sums, *carry, *gradients]
 
+    def _like(self, stacked: Any, after: Any) -> Any:
+        """A stack of the same type, with any content."""
+        shared = self.platform == "cpu"
+        return internals.empty(stacked.shape, stacked.dtype, after=after, shared=shared)
+
     def _laid_out(self, entry: Any) -> Any:
-        return internals.laid_out(entry, self.innermost(entry.shape))
+        """An entry, laid out as in the other loops that its stack goes through."""
+        return internals.laid_out(entry, tiles.innermost(self.platform, entry.shape))
 
     def _over(
         self, turn: _Turn, step: Callable[[Any, Any], Any], state: Any, *, backward: bool = False
@@ -400,11 +409,6 @@ def _kind_of(value: Any, *, entry: bool) -> jax.ShapeDtypeStruct:
     kind = internals.type_of(value)
     shape = kind.shape[1:] if entry else kind.shape
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
-
-
-def _like(stacked: Any) -> Any:
-    """A stack of the same type, with any content."""
-    return internals.empty(stacked.shape, stacked.dtype)
 
 
 def _entry(stacked: Any, place: Any) -> Any:

@@ -21,7 +21,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
 from remat_opt._jax_meshes import explicit_mesh_of, knows_a_mesh
-from remat_opt.compilers import tiles
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
@@ -100,9 +99,8 @@ def run_loop(
             (_checkpointed(*whole.of(part), alone=part.length <= scan.unroll), part.length)
             for part in loop.parts
         ]
-        innermost = functools.partial(tiles.innermost, platform)
         return run_in_gradients(
-            scan, parts, loop.in_gradients, innermost, whole.reached, plain, given
+            scan, parts, loop.in_gradients, platform, whole.reached, plain, given
         )
 
 
