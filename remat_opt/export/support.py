@@ -727,7 +727,7 @@ def loops_in_gradients(
                     lax.dynamic_update_slice(
                         one,
                         (laid_out(found[n], hosts[n]) if n in hosts else found[n])[None],
-                        [place, *[0] * found[n].ndim],
+                        [place, *np.zeros(found[n].ndim, np.int32)],
                         allow_negative_indices=False,
                     )
                     for n, one in zip(stacked, gradients, strict=True)
@@ -822,14 +822,14 @@ def put_in(stack: Any, value: Any, where: tuple[int, int, int, int], place: Any)
         ]
         found = functools.reduce(lax.bitwise_or, shifted)
         found = lax.bitcast_convert_type(found, stack.dtype)[None]
-    starts = [place, row, *[0] * (stack.ndim - 2)]
+    starts = [place, np.int32(row), *np.zeros(stack.ndim - 2, np.int32)]
     return lax.dynamic_update_slice(stack, found, starts, allow_negative_indices=False)
 
 
 def taken_from(stack: Any, where: tuple[int, int, int, int], kind: Any, place: Any) -> Any:
     """A value of a type from its place in the stack of a gradient."""
     _, row, rows, together = where
-    starts = [place, row, *[0] * (stack.ndim - 2)]
+    starts = [place, np.int32(row), *np.zeros(stack.ndim - 2, np.int32)]
     sizes = (1, rows, *stack.shape[2:])
     found = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
     if kind.dtype != stack.dtype:

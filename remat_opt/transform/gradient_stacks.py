@@ -415,8 +415,13 @@ def _entry(stacked: Any, place: Any) -> Any:
     return lax.dynamic_index_in_dim(stacked, place, keepdims=False, allow_negative_indices=False)
 
 
+def _starts(place: Any, row: int, axes: int) -> list[Any]:
+    """Where something begins in a stack: indices of one type, also if integers have 64 bits."""
+    return [place, *np.array([row, *[0] * axes], dtype=np.int32)[:axes]]
+
+
 def _written(stacked: Any, entry: Any, place: Any) -> Any:
-    starts = [place, *[0] * entry.ndim]
+    starts = _starts(place, 0, entry.ndim)
     return lax.dynamic_update_slice(stacked, entry[None], starts, allow_negative_indices=False)
 
 
@@ -456,13 +461,13 @@ def _put(stack: Any, value: Any, where: Place, place: Any) -> Any:
             ),
         )
         rows = lax.bitcast_convert_type(rows, stack.dtype)[None]
-    starts = [place, where.row, *[0] * (stack.ndim - 2)]
+    starts = _starts(place, where.row, stack.ndim - 1)
     return lax.dynamic_update_slice(stack, rows, starts, allow_negative_indices=False)
 
 
 def _taken(stack: Any, where: Place, kind: Any, place: Any) -> Any:
     """A value of a type from its place in the stack of a gradient."""
-    starts = [place, where.row, *[0] * (stack.ndim - 2)]
+    starts = _starts(place, where.row, stack.ndim - 1)
     sizes = (1, where.rows, *stack.shape[2:])
     rows = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
     if kind.dtype != stack.dtype:

@@ -17,6 +17,7 @@ from remat_opt.errors import PlanFileError
 from remat_opt.program import tracing
 from remat_opt.schedule import Inside, Loop, Stage
 from remat_opt.transform.rewriting import rewrite
+from tests.devices import needs_cuda_plugin, needs_libtpu
 from tests.transform.test_loops import (
     PARTS,
     Parts,
@@ -195,6 +196,9 @@ def by_hand(w: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)[0] ** 2)
 
 
+CUDA, TPU = [pytest.mark.cuda, needs_cuda_plugin], [pytest.mark.tpu, needs_libtpu]
+
+
 def shape(*extents: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(extents, jnp.float32)
 
@@ -203,8 +207,8 @@ def shape(*extents: int) -> jax.ShapeDtypeStruct:
     ("device", "length", "width", "rows", "share"),
     [
         ("cpu", 8, 64, 256, 0.9),
-        pytest.param("h200", 24, 1024, 4096, 0.9, marks=[pytest.mark.cuda, pytest.mark.slow]),
-        pytest.param("v5e", 24, 1024, 4096, 0.35, marks=[pytest.mark.tpu, pytest.mark.slow]),
+        pytest.param("h200", 24, 1024, 4096, 0.9, marks=[*CUDA, pytest.mark.slow]),
+        pytest.param("v5e", 24, 1024, 4096, 0.35, marks=[*TPU, pytest.mark.slow]),
     ],
 )
 def test_states_take_no_memory_beside_the_gradients(
@@ -228,8 +232,8 @@ def test_states_take_no_memory_beside_the_gradients(
     ("device", "length", "width", "rows"),
     [
         ("cpu", 8, 64, 256),
-        pytest.param("h200", 24, 1024, 4096, marks=[pytest.mark.cuda, pytest.mark.slow]),
-        pytest.param("v5e", 24, 1024, 4096, marks=[pytest.mark.tpu, pytest.mark.slow]),
+        pytest.param("h200", 24, 1024, 4096, marks=[*CUDA, pytest.mark.slow]),
+        pytest.param("v5e", 24, 1024, 4096, marks=[*TPU, pytest.mark.slow]),
     ],
 )
 def test_in_a_step_the_gradients_are_counted_once(
@@ -246,3 +250,15 @@ def test_in_a_step_the_gradients_are_counted_once(
     found = kept.measured.temporary_bytes
     assert found > 2 * length * 4 * width * width * 4
     assert kept.predicted.temporary_bytes == pytest.approx(found, rel=0.15)
+
+
+def test_integers_may_have_64_bits() -> None:
+    with jax.enable_x64(True):
+        for loss in (layers, wide):
+            program = tracing.trace(loss, W, X, signature=tracing.Signature(argnums=(0, 1)))
+            roots = tuple(range(len(program.equations)))
+            stages = [Stage(roots=roots, kept=(), checkpointed=False)]
+            loops = in_gradients(loops_of(program, WHOLE[2]))
+            run = rewrite(program, stages, "cpu", loops=loops)
+            found = jax.grad(lambda w, run=run, own=program.constant_values: run(own, [w, X])[0])(W)
+            near(found, jax.grad(loss)(W, X))
