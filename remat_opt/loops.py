@@ -148,43 +148,42 @@ class _Shape:
     seconds: float
     flops: int
 
-    def chain_in_gradients(self, iterations: Sequence[_Iteration], measure: Overhead) -> Chain:
-        """The loop as numbers, where what fits waits in gradients, which are not counted."""
-        return Chain(
-            length=self.length,
-            state_bytes=0,
-            result_bytes=self.result_bytes,
-            seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
-            ways=tuple(
-                Way(
+    def chain(
+        self,
+        iterations: Sequence[_Iteration],
+        measure: Overhead,
+        *,
+        in_gradients: bool,
+        whole: bool = False,
+    ) -> Chain:
+        """The loop as numbers, with these ways to run an iteration; whole, or in parts.
+
+        If what fits waits in gradients, that is not counted.
+        """
+
+        def way(one: _Iteration) -> Way:
+            seconds = _cost(one, measure)
+            if in_gradients:
+                return Way(
                     kept_bytes=max(0, self.carry_bytes + one.kept_bytes - one.waiting.bytes),
                     workspace_bytes=one.waiting.workspace_bytes,
                     alone_bytes=one.waiting.workspace_bytes,
-                    seconds=_cost(one, measure),
+                    seconds=seconds,
                 )
-                for one in iterations
-            ),
-            chunks=False,
-        )
+            return Way(
+                kept_bytes=one.kept_bytes,
+                workspace_bytes=one.whole_bytes if whole else one.workspace_bytes,
+                alone_bytes=one.alone_bytes,
+                seconds=seconds,
+            )
 
-    def chain(
-        self, iterations: Sequence[_Iteration], measure: Overhead, *, whole: bool = False
-    ) -> Chain:
-        """The loop as numbers, with these ways to run an iteration; whole, or in parts."""
         return Chain(
             length=self.length,
-            state_bytes=self.carry_bytes,
+            state_bytes=0 if in_gradients else self.carry_bytes,
             result_bytes=self.result_bytes,
             seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
-            ways=tuple(
-                Way(
-                    kept_bytes=one.kept_bytes,
-                    workspace_bytes=one.whole_bytes if whole else one.workspace_bytes,
-                    alone_bytes=one.alone_bytes,
-                    seconds=_cost(one, measure),
-                )
-                for one in iterations
-            ),
+            ways=tuple(map(way, iterations)),
+            chunks=not in_gradients,
         )
 
 
@@ -428,11 +427,9 @@ def _openings(
     )
     iterations = [dataclasses.replace(one, seconds=one.seconds * scale) for one in iterations]
     closed_bytes = expected.inside.get(vertex, 0)
-    for used, pieces in _drafts(shape, iterations, measure):
-        yield _opening(vertex, root, shape, used, pieces, closed_bytes)
-    if any(one.waiting.bytes for one in iterations):
-        for used, pieces in _drafts_in_gradients(shape, iterations, measure):
-            yield _opening_in_gradients(vertex, root, shape, used, pieces, closed_bytes)
+    for in_gradients in (False, True) if any(one.waiting.bytes for one in iterations) else (False,):
+        for used, pieces in _drafts(shape, iterations, measure, in_gradients=in_gradients):
+            yield _opening(vertex, root, shape, used, pieces, closed_bytes, in_gradients)
 
 
 def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> list[int]:
@@ -477,24 +474,13 @@ def _spread(ways: Sequence[Opening]) -> list[Opening]:
 
 
 def _drafts(
-    shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead
+    shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead, *, in_gradients: bool
 ) -> Iterator[tuple[Sequence[_Iteration], tuple[Piece, ...]]]:
     """Parts, in order of execution, with the iterations that they speak of."""
     for number in range(len(iterations)):
         yield iterations, (Piece(length=shape.length, way=number),)
-    used = _mixed(shape, iterations, measure)
-    for pieces in loop_nests.nests(shape.chain(used, measure)):
-        yield used, pieces
-
-
-def _drafts_in_gradients(
-    shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead
-) -> Iterator[tuple[Sequence[_Iteration], tuple[Piece, ...]]]:
-    """Likewise, where what fits waits in gradients."""
-    for number in range(len(iterations)):
-        yield iterations, (Piece(length=shape.length, way=number),)
-    used = _mixed(shape, iterations, measure, in_gradients=True)
-    for pieces in loop_nests.nests(shape.chain_in_gradients(used, measure)):
+    used = _mixed(shape, iterations, measure, in_gradients=in_gradients)
+    for pieces in loop_nests.nests(shape.chain(used, measure, in_gradients=in_gradients)):
         yield used, pieces
 
 
@@ -503,7 +489,7 @@ def _mixed(
     iterations: Sequence[_Iteration],
     measure: Overhead,
     *,
-    in_gradients: bool = False,
+    in_gradients: bool,
 ) -> list[_Iteration]:
     """Those that parts are made of: best at some exchange rate between memory and recomputation.
 
@@ -511,8 +497,7 @@ def _mixed(
     as well.
     """
     found: dict[_Iteration, None] = {}
-    chain = shape.chain_in_gradients if in_gradients else shape.chain
-    ways = chain(iterations, measure).ways
+    ways = shape.chain(iterations, measure, in_gradients=in_gradients).ways
     by_workspace = sorted(
         zip(iterations, ways, strict=True), key=lambda pair: pair[1].workspace_bytes
     )
@@ -533,41 +518,23 @@ def _opening(
     iterations: Sequence[_Iteration],
     pieces: Sequence[Piece],
     closed_bytes: int,
+    in_gradients: bool,
 ) -> Opening:
-    """Parts with the figures of the whole."""
-    whole = len(pieces) == 1 and not pieces[0].inside
-    found = loop_nests.judge(shape.chain(iterations, Overhead.SECONDS, whole=whole), pieces)
-    flops = loop_nests.judge(shape.chain(iterations, Overhead.FLOPS), pieces).seconds
-    return Opening(
-        vertex=vertex,
-        loop=Loop(root=root, parts=tuple(_part(iterations, piece) for piece in pieces)),
-        stacked_bytes=found.held_bytes,
-        workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes,
-        closed_bytes=closed_bytes,
-        seconds=found.seconds,
-        flops=round(flops),
-    )
+    """Parts with the figures of the whole.
 
-
-def _opening_in_gradients(
-    vertex: int,
-    root: int,
-    shape: _Shape,
-    iterations: Sequence[_Iteration],
-    pieces: Sequence[Piece],
-    closed_bytes: int,
-) -> Opening:
-    """Likewise, where what fits waits in gradients.
-
-    The stacks of these are there from the forward pass on. As gradients they are counted, if at
-    all, around the loop when its turn comes, so that they are taken off there.
+    The stacks of gradients that take what waits are there from the forward pass on. As gradients
+    they are counted, if at all, around the loop when its turn comes, so that they are taken off
+    there.
     """
-    found = loop_nests.judge(shape.chain_in_gradients(iterations, Overhead.SECONDS), pieces)
-    flops = loop_nests.judge(shape.chain_in_gradients(iterations, Overhead.FLOPS), pieces).seconds
-    entries = frozenset[int]().union(*(iterations[one.way].waiting.entries for one in pieces))
-    held_bytes = (
-        0 if shape.are_results else shape.length * sum(shape.gradient_bytes[n] for n in entries)
-    )
+    whole = len(pieces) == 1 and not pieces[0].inside
+    chain = functools.partial(shape.chain, iterations, in_gradients=in_gradients)
+    found = loop_nests.judge(chain(Overhead.SECONDS, whole=whole), pieces)
+    flops = loop_nests.judge(chain(Overhead.FLOPS), pieces).seconds
+    entries: set[int] = set()
+    if in_gradients:
+        entries.update(*(iterations[one.way].waiting.entries for one in pieces))
+    gradients = [] if shape.are_results else [shape.gradient_bytes[n] for n in entries]
+    taken_bytes = shape.length * sum(gradients)
     return Opening(
         vertex=vertex,
         loop=Loop(
@@ -575,8 +542,8 @@ def _opening_in_gradients(
             parts=tuple(_part(iterations, piece) for piece in pieces),
             in_gradients=tuple(sorted(entries)),
         ),
-        stacked_bytes=found.held_bytes + held_bytes,
-        workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes - held_bytes,
+        stacked_bytes=found.held_bytes + taken_bytes,
+        workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes - taken_bytes,
         closed_bytes=closed_bytes,
         seconds=found.seconds,
         flops=round(flops),

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from remat_opt.compilers import product_sums
-from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.compiler import LANES, Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.operation import PRODUCTS, Operation
 from remat_opt.program.dataflow import Dataflow
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Rows of arrays are padded to this many elements by XLA for TPU.
-_LANES = 128
 #: The least size of a concatenation, in sizes of the largest array.
 _MATTERS = 0.25
 #: Pieces may take this much more than the whole.
@@ -171,8 +169,8 @@ def _is_compact(concatenation: Operation) -> bool:
     pieces, (whole,) = concatenation.inputs, concatenation.outputs
     if axis < len(whole.shape) - 1:
         return True
-    tiles = sum(math.ceil(one.shape[axis] / _LANES) for one in pieces)
-    return bool(tiles <= _MOST_PADDING * math.ceil(whole.shape[axis] / _LANES))
+    tiles = sum(math.ceil(one.shape[axis] / LANES) for one in pieces)
+    return bool(tiles <= _MOST_PADDING * math.ceil(whole.shape[axis] / LANES))
 
 
 def _summed_with(product: Equation, place: int, axis: int) -> int | None:

@@ -29,6 +29,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt.compilers import tiles
 from remat_opt.device import Platform
 from remat_opt.gradient_places import Piece, Place, lines_of, places
+from remat_opt.transform.stacked import entry_of, filled, joined
 
 #: Runs an iteration: flat arguments of the body to flat outputs.
 Iteration = Callable[[Sequence[Any]], list[Any]]
@@ -113,7 +114,7 @@ def run_in_gradients(
         loop = _Loop(scan, parts, hosts, platform, *reached(frozenset(given)))
 
         def along(inputs: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
-            outputs = plain(*_filled(inputs, loop.moved, moved))
+            outputs = plain(*filled(inputs, loop.moved, moved))
             return [outputs[n] for n in loop.reached]
 
         def forward_in_plain(kept: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
@@ -140,7 +141,7 @@ def run_in_gradients(
             [outputs[n] for n in loop.reached],
         )
         none = [internals.zero_tangent(one) for one in outputs]
-        return outputs, _filled(none, loop.reached, to_outputs)
+        return outputs, filled(none, loop.reached, to_outputs)
 
     run.defjvp(rule, symbolic_zeros=True)
     return run(*inputs)
@@ -161,14 +162,6 @@ def _with_derivative_of(
         return outputs, moved + [internals.zero_tangent(one) for one in outputs[len(moved) :]]
 
     found.defjvp(rule, symbolic_zeros=True)
-    return found
-
-
-def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The values, with some replaced."""
-    found = list(values)
-    for place, value in zip(places, others, strict=True):
-        found[place] = value
     return found
 
 
@@ -237,17 +230,12 @@ class _Loop:
             (carry, gradients), (entries, waiting) = self._over(turn, step, (carry, gradients))
             made.append(entries)
             stacks.extend(waiting)
-        in_order = made[::-1] if scan.reverse else made
-        joined = [
-            alike[0] if len(alike) == 1 else jnp.concatenate(alike)
-            for alike in zip(*in_order, strict=True)
-        ]
-        return [*carry, *joined, *stacks, *gradients]
+        return [*carry, *joined(made, reverse=scan.reverse), *stacks, *gradients]
 
     def _step(self, turn: _Turn, inputs: Sequence[Any], state: Any, place: Any) -> Any:
         """An iteration of the forward pass."""
         carry, gradients = state
-        entries = [_entry(one, place) for one in inputs[self.first :]]
+        entries = [entry_of(one, place) for one in inputs[self.first :]]
         if turn.length == 1:
             # To a compiler this is no loop, and it would round a whole stack for one entry.
             entries = internals.barrier(*entries)
@@ -272,10 +260,7 @@ class _Loop:
         """
 
         def along(*moved: Any) -> tuple[list[Any], list[Any]]:
-            given = list(arguments)
-            for n, value in zip(self.moved, moved, strict=True):
-                given[n] = value
-            outputs = turn.run(given)
+            outputs = turn.run(filled(arguments, self.moved, moved))
             return [outputs[n] for n in self.reached], outputs
 
         at = [arguments[n] for n in self.moved]
@@ -309,26 +294,26 @@ class _Loop:
         last = len(given) - len(self.reached)
         inputs, stacks, hosts = self._sorted(given[:last])
         gradients = [self._like(inputs[n], given[last]) for n in self.stacked]
-        gradients = _filled(gradients, self.hosts, hosts)
+        gradients = filled(gradients, self.hosts, hosts)
         to_outputs = dict(zip(self.reached, given[last:], strict=True))
         kinds = {n: _kind_of(inputs[n], entry=n >= self.first) for n in self.moved}
-        zeros = {n: jnp.zeros(kinds[n].shape, kinds[n].dtype) for n in self.moved}
+        starting = [*self.constants, *self.carried]
+        zeros = {n: jnp.zeros(kinds[n].shape, kinds[n].dtype) for n in starting}
         shift = self.scan.constants
 
         def step(turn: _Turn, own: Sequence[Any], state: Any, place: Any) -> Any:
             carry, sums, gradients = state
             here = dict(zip(self.carried, carry, strict=True))
             back = [
-                here[n + shift] if n < self.scan.carries else _entry(to_outputs[n], place)
+                here[n + shift] if n < self.scan.carries else entry_of(to_outputs[n], place)
                 for n in self.reached
             ]
             held = self._held(turn, inputs, own, gradients, place)
             # What waits in a gradient is read before anything is written there.
             waiting = [n for n, read in enumerate(turn.reads) if read.in_gradients]
             back_and_waiting = internals.barrier(*back, *(held[n] for n in waiting))
+            held = filled(held, waiting, back_and_waiting[len(back) :])
             back = back_and_waiting[: len(back)]
-            for n, value in zip(waiting, back_and_waiting[len(back) :], strict=True):
-                held[n] = value
             linear = jax.tree.unflatten(turn.structure, held)
             transposed = jax.linear_transpose(
                 lambda *at: tuple(linear(*at)), *(kinds[n] for n in self.moved)
@@ -390,12 +375,12 @@ class _Loop:
         for read in turn.reads:
             if read.argument is not None:
                 one = inputs[read.argument]
-                held.append(one if read.argument < self.first else _entry(one, place))
+                held.append(one if read.argument < self.first else entry_of(one, place))
                 continue
             found = []
             for piece in read.pieces:
                 if (where := piece.place) is None:
-                    found.append(_entry(next(own), place - turn.first))
+                    found.append(entry_of(next(own), place - turn.first))
                 else:
                     stack = gradients[self.hosts[where.entry]]
                     found.append(_taken(stack, where, _piece_kind(read.kind, piece), place))
@@ -409,10 +394,6 @@ def _kind_of(value: Any, *, entry: bool) -> jax.ShapeDtypeStruct:
     kind = internals.type_of(value)
     shape = kind.shape[1:] if entry else kind.shape
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
-
-
-def _entry(stacked: Any, place: Any) -> Any:
-    return lax.dynamic_index_in_dim(stacked, place, keepdims=False, allow_negative_indices=False)
 
 
 def _starts(place: Any, row: int, axes: int) -> list[Any]:

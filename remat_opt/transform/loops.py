@@ -20,7 +20,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt._jax_meshes import explicit_mesh_of, knows_a_mesh
+from remat_opt._jax_meshes import knows_a_mesh
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
@@ -28,6 +28,7 @@ from remat_opt.program.record import Equation
 from remat_opt.schedule import Loop, Part
 from remat_opt.transform.equations import arrays_of
 from remat_opt.transform.gradient_stacks import run_in_gradients
+from remat_opt.transform.stacked import entry_of, filled, joined
 
 
 def check_loop(equation: Equation, loop: Loop) -> None:
@@ -184,18 +185,11 @@ def _turns(body: _Body, part: Part) -> _Turns:
     def iteration(
         reads: Sequence[Any], carry: Sequence[Any], place: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        entries = [_entry(one, place) for one in reads[scan.constants :]]
+        entries = [entry_of(one, place) for one in reads[scan.constants :]]
         outputs = run([*reads[: scan.constants], *carry, *entries])
         return outputs[: scan.carries], outputs[scan.carries :], list(reads)
 
     return _Turns(scan=scan, count=part.length, size=1, turn=iteration, policy=policy)
-
-
-def _entry(stacked: Any, place: Any) -> Any:
-    with explicit_mesh_of(stacked):
-        return lax.dynamic_index_in_dim(
-            stacked, place, keepdims=False, allow_negative_indices=False
-        )
 
 
 def _run_alike(
@@ -247,11 +241,7 @@ def _run_parts(
         carry, made, reads = _run_some(body, _turns(body, part), reads, carry, place + start)
         found.append(made)
         done += part.length
-    in_order = found[::-1] if body.scan.reverse else found
-    made = [
-        alike[0] if len(alike) == 1 else jnp.concatenate(alike)
-        for alike in zip(*in_order, strict=True)
-    ]
+    made = joined(found, reverse=body.scan.reverse)
     return list(carry), made, list(reads)
 
 
@@ -307,8 +297,8 @@ def _run_some(
 
             def along(some_reads: Sequence[Any], some_carry: Sequence[Any]) -> Any:
                 carry_out, made, handed_on = turn(
-                    _filled(reads, read_places, some_reads),
-                    _filled(carry, carried, some_carry),
+                    filled(reads, read_places, some_reads),
+                    filled(carry, carried, some_carry),
                     place,
                 )
                 return carry_out, made, [handed_on[n] for n in read_places]
@@ -331,18 +321,10 @@ def _run_some(
         (carry, to_carry, to_reads), (made, to_made) = loop(step, start, first + places)
         made, to_made = turns.flat(made), turns.flat(to_made)
         return (carry, made, reads), (
-            _filled(list(map(internals.zero_tangent, carry)), carried, to_carry),
-            _filled(list(map(internals.zero_tangent, made)), stacked, to_made),
-            _filled(list(map(internals.zero_tangent, reads)), read_places, to_reads),
+            filled(list(map(internals.zero_tangent, carry)), carried, to_carry),
+            filled(list(map(internals.zero_tangent, made)), stacked, to_made),
+            filled(list(map(internals.zero_tangent, reads)), read_places, to_reads),
         )
 
     run.defjvp(rule, symbolic_zeros=True)
     return run(list(reads), list(carry), first)
-
-
-def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The values, with some replaced."""
-    found = list(values)
-    for place, value in zip(places, others, strict=True):
-        found[place] = value
-    return found
