@@ -24,6 +24,6 @@ def always_rewritten() -> Iterator[None]:
     with (
         mock.patch.object(planning, "unchanged", plain),
         mock.patch.object(planning, "_sweeps", _SWEEPS),
-        mock.patch.object(joins, "_LANES", 1),
+        mock.patch.object(joins, "LANES", 1),
     ):
         yield
