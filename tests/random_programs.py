@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,16 @@ from jax.sharding import AxisType, PartitionSpec
 
 import remat_opt
 from remat_opt.errors import BudgetError
+from tests.op_by_op import run_op_by_op
 from tests.rewritten import always_rewritten
 
 DEVICES = ("h200", "v5e", "cpu")
+#: How programs are run: as they are, most of them compiled; equation by equation, which is quicker;
+#: or not at all, only traced.
+How = Literal["as it is", "op by op", "traced"]
+#: Of so many results that are got equation by equation, one is got as the program is, by whether it
+#: is compiled. If not, our own cache of traces is at work.
+_AS_IT_IS = {True: 6, False: 3}
 #: By dtype, how far a gradient may be off, as a share of its largest entry.
 _TOLERANCES = {"float64": 1e-8, "float32": 2e-3, "bfloat16": 0.2}
 
@@ -555,7 +563,7 @@ class RandomProgram:
             self, weights=wide[:-1], x=wide[-1], tolerance=_TOLERANCES["float64"]
         )
 
-    def value_and_grad(self, fn: Callable[..., Any], *, run: bool = True) -> Any:
+    def value_and_grad(self, fn: Callable[..., Any], how: How = "as it is") -> Any:
         """The loss and its gradient for what the program takes it for; the rest is frozen.
 
         If it is not run, arrays of zeros.
@@ -569,9 +577,11 @@ class RandomProgram:
         given = [*self.weights[:count], *([self.x] if for_x else [])]
         frozen = [*self.weights[count:], *([] if for_x else [self.x])]
         taken = jax.value_and_grad(loss, has_aux=self.has_aux)
-        if not run:
+        if how == "traced":
             shapes = jax.eval_shape(taken, given, frozen)
             return jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
+        if how == "op by op":
+            return run_op_by_op(taken, given, frozen)
         return (jax.jit(taken) if self.jit else taken)(given, frozen)
 
 
@@ -679,31 +689,32 @@ def _mapped(loss: Callable[..., Any], chance: random.Random) -> Callable[..., An
 
 
 def failures(
-    program: RandomProgram, devices: Sequence[str] = DEVICES, *, run: bool = True
+    program: RandomProgram, devices: Sequence[str] = DEVICES, how: How = "as it is"
 ) -> list[str] | None:
     """What is wrong with the plans for some devices, by default and with the least memory.
 
     Args:
       program: the program to plan.
       devices: the devices to plan for.
-      run: whether to compare results; if not, gradients are only traced, which is quicker.
+      how: how to get the results. If equation by equation, some are run as they are after all, for
+        each program others.
 
     Returns:
       A line for each failure; None if JAX itself does not accept the program.
     """
     try:
-        expected = program.value_and_grad(program.fn, run=run)
+        expected = program.value_and_grad(program.fn, how)
     except Exception:
         return None
     with always_rewritten():
-        return list(_failures(program, expected, devices, run))
+        return list(_failures(program, expected, devices, how))
 
 
 def _failures(
-    program: RandomProgram, expected: Any, devices: Sequence[str], run: bool
+    program: RandomProgram, expected: Any, devices: Sequence[str], how: How
 ) -> Iterator[str]:
     """What is wrong where this is expected; see ``failures``."""
-    evaluate = functools.partial(program.value_and_grad, run=run)
+    number = itertools.count(program.seed)
     for device in devices:
         decorate = functools.partial(
             remat_opt.optimal_remat,
@@ -734,8 +745,10 @@ def _failures(
             continue
         for budget in budgets:
             called = f"{device}, budget {budget}"
+            is_next = next(number) % _AS_IT_IS[program.jit] == 0
+            own: How = "as it is" if how == "op by op" and is_next else how
             try:
-                answer = evaluate(decorate(program.fn, budget=budget))
+                answer = program.value_and_grad(decorate(program.fn, budget=budget), own)
             except BudgetError as error:
                 # More may be differentiated than was declared: next we try what is least then.
                 if budget is None or error.least_peak_bytes <= budget:
@@ -749,8 +762,8 @@ def _failures(
                 if lines and program.x.dtype != jnp.float64:
                     # What cancels to nothing is off in proportion to its terms.
                     wide = program.in_double()
-                    exact = wide.value_and_grad(wide.fn, run=run)
-                    answer = wide.value_and_grad(decorate(wide.fn), run=run)
+                    exact = wide.value_and_grad(wide.fn, how)
+                    answer = wide.value_and_grad(decorate(wide.fn), own)
                     lines = differences(exact, answer, wide.tolerance) and lines
                 yield from (f"{called}: {one}" for one in lines)
 
