@@ -16,6 +16,7 @@ from jax import lax
 
 import remat_opt
 from tests import hunt
+from tests.op_by_op import run_op_by_op
 from tests.random_programs import (
     CHOOSING_FROM,
     DEVICES,
@@ -97,6 +98,17 @@ def test_a_program_is_told_by_its_seed() -> None:
     assert str(jax.make_jaxpr(draw(8).fn)(draw(8).weights, draw(8).x)) != texts[0]
 
 
+def test_op_by_op_is_as_compiled() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        x, rows = lax.scan(lambda c, row: (jnp.tanh(c @ w), c * row), x, x[:3], reverse=True)
+        x = lax.cond(x.sum() > 0, jnp.sin, jax.checkpoint(jnp.cos), loop(x)) + x
+        return jax.nn.relu(x).sum() + rows[0].sum()
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    args = W[0], jnp.asarray(X[:16])
+    assert differences(jax.jit(gradient)(*args), run_op_by_op(gradient, *args), 1e-12) == []
+
+
 def test_differences_are_told() -> None:
     a = {"x": jnp.ones(3), "y": jnp.zeros(2)}
     assert differences(a, a, 1e-9) == []
@@ -114,8 +126,8 @@ def test_a_hunt_is_taken_up_where_it_was_cut_off(
 ) -> None:
     seen = []
 
-    def found(program: Any, devices: Any, *, run: bool) -> list[str] | None:
-        assert run
+    def found(program: Any, devices: Any, how: str) -> list[str] | None:
+        assert how == "op by op"
         seen.append(program.seed)
         return [["cpu: wrong"], None, []][program.seed % 3]
 
