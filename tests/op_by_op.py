@@ -55,10 +55,7 @@ def _run_equation(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     if name == "remat_opt_linear":
         given, tangents = inputs[: params["count"]], inputs[params["count"] :]
         return _run(internals.make_jaxpr(params["fn"], given, tangents)[0], inputs)
-    stack = internals.name_stack_of(equation)
-    if name == "shard_map":
-        return jax.jit(lambda *given: internals.bind(equation, stack, given))(*inputs)
-    return internals.bind(equation, stack, inputs)
+    return internals.bind(equation, internals.name_stack_of(equation), inputs)
 
 
 def _run_while(params: Any, inputs: Sequence[Any]) -> Sequence[Any]:
