@@ -71,6 +71,20 @@ def knows_a_mesh(kind: Any) -> bool:
     return sharding is not None and not sharding.mesh.empty
 
 
+def says_how_it_is_split(kind: Any) -> bool:
+    """Whether the type of an array says how it is split over a mesh, or that it is a part of one.
+
+    If all axes of the mesh are left to the compiler it does not.
+    """
+    return knows_a_mesh(kind) and not kind.sharding.mesh.are_all_axes_auto
+
+
+def within_a_mesh() -> bool:
+    """Whether a mesh of several devices was set around, as by ``jax.set_mesh``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
+
+
 def explicit_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
     """Enters the mesh of an array with explicit sharding; does nothing for any other array.
 

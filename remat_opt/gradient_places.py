@@ -11,6 +11,10 @@ these the one with the least room. What fits nowhere as a whole is cut into piec
 but the last one, each for the entry with the most room, but into no small ones. The rest waits in
 a stack of its own.
 
+On a mesh each device puts its part of a value into its part of an entry. Devices that have equal
+parts of an entry must not write different things there, so that a value can wait only in entries
+that are split along every axis of the mesh along which it is.
+
 Guarantee: none of optimality. Deterministic.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,13 +75,22 @@ class Piece:
     place: Place | None
 
 
-def places(values: Sequence[Kind], entries: Sequence[Kind]) -> list[list[Piece]]:
+def places(
+    values: Sequence[Kind],
+    entries: Sequence[Kind],
+    value_axes: Sequence[Set[str]] | None = None,
+    entry_axes: Sequence[Set[str]] | None = None,
+) -> list[list[Piece]]:
     """For each value its pieces, in order.
 
     Args:
-      values: what an iteration keeps.
+      values: what an iteration keeps; on a mesh, one device's parts.
       entries: what its gradients have an entry of each; scalars take nothing.
+      value_axes: the axes of a mesh that each value is split along; None without one.
+      entry_axes: likewise of the entries.
     """
+    value_axes = value_axes or [frozenset()] * len(values)
+    entry_axes = entry_axes or [frozenset()] * len(entries)
     free = [entry.shape[0] if entry.shape else 0 for entry in entries]
 
     def placed(value: Kind, lines: int, entry: int) -> Place:
@@ -94,7 +107,10 @@ def places(values: Sequence[Kind], entries: Sequence[Kind]) -> list[list[Piece]]
         ranked = sorted(
             (value.shape[-1:] != entry.shape[-1:], free[n] * _bytes(entry), n)
             for n, entry in enumerate(entries)
-            if _together(value, entry) and free[n] and _bytes(entry)
+            if _together(value, entry)
+            and free[n]
+            and _bytes(entry)
+            and value_axes[number] <= entry_axes[n]
         )
         whole = (n for _, _, n in ranked if 0 < _rows(value, lines, entries[n]) <= free[n])
         if (best := next(whole, None)) is not None:

@@ -53,7 +53,7 @@ from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
-from remat_opt.program.record import Linearization, Program
+from remat_opt.program.record import Equation, Linearization, Program
 from remat_opt.schedule import Inside, Loop, Part, Region, Schedule, Stage
 from remat_opt.simulator import demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
@@ -78,6 +78,8 @@ _WORK = 400_000
 Known = dict[Hashable, Any]
 #: How deep loops in loops are opened.
 _DEPTH = 3
+#: ``Loop.splits``.
+_Splits = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,9 +394,13 @@ def _openings(
     arguments, varying = body.arguments, bodies.varying(body)
     carry = arguments[scan.constants : scan.constants + scan.carries]
     entries = arguments[scan.constants + scan.carries :]
-    key = "iteration", _same(body), tuple(carry), tuple(entries), depth
+    splits = _splits(program.equations[root])
+    # Each device must have an entry of every iteration, in stacks where something is to wait.
+    alone = tuple(not any(split[:1]) for split in splits[scan.constants + scan.carries :])
+    key = "iteration", _same(body), tuple(carry), tuple(entries), alone, depth
     if key not in known:
-        known[key] = _iterations(body, carry, entries, compiler, measure, depth, known)
+        hosts = [n for n in _hosts(body, entries, compiler) if not alone or alone[n]]
+        known[key] = _iterations(body, carry, entries, hosts, compiler, measure, depth, known)
     iterations, forward = known[key]
     if not iterations:
         return
@@ -429,20 +435,17 @@ def _openings(
     closed_bytes = expected.inside.get(vertex, 0)
     for in_gradients in (False, True) if any(one.waiting.bytes for one in iterations) else (False,):
         for used, pieces in _drafts(shape, iterations, measure, in_gradients=in_gradients):
-            yield _opening(vertex, root, shape, used, pieces, closed_bytes, in_gradients)
+            yield _opening(vertex, root, shape, used, pieces, closed_bytes, in_gradients, splits)
 
 
 def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> list[int]:
     """The positions of the entries of stacks in whose gradients something can wait.
 
-    They must have one, and be on one device. If its order were another one in the forward loop than
-    in the backward loop, the stack would be copied in between.
+    They must have one. If its order were another one in the forward loop than in the backward loop,
+    the stack would be copied in between.
     """
-    if any(
-        one.placement is not None
-        or any(_jax_meshes.knows_a_mesh(atom.aval) for atom in one.jax_equation.invars)
-        for one in body.equations
-    ):
+    kinds = (atom.aval for one in body.equations for atom in one.jax_equation.invars)
+    if any(map(_jax_meshes.says_how_it_is_split, kinds)) or not _along_whole_axes(body):
         return []
     differentiated = set(body.differentiated)
     return [
@@ -450,6 +453,23 @@ def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> list[in
         for place, value in enumerate(entries)
         if value in differentiated and tiles.fills_tiles(compiler, body.types[value])
     ]
+
+
+def _along_whole_axes(body: Program) -> bool:
+    """Whether no value is split along a part of an axis of a mesh, which JAX has no word for."""
+    sizes = dict(body.placement.axes) if body.placement else {}
+    splits = (axis for split in body.splits.values() for axis in split)
+    return all(sizes[name] == size for axis in splits for name, size in axis)
+
+
+def _splits(equation: Equation) -> _Splits:
+    """How the inputs of a loop are split, as a plan says it."""
+    if equation.placement is None:
+        return ()
+    return tuple(
+        tuple(tuple(name for name, _ in axis) for axis in spec or ())
+        for spec in equation.placement.specs
+    )
 
 
 def _is_alike(loop: Inside) -> bool:
@@ -519,6 +539,7 @@ def _opening(
     pieces: Sequence[Piece],
     closed_bytes: int,
     in_gradients: bool,
+    splits: _Splits,
 ) -> Opening:
     """Parts with the figures of the whole.
 
@@ -541,6 +562,7 @@ def _opening(
             root=root,
             parts=tuple(_part(iterations, piece) for piece in pieces),
             in_gradients=tuple(sorted(entries)),
+            splits=splits if entries else (),
         ),
         stacked_bytes=found.held_bytes + taken_bytes,
         workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes - taken_bytes,
@@ -648,12 +670,24 @@ def _iterations(
     body: Program,
     carry: Sequence[int],
     entries: Sequence[int],
+    hosts: Sequence[int],
     compiler: Compiler,
     measure: Overhead,
     depth: int,
     known: Known,
 ) -> tuple[list[_Iteration], _Forward]:
-    """The ways to run an iteration that no other beats in all figures."""
+    """The ways to run an iteration that no other beats in all figures.
+
+    Args:
+      body: of the loop.
+      carry: its arguments that are carried.
+      entries: its arguments that are entries of stacks.
+      hosts: the positions of those in whose gradients something can wait.
+      compiler: which one it is.
+      measure: what recomputation is counted in.
+      depth: how many loops in loops are looked into.
+      known: bodies and branches that were planned before.
+    """
     linearization, expected = body_model(body, compiler)
     expected = expected.in_loop()
     graph = expected.graph
@@ -666,13 +700,13 @@ def _iterations(
         expected = opened(expected, inside)
         choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
     read = stacks(body, carry, entries, expected)
-    hosts = {place: entries[place] for place in _hosts(body, entries, compiler)}
+    taking = {place: entries[place] for place in hosts}
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):
             loops = tuple(way.loop for way in choice)
             schedule = dataclasses.replace(schedule, loops=loops)
-            found[_iteration(body, expected, schedule, read, carry, hosts)] = None
+            found[_iteration(body, expected, schedule, read, carry, taking)] = None
     best: list[_Iteration] = []
     for one in found:
         figures = _figures(one, measure)
@@ -778,7 +812,10 @@ def _waiting(
         for value in body.equations[expected.roots[vertex]].outputs
     ]
     pieces = gradient_places.places(
-        [body.types[value] for value, _ in owners], [body.types[value] for value in hosts.values()]
+        [body.types[value] for value, _ in owners],
+        [body.types[value] for value in hosts.values()],
+        [body.axes_of(value) for value, _ in owners],
+        [body.axes_of(value) for value in hosts.values()],
     )
     positions = list(hosts)
     waiting_bytes = 0

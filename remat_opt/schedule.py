@@ -217,11 +217,14 @@ class Loop:
       parts: in order of execution; together they have its length.
       in_gradients: positions, among the loop's stacked inputs, of those in the stacks of whose
         gradients waits what iterations keep, in so far as it fits. There are no chunks then.
+      splits: on a mesh, how the loop's inputs were split, if it matters: for each axis of each of
+        them, the mesh axes that split it.
     """
 
     root: int
     parts: tuple[Part, ...]
     in_gradients: tuple[int, ...] = ()
+    splits: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,16 @@ def test_smaller_elements_lie_together_in_larger_ones_and_not_the_other_way_roun
     assert places([kind(4, 8)], [kind(8, 8, dtype="bfloat16")]) == [whole(4)]
 
 
+def test_on_a_mesh_entries_are_split_at_least_like_what_waits_there() -> None:
+    values, entries = [kind(4, 8), kind(3, 8), kind(2, 8)], [kind(8, 8), kind(8, 8)]
+    rows, both = {"rows"}, {"rows", "columns"}
+    assert places(values, entries, [both, rows, set()], [rows, {"columns"}]) == [
+        whole(4),
+        whole(3, entry=0, row=0, rows=3, together=1),
+        whole(2, entry=0, row=3, rows=2, together=1),
+    ]
+
+
 def test_values_whose_bits_mean_something_else_stay_apart() -> None:
     key = jax.eval_shape(jax.random.key, 0)
     assert places([kind(2, dtype="complex64"), key], [kind(8, 8)]) == [whole(2), whole(1)]

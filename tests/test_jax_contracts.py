@@ -843,7 +843,9 @@ def test_types_tell_of_a_mesh() -> None:
     seen: list[bool] = []
 
     def tell(x: jax.Array) -> jax.Array:
-        seen.append(_jax_meshes.knows_a_mesh(internals.type_of(x)))
+        kind = internals.type_of(x)
+        seen.append(_jax_meshes.knows_a_mesh(kind))
+        assert _jax_meshes.says_how_it_is_split(kind) == seen[-1]
         return x
 
     jax.jit(tell)(ones(8))
@@ -853,6 +855,16 @@ def test_types_tell_of_a_mesh() -> None:
     mapped = jax.shard_map(tell, mesh=automatic, in_specs=jax.P("rows"), out_specs=jax.P("rows"))
     jax.jit(mapped)(ones(8))
     assert seen == [False, True, True]
+
+
+def test_types_leave_it_to_the_compiler() -> None:
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    kind = jax.typeof(jax.device_put(ones(8), jax.NamedSharding(mesh, jax.P("rows"))))
+    assert _jax_meshes.knows_a_mesh(kind)
+    assert not _jax_meshes.says_how_it_is_split(kind)
+    assert not _jax_meshes.within_a_mesh()
+    with jax.set_mesh(mesh):
+        assert _jax_meshes.within_a_mesh()
 
 
 def test_texts_of_parameters_hold_no_addresses_and_no_hash_order() -> None:

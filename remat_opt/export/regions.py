@@ -95,12 +95,14 @@ class Printer:
             return Call("lax.switch", (inputs[0], inner, *inputs[1:]))
         scan = internals.scan_of(equation.jax_equation)
         options = scan_options(scan)
-        if loop.in_gradients:
+        # Where arrays are split, what waits has stacks of its own: the text has no mesh.
+        in_gradients = bool(loop.in_gradients) and not loop.splits
+        if in_gradients:
             hosts = scan_hosts(equation, scan, loop.in_gradients, self.rules.platform)
             options.append(f"hosts={hosts}")
-        if loop.in_gradients or len(loop.parts) > 1 or loop.parts[0].inside:
+        if in_gradients or len(loop.parts) > 1 or loop.parts[0].inside:
             options.append(f"reach={scan_reach(equation, scan, scope.summed)}")
-        run = support.scan_in_gradients if loop.in_gradients else support.planned_scan
+        run = support.scan_in_gradients if in_gradients else support.planned_scan
         planned = self.functions.helper(run)
         return Call(planned, (inner, *scan_inputs(scan, inputs), *options))
 

@@ -119,6 +119,7 @@ class _Partitioner:
             program,
             types=types,
             is_part=True,
+            splits=specs,
             added_up=_added_up(program, specs),
             equations=tuple(self._equation(one, types, specs) for one in program.equations),
         )

@@ -161,6 +161,7 @@ class Program:
       placement: how these are laid out on a mesh; None without one.
       is_part: whether types are those of one device's part (``propagation.per_device``) rather than
         of whole arrays.
+      splits: in such a part, how the values are split that are.
       communicates_again: whether collectives in it may run again.
       added_up: the differentiated arguments whose gradients devices add up, each with the value
         whose cotangent is added: itself, or what it is gathered or converted to.
@@ -182,6 +183,7 @@ class Program:
     kinds: tuple[Any, ...] = ()
     placement: Placement | None = None
     is_part: bool = False
+    splits: Mapping[int, Spec] = dataclasses.field(default_factory=dict)
     communicates_again: bool = False
     added_up: Mapping[int, int] = dataclasses.field(default_factory=dict)
     closed_over_names: tuple[str, ...] = ()
@@ -200,6 +202,10 @@ class Program:
     def mesh(self) -> Any:
         """The JAX mesh that it runs on; None without one."""
         return None if self.placement is None else self.placement.mesh
+
+    def axes_of(self, value: int) -> frozenset[str]:
+        """The axes of the mesh that split a value, in one device's part of a program."""
+        return frozenset(name for axis in self.splits.get(value, ()) for name, _ in axis)
 
     @property
     def argument_bytes(self) -> int:

@@ -29,6 +29,7 @@ from remat_opt import _jax_internals as internals
 from remat_opt.compilers import tiles
 from remat_opt.device import Platform
 from remat_opt.gradient_places import Piece, Place, lines_of, places
+from remat_opt.transform.per_device import Devices, Split
 from remat_opt.transform.stacked import entry_of, filled, joined
 
 #: Runs an iteration: flat arguments of the body to flat outputs.
@@ -41,18 +42,32 @@ class _Read:
 
     Attributes:
       argument: the position of the argument of the body that it is, if the loop reads that anyway.
-      pieces: else its pieces, which wait in gradients, or in the next of the part's own stacks.
-      kind: its type.
+      pieces: else its pieces, which wait in gradients, or in the next of the part's own stacks;
+        none if it waits there as it is.
+      kind: the type of one device's part.
+      split: how it is split over devices.
     """
 
     argument: int | None
     pieces: Sequence[Piece]
     kind: Any
+    split: Split
 
     @property
     def in_gradients(self) -> bool:
         """Whether some of it waits in gradients."""
         return any(piece.place is not None for piece in self.pieces)
+
+    @property
+    def apart(self) -> bool:
+        """Whether it waits as it is in a stack of the part."""
+        return self.argument is None and not self.pieces
+
+    def split_of(self, piece: Piece) -> Split:
+        """How a piece is split: a device's lines lie one after the other, and so do devices."""
+        if piece.lines == lines_of(self.kind):
+            return self.split
+        return (tuple(name for axis in self.split for name in axis),)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -74,9 +89,24 @@ class _Turn:
     reads: list[_Read] = dataclasses.field(default_factory=list)
 
     @property
+    def packed(self) -> list[_Read]:
+        """What of that is cut into pieces."""
+        return [read for read in self.reads if read.pieces]
+
+    @property
+    def own(self) -> list[Split]:
+        """How pieces are split that wait in stacks of the part."""
+        return [
+            read.split_of(piece)
+            for read in self.packed
+            for piece in read.pieces
+            if piece.place is None
+        ]
+
+    @property
     def stacks(self) -> int:
-        """How many stacks of its own it has."""
-        return sum(piece.place is None for read in self.reads for piece in read.pieces)
+        """How many stacks of its own it has: of pieces, and then of what waits as it is."""
+        return len(self.own) + sum(read.apart for read in self.reads)
 
 
 def run_in_gradients(
@@ -84,6 +114,8 @@ def run_in_gradients(
     parts: Sequence[tuple[Iteration, int]],
     hosts: Sequence[int],
     platform: Platform,
+    devices: Devices,
+    splits: Sequence[Split],
     reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]],
     plain: Callable[..., Sequence[Any]],
     inputs: Sequence[Any],
@@ -95,6 +127,8 @@ def run_in_gradients(
       parts: in order of execution, what runs an iteration, under its checkpoint, and how many.
       hosts: positions, among the stacked inputs, of those whose gradients take what waits.
       platform: whose compiler is expected.
+      devices: the devices that it runs on.
+      splits: how the inputs are split over them; empty without a mesh.
       reached: what derivatives along some of the inputs reach (``bodies.reached``).
       plain: runs the loop as well, with stacks of its own; takes all inputs. Derivatives in forward
         mode, and of derivatives, are taken of it.
@@ -103,7 +137,16 @@ def run_in_gradients(
     Returns:
       The carry, and the stacked outputs.
     """
-    count = len(inputs)
+    count, first = len(inputs), scan.constants + scan.carries
+    splits = splits or [()] * count
+    # Each device must have a part of every entry.
+    hosts = [
+        n
+        for n, (one, split) in enumerate(zip(inputs[first:], splits[first:], strict=True))
+        if n in hosts
+        and not any(split[:1])
+        and devices.part(internals.type_of(one), split) is not None
+    ]
 
     @jax.custom_jvp
     def run(*inputs: Any) -> list[Any]:
@@ -111,7 +154,7 @@ def run_in_gradients(
 
     def rule(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         given = {n for n, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
-        loop = _Loop(scan, parts, hosts, platform, *reached(frozenset(given)))
+        loop = _Loop(scan, parts, hosts, platform, devices, splits, *reached(frozenset(given)))
 
         def along(inputs: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
             outputs = plain(*filled(inputs, loop.moved, moved))
@@ -181,6 +224,8 @@ class _Loop:
       carried: likewise carried.
       stacked: likewise stacked.
       hosts: those of ``stacked`` whose gradients take what waits, as places among them.
+      devices: the devices that it runs on.
+      splits: how the inputs are split over them.
     """
 
     def __init__(
@@ -189,12 +234,14 @@ class _Loop:
         parts: Sequence[tuple[Iteration, int]],
         hosts: Sequence[int],
         platform: Platform,
+        devices: Devices,
+        splits: Sequence[Split],
         moved: Set[int],
         reached: Set[int],
     ) -> None:
         self.scan = scan
         self.turns: list[_Turn] = []
-        self.platform = platform
+        self.platform, self.devices, self.splits = platform, devices, splits
         self.moved, self.reached = sorted(moved), sorted(reached)
         self.first = scan.constants + scan.carries
         self.constants = [n for n in self.moved if n < scan.constants]
@@ -206,6 +253,11 @@ class _Loop:
             first = scan.length - done - length if scan.reverse else done
             self.turns.append(_Turn(run=run, first=first, length=length))
             done += length
+
+    @property
+    def _of_hosts(self) -> list[Split]:
+        """How the stacks of gradients are split that take what waits."""
+        return [self.splits[self.stacked[place]] for place in self.hosts]
 
     @property
     def waiting(self) -> int:
@@ -223,7 +275,8 @@ class _Loop:
         carry = list(inputs[scan.constants : self.first])
         # Without a carry the inputs tell the loop from others.
         (after, *_) = [*carry, *inputs]
-        gradients = [self._like(inputs[self.stacked[place]], after) for place in self.hosts]
+        hosts = [self.stacked[place] for place in self.hosts]
+        gradients = [self._like(n, inputs[n], after) for n in hosts]
         made, stacks = [], []
         for turn in self.turns:
             step = functools.partial(self._step, turn, inputs)
@@ -240,24 +293,22 @@ class _Loop:
             # To a compiler this is no loop, and it would round a whole stack for one entry.
             entries = internals.barrier(*entries)
         arguments = [*inputs[: self.scan.constants], *carry, *entries]
-        outputs, held = self._linearized(turn, arguments)
-        gradients, waiting = list(gradients), []
-        for value, read in zip(held, turn.reads, strict=True):
-            for piece in read.pieces:
-                some = _piece(value, piece)
-                if (where := piece.place) is None:
-                    waiting.append(some)
-                else:
-                    gradients[where.entry] = _put(gradients[where.entry], some, where, place)
-        carries = self.scan.carries
-        return (outputs[:carries], gradients), (outputs[carries:], waiting)
+        outputs, linear = self._linearized(turn, arguments)
+        held, turn.structure = jax.tree.flatten(linear)
+        turn.reads = self._reads(turn, arguments, held)
+        put = self.devices.alone(
+            functools.partial(_put_all, turn.packed),
+            (self._of_hosts, [read.split for read in turn.packed], ()),
+            [self._of_hosts, turn.own],
+        )
+        reads = list(zip(held, turn.reads, strict=True))
+        packed = [value for value, read in reads if read.pieces]
+        gradients, own = put(gradients, packed, place)
+        carries, apart = self.scan.carries, [value for value, read in reads if read.apart]
+        return (outputs[:carries], gradients), (outputs[carries:], [*own, *apart])
 
-    def _linearized(self, turn: _Turn, arguments: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """Runs an iteration, and notes in its turn what its linear function reads.
-
-        Returns:
-          The outputs, and what is read.
-        """
+    def _linearized(self, turn: _Turn, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        """The outputs of an iteration, and its linear function, a tree of what it reads."""
 
         def along(*moved: Any) -> tuple[list[Any], list[Any]]:
             outputs = turn.run(filled(arguments, self.moved, moved))
@@ -265,25 +316,53 @@ class _Loop:
 
         at = [arguments[n] for n in self.moved]
         _, linear, outputs = jax.linearize(along, *at, has_aux=True)
-        held, turn.structure = jax.tree.flatten(linear)
+        return outputs, linear
+
+    def _reads(self, turn: _Turn, arguments: Sequence[Any], held: Sequence[Any]) -> list[_Read]:
+        """What the linear function of an iteration reads.
+
+        Args:
+          turn: runs the iteration.
+          arguments: its arguments.
+          held: what is read.
+        """
         # What is carried has another value in each iteration: it waits like what is made.
         read_anyway = {
             id(one): n
             for n, one in enumerate(arguments)
             if not self.scan.constants <= n < self.first
         }
-        entries = [internals.type_of(arguments[self.stacked[place]]) for place in self.hosts]
-        waiting = [internals.type_of(one) for one in held if id(one) not in read_anyway]
-        pieces = iter(places(waiting, entries))
-        turn.reads = [
+        kinds = [internals.type_of(one) for one in held]
+        splits: Sequence[Split | None] = [()] * len(held)
+        if self.devices.mesh is not None:
+            splits = self.devices.splits(
+                lambda *given: jax.tree.leaves(self._linearized(turn, given)[1]),
+                list(map(internals.type_of, arguments)),
+                [*self.splits[: self.first], *(split[1:] for split in self.splits[self.first :])],
+            )
+        parts = {
+            n: self.devices.part(kinds[n], split)
+            for n, (one, split) in enumerate(zip(held, splits, strict=True))
+            if split is not None and id(one) not in read_anyway
+        }
+        waiting = [n for n, part in parts.items() if part is not None]
+        hosts = [self.stacked[place] for place in self.hosts]
+        pieces = places(
+            [parts[n] for n in waiting],
+            [self.devices.part(_kind_of(arguments[n]), self.splits[n][1:]) for n in hosts],
+            [_axes(splits[n] or ()) for n in waiting],
+            [_axes(self.splits[n]) for n in hosts],
+        )
+        of_waiting = dict(zip(waiting, pieces, strict=True))
+        return [
             _Read(
                 argument=read_anyway.get(id(one)),
-                pieces=() if id(one) in read_anyway else next(pieces),
-                kind=internals.type_of(one),
+                pieces=of_waiting.get(n, ()),
+                kind=parts.get(n) or kinds[n],
+                split=splits[n] or (),
             )
-            for one in held
+            for n, one in enumerate(held)
         ]
-        return outputs, held
 
     def backward(self, *given: Any) -> list[Any]:
         """The cotangents of the inputs along which there are derivatives.
@@ -293,13 +372,18 @@ class _Loop:
         """
         last = len(given) - len(self.reached)
         inputs, stacks, hosts = self._sorted(given[:last])
-        gradients = [self._like(inputs[n], given[last]) for n in self.stacked]
+        gradients = [self._like(n, inputs[n], given[last]) for n in self.stacked]
         gradients = filled(gradients, self.hosts, hosts)
         to_outputs = dict(zip(self.reached, given[last:], strict=True))
         kinds = {n: _kind_of(inputs[n], entry=n >= self.first) for n in self.moved}
         starting = [*self.constants, *self.carried]
         zeros = {n: jnp.zeros(kinds[n].shape, kinds[n].dtype) for n in starting}
         shift = self.scan.constants
+        write = self.devices.alone(
+            self._write_all,
+            (self._of_hosts, [split[1:] for split in self._of_hosts], ()),
+            self._of_hosts,
+        )
 
         def step(turn: _Turn, own: Sequence[Any], state: Any, place: Any) -> Any:
             carry, sums, gradients = state
@@ -319,13 +403,18 @@ class _Loop:
                 lambda *at: tuple(linear(*at)), *(kinds[n] for n in self.moved)
             )
             found = dict(zip(self.moved, transposed(tuple(back)), strict=True))
+            to_stacks = [found[n] for n in self.stacked]
+            written = [
+                one if k in self.hosts else _written(one, entry, place)
+                for k, (one, entry) in enumerate(zip(gradients, to_stacks, strict=True))
+            ]
+            of_hosts = write(
+                [gradients[k] for k in self.hosts], [to_stacks[k] for k in self.hosts], place
+            )
             return (
                 [found[n] for n in self.carried],
                 [one + found[n] for n, one in zip(self.constants, sums, strict=True)],
-                [
-                    _written(one, self._laid_out(found[n]) if k in self.hosts else found[n], place)
-                    for k, (n, one) in enumerate(zip(self.stacked, gradients, strict=True))
-                ],
+                filled(written, self.hosts, of_hosts),
             ), None
 
         state: Any = (
@@ -338,14 +427,31 @@ class _Loop:
         carry, sums, gradients = state
         return [*sums, *carry, *gradients]
 
-    def _like(self, stacked: Any, after: Any) -> Any:
-        """A stack of the same type, with any content."""
-        shared = self.platform == "cpu"
-        return internals.empty(stacked.shape, stacked.dtype, after=after, shared=shared)
+    def _like(self, n: int, stacked: Any, after: Any) -> Any:
+        """A stack of the same type as an input, with any content."""
+        shared, kind = self.platform == "cpu", internals.type_of(stacked)
+        part = self.devices.part(kind, self.splits[n])
+        if part is None:
+            return internals.empty(kind.shape, kind.dtype, after=after, shared=True)
+        if self.devices.mesh is None:
+            return internals.empty(kind.shape, kind.dtype, after=after, shared=shared)
+        one = internals.empty((), kind.dtype, after=after, shared=True)
 
-    def _laid_out(self, entry: Any) -> Any:
-        """An entry, laid out as in the other loops that its stack goes through."""
-        return internals.laid_out(entry, tiles.innermost(self.platform, entry.shape))
+        def of_part(after: Any) -> Any:
+            return internals.empty(part.shape, part.dtype, after=after, shared=shared)
+
+        return self.devices.alone(of_part, ((),), self.splits[n])(one)
+
+    def _write_all(self, gradients: Sequence[Any], entries: Sequence[Any], place: Any) -> list[Any]:
+        """Stacks with an entry each, laid out as in the other loops that they go through."""
+        return [
+            _written(
+                stacked,
+                internals.laid_out(entry, tiles.innermost(self.platform, entry.shape)),
+                place,
+            )
+            for stacked, entry in zip(gradients, entries, strict=True)
+        ]
 
     def _over(
         self, turn: _Turn, step: Callable[[Any, Any], Any], state: Any, *, backward: bool = False
@@ -371,25 +477,29 @@ class _Loop:
         place: Any,
     ) -> list[Any]:
         """What the linear function of an iteration reads."""
-        held, own = [], iter(stacks)
-        for read in turn.reads:
-            if read.argument is not None:
-                one = inputs[read.argument]
-                held.append(one if read.argument < self.first else entry_of(one, place))
-                continue
-            found = []
-            for piece in read.pieces:
-                if (where := piece.place) is None:
-                    found.append(entry_of(next(own), place - turn.first))
-                else:
-                    stack = gradients[self.hosts[where.entry]]
-                    found.append(_taken(stack, where, _piece_kind(read.kind, piece), place))
-            held.append(found[0] if len(found) == 1 else jnp.concatenate(found))
-            held[-1] = held[-1].reshape(read.kind.shape)
-        return held
+        waiting = [entry_of(one, place - turn.first) for one in stacks]
+        own, apart = waiting[: len(turn.own)], iter(waiting[len(turn.own) :])
+        take = self.devices.alone(
+            functools.partial(_taken_all, turn.packed),
+            (self._of_hosts, turn.own, ()),
+            [read.split for read in turn.packed],
+        )
+        packed = iter(take([gradients[place] for place in self.hosts], own, place))
+
+        def value(read: _Read) -> Any:
+            if read.argument is None:
+                return next(apart if read.apart else packed)
+            one = inputs[read.argument]
+            return one if read.argument < self.first else entry_of(one, place)
+
+        return list(map(value, turn.reads))
 
 
-def _kind_of(value: Any, *, entry: bool) -> jax.ShapeDtypeStruct:
+def _axes(split: Split) -> frozenset[str]:
+    return frozenset(name for axis in split for name in axis)
+
+
+def _kind_of(value: Any, *, entry: bool = False) -> jax.ShapeDtypeStruct:
     """The type of a value, or of an entry of a stack."""
     kind = internals.type_of(value)
     shape = kind.shape[1:] if entry else kind.shape
@@ -420,6 +530,39 @@ def _piece_kind(kind: Any, piece: Piece) -> Any:
         return kind
     line = kind.shape[-1:] if kind.ndim > 1 else ()
     return jax.ShapeDtypeStruct((piece.lines, *line), kind.dtype)
+
+
+def _put_all(
+    reads: Sequence[_Read], gradients: Sequence[Any], values: Sequence[Any], place: Any
+) -> list[list[Any]]:
+    """The stacks of gradients with pieces of values in their places, and the pieces with none."""
+    stacks, own = list(gradients), []
+    for value, read in zip(values, reads, strict=True):
+        for piece in read.pieces:
+            some = _piece(value, piece)
+            if (where := piece.place) is None:
+                own.append(some)
+            else:
+                stacks[where.entry] = _put(stacks[where.entry], some, where, place)
+    return [stacks, own]
+
+
+def _taken_all(
+    reads: Sequence[_Read], gradients: Sequence[Any], own: Sequence[Any], place: Any
+) -> list[Any]:
+    """The values of which ``_put_all`` put pieces there."""
+    values, rest = [], iter(own)
+    for read in reads:
+        found = []
+        for piece in read.pieces:
+            if (where := piece.place) is None:
+                found.append(next(rest))
+            else:
+                kind = _piece_kind(read.kind, piece)
+                found.append(_taken(gradients[where.entry], where, kind, place))
+        whole = found[0] if len(found) == 1 else jnp.concatenate(found)
+        values.append(whole.reshape(read.kind.shape))
+    return values
 
 
 def _put(stack: Any, value: Any, where: Place, place: Any) -> Any:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
-from remat_opt._jax_meshes import knows_a_mesh
+from remat_opt import _jax_meshes
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
@@ -28,6 +28,7 @@ from remat_opt.program.record import Equation
 from remat_opt.schedule import Loop, Part
 from remat_opt.transform.equations import arrays_of
 from remat_opt.transform.gradient_stacks import run_in_gradients
+from remat_opt.transform.per_device import Devices
 from remat_opt.transform.stacked import entry_of, filled, joined
 
 
@@ -71,6 +72,7 @@ def run_loop(
     inputs: Sequence[Any],
     body: Callable[[Part], tuple[Callable[..., list[Any]], Callable[..., Any]]],
     platform: Platform,
+    mesh: Any,
 ) -> list[Any]:
     """Runs a ``scan`` equation in its parts.
 
@@ -81,6 +83,7 @@ def run_loop(
       body: gives, for a part, the function that runs one iteration, from the body's flat arguments
         to its flat outputs, and the policy of its checkpoint.
       platform: whose compiler is expected.
+      mesh: the mesh that arrays are split over; None without one.
 
     Returns:
       Its outputs.
@@ -94,15 +97,42 @@ def run_loop(
     )
     plain = functools.partial(_run_plain, whole, loop.parts)
     with internals.context_of(equation.jax_equation, equation.name_stack):
-        if not loop.in_gradients or any(knows_a_mesh(internals.type_of(one)) for one in given):
+        devices = _devices(loop, given, mesh)
+        if not loop.in_gradients or devices is None:
             return plain(*given)
         parts = [
             (_checkpointed(*whole.of(part), alone=part.length <= scan.unroll), part.length)
             for part in loop.parts
         ]
         return run_in_gradients(
-            scan, parts, loop.in_gradients, platform, whole.reached, plain, given
+            scan,
+            parts,
+            loop.in_gradients,
+            platform,
+            devices,
+            loop.splits,
+            whole.reached,
+            plain,
+            given,
         )
+
+
+def _devices(loop: Loop, inputs: Sequence[Any], mesh: Any) -> Devices | None:
+    """The devices that run a loop; None if it is unknown how they share its inputs.
+
+    Args:
+      loop: the loop.
+      inputs: its inputs.
+      mesh: the mesh of the program; None without one.
+    """
+    kinds = list(map(internals.type_of, inputs))
+    if mesh is None:
+        on_a_mesh = _jax_meshes.within_a_mesh() or any(map(_jax_meshes.knows_a_mesh, kinds))
+        return None if loop.splits or on_a_mesh else Devices()
+    if any(map(_jax_meshes.says_how_it_is_split, kinds)) or len(loop.splits) != len(inputs):
+        return None
+    names = {name for split in loop.splits for axis in split for name in axis}
+    return Devices(mesh=mesh) if names <= set(mesh.shape) else None
 
 
 def _run_plain(body: _Body, parts: Sequence[Part], *inputs: Any) -> list[Any]:

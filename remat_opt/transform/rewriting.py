@@ -51,6 +51,7 @@ def rewrite(
     named: Set[int] = frozenset(),
     within: str = "",
     place: Place = Place.TOP,
+    mesh: Any = None,
     unchanged: bool = False,
 ) -> Callable[..., list[Any]]:
     """The program as a function of its constants and flat arguments, run stage by stage.
@@ -66,6 +67,7 @@ def rewrite(
       named: equations whose outputs carry a name for a policy around all of it.
       within: what to put into names, so that they are not those of the program around this one.
       place: where the program runs.
+      mesh: the mesh that its arrays are split over, if it is an inner program: else it knows.
       unchanged: whether it runs as it is: the stages are only checked.
 
     Returns:
@@ -76,6 +78,7 @@ def rewrite(
     """
     _check_stages(program, stages)
     _check_loops(program, loops, named)
+    mesh = mesh or program.mesh
     rules = Rules.none(platform) if unchanged else Rules(platform=platform, off=frozenset(off))
     stages = () if unchanged else stages
     rewriting, steps = prepared(program, stages, rules, named=frozenset(named), place=place)
@@ -84,14 +87,14 @@ def rewrite(
         given = (
             program.equations[loop.root],
             rewriting.summed,
-            functools.partial(rewrite, platform=platform, off=off),
+            functools.partial(rewrite, platform=platform, off=off, mesh=mesh),
             f"{within}{loop.root}_in_",
         )
         if isinstance(loop, Choice):
             return functools.partial(_run_choice, loop, *given)
         if isinstance(loop, Mapped):
             return functools.partial(_run_map, loop, *given)
-        return functools.partial(_run_loop, loop, platform, *given)
+        return functools.partial(_run_loop, loop, platform, mesh, *given)
 
     opened = {loop.root: running(loop) for loop in loops}
     whole = dataclasses.replace(rewriting, loops=opened, within=within)
@@ -110,6 +113,7 @@ def rewrite(
 def _run_loop(
     loop: Loop,
     platform: Platform,
+    mesh: Any,
     equation: Equation,
     summed: Set[int],
     rewritten: Callable[..., Callable[..., list[Any]]],
@@ -121,6 +125,7 @@ def _run_loop(
     Args:
       loop: how it is opened.
       platform: whose compiler is expected.
+      mesh: the mesh that arrays are split over; None without one.
       equation: the loop.
       summed: differentiated values of the surrounding program.
       rewritten: ``rewrite`` for the same compiler.
@@ -140,7 +145,7 @@ def _run_loop(
         )
         return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
 
-    return run_loop(equation, loop, inputs, body, platform)
+    return run_loop(equation, loop, inputs, body, platform, mesh)
 
 
 def _run_choice(

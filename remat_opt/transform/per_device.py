@@ -1,0 +1,104 @@
+"""What each device does with its own part of some arrays, where the compiler splits the rest.
+
+The compiler cannot split what packs elements into others: it would put whole arrays together on
+every device. Inside a ``shard_map`` it need not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from remat_opt import _jax_meshes
+
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+
+#: How an array is split: for each axis the mesh axes that split it; further axes are not.
+Split = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The devices that share the arrays.
+
+    Attributes:
+      mesh: the mesh they form; None if each array is on one device.
+    """
+
+    mesh: Any = None
+
+    def part(self, kind: Any, split: Split) -> Any:
+        """The type of one device's part of an array.
+
+        Returns:
+          None if parts cannot all have the same shape.
+        """
+        if self.mesh is None:
+            return kind
+        ways = [math.prod(self.mesh.shape[name] for name in axis) for axis in split]
+        ways += [1] * (len(kind.shape) - len(ways))
+        if any(extent % way for extent, way in zip(kind.shape, ways, strict=True)):
+            return None
+        shape = [extent // way for extent, way in zip(kind.shape, ways, strict=True)]
+        return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
+
+    def splits(
+        self, run: Callable[..., Sequence[Any]], kinds: Sequence[Any], given: Sequence[Split]
+    ) -> list[Split | None]:
+        """How the compiler splits the results of a function.
+
+        Args:
+          run: the function.
+          kinds: the types of its arguments.
+          given: how these are split.
+
+        Returns:
+          None for what is split in a way that JAX has no word for.
+        """
+        assert self.mesh is not None, "there is a mesh"
+        arguments = [
+            jax.ShapeDtypeStruct(
+                kind.shape,
+                kind.dtype,
+                weak_type=kind.weak_type,
+                sharding=NamedSharding(self.mesh, PartitionSpec(*split)),
+            )
+            for kind, split in zip(kinds, given, strict=True)
+        ]
+        sizes = self.mesh.shape
+        return [
+            tuple(tuple(name for name, _ in axis) for axis in split)
+            if all(sizes[name] == size for axis in split for name, size in axis)
+            else None
+            for split in _jax_meshes.propagated(run, arguments)
+        ]
+
+    def alone(self, run: _Run, taken: Sequence[Any], given: Any) -> _Run:
+        """A function that each device runs on its parts.
+
+        Args:
+          run: takes and gives lists of arrays, or arrays.
+          taken: how each argument is split; a list for a list.
+          given: likewise its result.
+        """
+        if self.mesh is None:
+            return run
+        found: Any = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=tuple(map(_specs, taken)),
+            out_specs=_specs(given),
+            check_vma=False,
+        )
+        return found  # type: ignore[no-any-return]
+
+
+def _specs(splits: Any) -> Any:
+    if isinstance(splits, list):
+        return [_specs(one) for one in splits]
+    return PartitionSpec(*splits)
