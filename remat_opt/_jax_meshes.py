@@ -71,12 +71,9 @@ def knows_a_mesh(kind: Any) -> bool:
     return sharding is not None and not sharding.mesh.empty
 
 
-def says_how_it_is_split(kind: Any) -> bool:
-    """Whether the type of an array says how it is split over a mesh, or that it is a part of one.
-
-    If all axes of the mesh are left to the compiler it does not.
-    """
-    return knows_a_mesh(kind) and not kind.sharding.mesh.are_all_axes_auto
+def is_a_part(kind: Any) -> bool:
+    """Whether an array is one device's part, in a ``shard_map``, along any axis of its mesh."""
+    return knows_a_mesh(kind) and bool(kind.sharding.mesh.manual_axes)
 
 
 def within_a_mesh() -> bool:

@@ -394,12 +394,14 @@ def _openings(
     arguments, varying = body.arguments, bodies.varying(body)
     carry = arguments[scan.constants : scan.constants + scan.carries]
     entries = arguments[scan.constants + scan.carries :]
-    splits = _splits(program.equations[root])
+    splits = _splits(program.equations[root], body)
     # Each device must have an entry of every iteration, in stacks where something is to wait.
     alone = tuple(not any(split[:1]) for split in splits[scan.constants + scan.carries :])
     key = "iteration", _same(body), tuple(carry), tuple(entries), alone, depth
     if key not in known:
-        hosts = [n for n in _hosts(body, entries, compiler) if not alone or alone[n]]
+        hosts = _hosts(body, entries, compiler)
+        if program.equations[root].placement is not None:
+            hosts = [n for n in hosts if splits and alone[n]]
         known[key] = _iterations(body, carry, entries, hosts, compiler, measure, depth, known)
     iterations, forward = known[key]
     if not iterations:
@@ -445,7 +447,7 @@ def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> list[in
     the stack would be copied in between.
     """
     kinds = (atom.aval for one in body.equations for atom in one.jax_equation.invars)
-    if any(map(_jax_meshes.says_how_it_is_split, kinds)) or not _along_whole_axes(body):
+    if any(map(_jax_meshes.is_a_part, kinds)):
         return []
     differentiated = set(body.differentiated)
     return [
@@ -455,20 +457,21 @@ def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> list[in
     ]
 
 
-def _along_whole_axes(body: Program) -> bool:
-    """Whether no value is split along a part of an axis of a mesh, which JAX has no word for."""
-    sizes = dict(body.placement.axes) if body.placement else {}
-    splits = (axis for split in body.splits.values() for axis in split)
-    return all(sizes[name] == size for axis in splits for name, size in axis)
+def _splits(equation: Equation, body: Program) -> _Splits:
+    """How the inputs of a loop are split, as a plan says it.
 
-
-def _splits(equation: Equation) -> _Splits:
-    """How the inputs of a loop are split, as a plan says it."""
-    if equation.placement is None:
+    Empty without a mesh, or if something is split along a part of one of its axes, which JAX has no
+    word for.
+    """
+    placement = equation.placement
+    if placement is None:
+        return ()
+    sizes = dict(placement.axes)
+    splits = (*placement.specs, *body.splits.values())
+    if any(sizes[name] != size for split in splits for axis in split or () for name, size in axis):
         return ()
     return tuple(
-        tuple(tuple(name for name, _ in axis) for axis in spec or ())
-        for spec in equation.placement.specs
+        tuple(tuple(name for name, _ in axis) for axis in split or ()) for split in placement.specs
     )
 
 
@@ -562,7 +565,7 @@ def _opening(
             root=root,
             parts=tuple(_part(iterations, piece) for piece in pieces),
             in_gradients=tuple(sorted(entries)),
-            splits=splits if entries else (),
+            splits=splits,
         ),
         stacked_bytes=found.held_bytes + taken_bytes,
         workspace_bytes=found.peak_bytes - found.held_bytes + shape.beside_bytes - taken_bytes,

@@ -840,12 +840,11 @@ def test_meshes_are_found_in_inner_programs() -> None:
 
 def test_types_tell_of_a_mesh() -> None:
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
-    seen: list[bool] = []
+    seen: list[tuple[bool, bool]] = []
 
     def tell(x: jax.Array) -> jax.Array:
         kind = internals.type_of(x)
-        seen.append(_jax_meshes.knows_a_mesh(kind))
-        assert _jax_meshes.says_how_it_is_split(kind) == seen[-1]
+        seen.append((_jax_meshes.knows_a_mesh(kind), _jax_meshes.is_a_part(kind)))
         return x
 
     jax.jit(tell)(ones(8))
@@ -854,14 +853,14 @@ def test_types_tell_of_a_mesh() -> None:
     automatic = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(tell, mesh=automatic, in_specs=jax.P("rows"), out_specs=jax.P("rows"))
     jax.jit(mapped)(ones(8))
-    assert seen == [False, True, True]
+    assert seen == [(False, False), (True, False), (True, True)]
 
 
-def test_types_leave_it_to_the_compiler() -> None:
+def test_a_mesh_may_be_set_around() -> None:
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     kind = jax.typeof(jax.device_put(ones(8), jax.NamedSharding(mesh, jax.P("rows"))))
     assert _jax_meshes.knows_a_mesh(kind)
-    assert not _jax_meshes.says_how_it_is_split(kind)
+    assert not _jax_meshes.is_a_part(kind)
     assert not _jax_meshes.within_a_mesh()
     with jax.set_mesh(mesh):
         assert _jax_meshes.within_a_mesh()

@@ -691,16 +691,15 @@ def loops_in_gradients(
                 for n in reached
             ]
             structure, reads = read_by[number]
-            held, own = [], iter(stacks[number])
+            own = iter([entry_of(one, place - turns[number][1]) for one in stacks[number]])
+            waited = []
             for argument, pieces, kind in reads:
                 if argument is not None:
-                    one = inputs[argument]
-                    held.append(one if argument < first else entry_of(one, place))
                     continue
                 parts_of = []
                 for _, lines, where in pieces:
                     if where is None:
-                        parts_of.append(entry_of(next(own), place - turns[number][1]))
+                        parts_of.append(next(own))
                         continue
                     of_host = gradients[stacked.index(list(hosts)[where[0]])]
                     some = kind
@@ -709,7 +708,14 @@ def loops_in_gradients(
                         some = jax.ShapeDtypeStruct((lines, *line), kind.dtype)
                     parts_of.append(taken_from(of_host, where, some, place))
                 whole = parts_of[0] if len(parts_of) == 1 else jnp.concatenate(parts_of)
-                held.append(whole.reshape(kind.shape))
+                waited.append(whole.reshape(kind.shape))
+            held = []
+            for argument, _, _ in reads:
+                if argument is None:
+                    held.append(waited.pop(0))
+                else:
+                    one = inputs[argument]
+                    held.append(one if argument < first else entry_of(one, place))
             # What waits in a gradient is read before anything is written there.
             read = [
                 n for n, (_, pieces, _) in enumerate(reads) if any(where for *_, where in pieces)

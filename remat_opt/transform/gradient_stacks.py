@@ -27,7 +27,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers import tiles
-from remat_opt.device import Platform
 from remat_opt.gradient_places import Piece, Place, lines_of, places
 from remat_opt.transform.per_device import Devices, Split
 from remat_opt.transform.stacked import entry_of, filled, joined
@@ -113,9 +112,7 @@ def run_in_gradients(
     scan: internals.Scan,
     parts: Sequence[tuple[Iteration, int]],
     hosts: Sequence[int],
-    platform: Platform,
     devices: Devices,
-    splits: Sequence[Split],
     reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]],
     plain: Callable[..., Sequence[Any]],
     inputs: Sequence[Any],
@@ -126,9 +123,7 @@ def run_in_gradients(
       scan: what its equation says.
       parts: in order of execution, what runs an iteration, under its checkpoint, and how many.
       hosts: positions, among the stacked inputs, of those whose gradients take what waits.
-      platform: whose compiler is expected.
       devices: the devices that it runs on.
-      splits: how the inputs are split over them; empty without a mesh.
       reached: what derivatives along some of the inputs reach (``bodies.reached``).
       plain: runs the loop as well, with stacks of its own; takes all inputs. Derivatives in forward
         mode, and of derivatives, are taken of it.
@@ -138,14 +133,13 @@ def run_in_gradients(
       The carry, and the stacked outputs.
     """
     count, first = len(inputs), scan.constants + scan.carries
-    splits = splits or [()] * count
     # Each device must have a part of every entry.
     hosts = [
-        n
-        for n, (one, split) in enumerate(zip(inputs[first:], splits[first:], strict=True))
-        if n in hosts
-        and not any(split[:1])
-        and devices.part(internals.type_of(one), split) is not None
+        n - first
+        for n in range(first, count)
+        if n - first in hosts
+        and not any(devices.split(n)[:1])
+        and devices.part(internals.type_of(inputs[n]), devices.split(n)) is not None
     ]
 
     @jax.custom_jvp
@@ -154,7 +148,7 @@ def run_in_gradients(
 
     def rule(inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         given = {n for n, one in enumerate(tangents) if not isinstance(one, SymbolicZero)}
-        loop = _Loop(scan, parts, hosts, platform, devices, splits, *reached(frozenset(given)))
+        loop = _Loop(scan, parts, hosts, devices, *reached(frozenset(given)))
 
         def along(inputs: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
             outputs = plain(*filled(inputs, loop.moved, moved))
@@ -216,7 +210,7 @@ class _Loop:
     Attributes:
       scan: what its equation says.
       turns: its parts, in order of execution.
-      platform: whose compiler is expected.
+      devices: the devices that it runs on.
       moved: the positions of the inputs along which there are derivatives, ascending.
       reached: likewise of the outputs that these reach.
       first: the position of the first stacked input.
@@ -224,8 +218,6 @@ class _Loop:
       carried: likewise carried.
       stacked: likewise stacked.
       hosts: those of ``stacked`` whose gradients take what waits, as places among them.
-      devices: the devices that it runs on.
-      splits: how the inputs are split over them.
     """
 
     def __init__(
@@ -233,15 +225,13 @@ class _Loop:
         scan: internals.Scan,
         parts: Sequence[tuple[Iteration, int]],
         hosts: Sequence[int],
-        platform: Platform,
         devices: Devices,
-        splits: Sequence[Split],
         moved: Set[int],
         reached: Set[int],
     ) -> None:
         self.scan = scan
         self.turns: list[_Turn] = []
-        self.platform, self.devices, self.splits = platform, devices, splits
+        self.devices = devices
         self.moved, self.reached = sorted(moved), sorted(reached)
         self.first = scan.constants + scan.carries
         self.constants = [n for n in self.moved if n < scan.constants]
@@ -257,7 +247,7 @@ class _Loop:
     @property
     def _of_hosts(self) -> list[Split]:
         """How the stacks of gradients are split that take what waits."""
-        return [self.splits[self.stacked[place]] for place in self.hosts]
+        return [self.devices.split(self.stacked[place]) for place in self.hosts]
 
     @property
     def waiting(self) -> int:
@@ -288,7 +278,7 @@ class _Loop:
     def _step(self, turn: _Turn, inputs: Sequence[Any], state: Any, place: Any) -> Any:
         """An iteration of the forward pass."""
         carry, gradients = state
-        entries = [entry_of(one, place) for one in inputs[self.first :]]
+        entries = [self.devices.entry(n, inputs[n], place) for n in range(self.first, len(inputs))]
         if turn.length == 1:
             # To a compiler this is no loop, and it would round a whole stack for one entry.
             entries = internals.barrier(*entries)
@@ -335,10 +325,11 @@ class _Loop:
         kinds = [internals.type_of(one) for one in held]
         splits: Sequence[Split | None] = [()] * len(held)
         if self.devices.mesh is not None:
-            splits = self.devices.splits(
+            given = [self.devices.split(n)[n >= self.first :] for n in range(len(arguments))]
+            splits = self.devices.splits_of(
                 lambda *given: jax.tree.leaves(self._linearized(turn, given)[1]),
                 list(map(internals.type_of, arguments)),
-                [*self.splits[: self.first], *(split[1:] for split in self.splits[self.first :])],
+                given,
             )
         parts = {
             n: self.devices.part(kinds[n], split)
@@ -349,9 +340,9 @@ class _Loop:
         hosts = [self.stacked[place] for place in self.hosts]
         pieces = places(
             [parts[n] for n in waiting],
-            [self.devices.part(_kind_of(arguments[n]), self.splits[n][1:]) for n in hosts],
+            [self.devices.part(_kind_of(arguments[n]), self.devices.split(n)[1:]) for n in hosts],
             [_axes(splits[n] or ()) for n in waiting],
-            [_axes(self.splits[n]) for n in hosts],
+            [_axes(self.devices.split(n)) for n in hosts],
         )
         of_waiting = dict(zip(waiting, pieces, strict=True))
         return [
@@ -379,11 +370,6 @@ class _Loop:
         starting = [*self.constants, *self.carried]
         zeros = {n: jnp.zeros(kinds[n].shape, kinds[n].dtype) for n in starting}
         shift = self.scan.constants
-        write = self.devices.alone(
-            self._write_all,
-            (self._of_hosts, [split[1:] for split in self._of_hosts], ()),
-            self._of_hosts,
-        )
 
         def step(turn: _Turn, own: Sequence[Any], state: Any, place: Any) -> Any:
             carry, sums, gradients = state
@@ -403,18 +389,13 @@ class _Loop:
                 lambda *at: tuple(linear(*at)), *(kinds[n] for n in self.moved)
             )
             found = dict(zip(self.moved, transposed(tuple(back)), strict=True))
-            to_stacks = [found[n] for n in self.stacked]
-            written = [
-                one if k in self.hosts else _written(one, entry, place)
-                for k, (one, entry) in enumerate(zip(gradients, to_stacks, strict=True))
-            ]
-            of_hosts = write(
-                [gradients[k] for k in self.hosts], [to_stacks[k] for k in self.hosts], place
-            )
             return (
                 [found[n] for n in self.carried],
                 [one + found[n] for n, one in zip(self.constants, sums, strict=True)],
-                filled(written, self.hosts, of_hosts),
+                [
+                    self._put_gradient(n, stacked, found[n], place)
+                    for n, stacked in zip(self.stacked, gradients, strict=True)
+                ],
             ), None
 
         state: Any = (
@@ -429,8 +410,9 @@ class _Loop:
 
     def _like(self, n: int, stacked: Any, after: Any) -> Any:
         """A stack of the same type as an input, with any content."""
-        shared, kind = self.platform == "cpu", internals.type_of(stacked)
-        part = self.devices.part(kind, self.splits[n])
+        shared, kind = self.devices.platform == "cpu", internals.type_of(stacked)
+        split = self.devices.split(n)
+        part = self.devices.part(kind, split)
         if part is None:
             return internals.empty(kind.shape, kind.dtype, after=after, shared=True)
         if self.devices.mesh is None:
@@ -440,18 +422,23 @@ class _Loop:
         def of_part(after: Any) -> Any:
             return internals.empty(part.shape, part.dtype, after=after, shared=shared)
 
-        return self.devices.alone(of_part, ((),), self.splits[n])(one)
+        return self.devices.alone(of_part, ((),), split)(one)
 
-    def _write_all(self, gradients: Sequence[Any], entries: Sequence[Any], place: Any) -> list[Any]:
-        """Stacks with an entry each, laid out as in the other loops that they go through."""
-        return [
-            _written(
-                stacked,
-                internals.laid_out(entry, tiles.innermost(self.platform, entry.shape)),
-                place,
-            )
-            for stacked, entry in zip(gradients, entries, strict=True)
-        ]
+    def _put_gradient(self, n: int, stacked: Any, entry: Any, place: Any) -> Any:
+        """The stack of the gradient of an input with one more entry.
+
+        If the stack goes through both loops, the entry is laid out as in the other one.
+        """
+        if self.stacked.index(n) not in self.hosts:
+            return _written(stacked, entry, place)
+
+        def of_part(stacked: Any, entry: Any, place: Any) -> Any:
+            innermost = tiles.innermost(self.devices.platform, entry.shape)
+            return _written(stacked, internals.laid_out(entry, innermost), place)
+
+        split = self.devices.split(n)
+        put = self.devices.alone(of_part, (split, split[1:], ()), split)
+        return put(stacked, entry, place)
 
     def _over(
         self, turn: _Turn, step: Callable[[Any, Any], Any], state: Any, *, backward: bool = False
@@ -490,7 +477,8 @@ class _Loop:
             if read.argument is None:
                 return next(apart if read.apart else packed)
             one = inputs[read.argument]
-            return one if read.argument < self.first else entry_of(one, place)
+            is_whole = read.argument < self.first
+            return one if is_whole else self.devices.entry(read.argument, one, place)
 
         return list(map(value, turn.reads))
 

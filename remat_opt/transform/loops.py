@@ -29,7 +29,7 @@ from remat_opt.schedule import Loop, Part
 from remat_opt.transform.equations import arrays_of
 from remat_opt.transform.gradient_stacks import run_in_gradients
 from remat_opt.transform.per_device import Devices
-from remat_opt.transform.stacked import entry_of, filled, joined
+from remat_opt.transform.stacked import filled, joined
 
 
 def check_loop(equation: Equation, loop: Loop) -> None:
@@ -90,14 +90,15 @@ def run_loop(
     """
     scan = internals.scan_of(equation.jax_equation)
     given = arrays_of(equation, inputs)
+    devices = _devices(loop, given, mesh, platform)
     whole = _Body(
         scan=scan,
         of=functools.cache(body),
         reached=functools.cache(functools.partial(bodies.reached, equation)),
+        devices=devices or Devices(platform=platform),
     )
     plain = functools.partial(_run_plain, whole, loop.parts)
     with internals.context_of(equation.jax_equation, equation.name_stack):
-        devices = _devices(loop, given, mesh)
         if not loop.in_gradients or devices is None:
             return plain(*given)
         parts = [
@@ -105,34 +106,31 @@ def run_loop(
             for part in loop.parts
         ]
         return run_in_gradients(
-            scan,
-            parts,
-            loop.in_gradients,
-            platform,
-            devices,
-            loop.splits,
-            whole.reached,
-            plain,
-            given,
+            scan, parts, loop.in_gradients, devices, whole.reached, plain, given
         )
 
 
-def _devices(loop: Loop, inputs: Sequence[Any], mesh: Any) -> Devices | None:
+def _devices(loop: Loop, inputs: Sequence[Any], mesh: Any, platform: Platform) -> Devices | None:
     """The devices that run a loop; None if it is unknown how they share its inputs.
 
     Args:
       loop: the loop.
       inputs: its inputs.
       mesh: the mesh of the program; None without one.
+      platform: whose compiler is expected.
     """
     kinds = list(map(internals.type_of, inputs))
     if mesh is None:
         on_a_mesh = _jax_meshes.within_a_mesh() or any(map(_jax_meshes.knows_a_mesh, kinds))
-        return None if loop.splits or on_a_mesh else Devices()
-    if any(map(_jax_meshes.says_how_it_is_split, kinds)) or len(loop.splits) != len(inputs):
-        return None
+        return None if loop.splits or on_a_mesh else Devices(platform=platform)
     names = {name for split in loop.splits for axis in split for name in axis}
-    return Devices(mesh=mesh) if names <= set(mesh.shape) else None
+    if (
+        len(loop.splits) != len(inputs)
+        or not names <= set(mesh.shape)
+        or any(map(_jax_meshes.is_a_part, kinds))
+    ):
+        return None
+    return Devices(platform=platform, mesh=mesh, splits=loop.splits)
 
 
 def _run_plain(body: _Body, parts: Sequence[Part], *inputs: Any) -> list[Any]:
@@ -162,11 +160,13 @@ class _Body:
       scan: what the equation says.
       of: gives, for a part, the function that runs one iteration, and the policy of its checkpoint.
       reached: what derivatives along some inputs of the equation reach (``bodies.reached``).
+      devices: the devices that run it.
     """
 
     scan: internals.Scan
     of: Callable[[Part], tuple[Callable[..., list[Any]], Callable[..., Any]]]
     reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]]
+    devices: Devices
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,11 +211,15 @@ def _turns(body: _Body, part: Part) -> _Turns:
         count = part.length // part.chunk
         return _Turns(scan=scan, count=count, size=part.chunk, turn=turn, policy=None)
     run, policy = body.of(part)
+    first = scan.constants + scan.carries
 
     def iteration(
         reads: Sequence[Any], carry: Sequence[Any], place: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        entries = [entry_of(one, place) for one in reads[scan.constants :]]
+        entries = [
+            body.devices.entry(n, one, place)
+            for n, one in enumerate(reads[scan.constants :], first)
+        ]
         outputs = run([*reads[: scan.constants], *carry, *entries])
         return outputs[: scan.carries], outputs[scan.carries :], list(reads)
 
@@ -233,9 +237,11 @@ def _run_alike(
     scan = body.scan
     run, _ = body.of(part)
     turns = _turns(body, part)
+    first = scan.constants + scan.carries
 
     @turns.checkpointed
     def iteration(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        entries = [body.devices.as_stored(n, one) for n, one in enumerate(entries, first)]
         outputs = run([*reads[: scan.constants], *carry, *entries])
         return outputs[: scan.carries], outputs[scan.carries :]
 

@@ -14,7 +14,11 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from remat_opt import _jax_internals as internals
 from remat_opt import _jax_meshes
+from remat_opt.compilers import tiles
+from remat_opt.device import Platform
+from remat_opt.transform.stacked import entry_of
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 
@@ -24,13 +28,21 @@ Split = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The devices that share the arrays.
+    """The devices that share the inputs of a loop.
 
     Attributes:
-      mesh: the mesh they form; None if each array is on one device.
+      platform: whose compiler is expected.
+      mesh: the mesh they form; None if each array is on one device, or nothing is known.
+      splits: how each input is split over them; empty without a mesh.
     """
 
+    platform: Platform
     mesh: Any = None
+    splits: Sequence[Split] = ()
+
+    def split(self, number: int) -> Split:
+        """How an input is split."""
+        return self.splits[number] if self.splits else ()
 
     def part(self, kind: Any, split: Split) -> Any:
         """The type of one device's part of an array.
@@ -47,7 +59,30 @@ class Devices:
         shape = [extent // way for extent, way in zip(kind.shape, ways, strict=True)]
         return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
-    def splits(
+    def entry(self, number: int, stacked: Any, place: Any) -> Any:
+        """One entry of an input that is a stack."""
+        return self.as_stored(number, entry_of(stacked, place))
+
+    def as_stored(self, number: int, entry: Any) -> Any:
+        """An entry of an input that is a stack, laid out as it is in there if that matters."""
+        split = self.split(number)[1:]
+        if self.mesh is None or not tiles.is_transposed_whole(self.platform, split):
+            return entry
+        if self.part(entry, split) is None:
+            return entry
+
+        @jax.custom_jvp
+        def run(entry: Any) -> Any:
+            def of_part(one: Any) -> Any:
+                return internals.laid_out(one, one.ndim - 1)
+
+            return self.alone(of_part, (split,), split)(entry)
+
+        # Only what is read has an order in memory.
+        run.defjvp(lambda primals, tangents: (run(*primals), *tangents))
+        return run(entry)
+
+    def splits_of(
         self, run: Callable[..., Sequence[Any]], kinds: Sequence[Any], given: Sequence[Split]
     ) -> list[Split | None]:
         """How the compiler splits the results of a function.

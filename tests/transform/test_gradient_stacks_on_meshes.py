@@ -86,7 +86,7 @@ def apart(plan: Plan) -> Plan:
     """The plan with what waits in stacks of its own."""
     return dataclasses.replace(
         plan,
-        loops=tuple(dataclasses.replace(one, in_gradients=(), splits=()) for one in plan.loops),
+        loops=tuple(dataclasses.replace(one, in_gradients=()) for one in plan.loops),
     )
 
 
@@ -116,6 +116,29 @@ def test_the_same_results_in_less_memory_without_more_traffic(layout: str, budge
     found, written = (collectives(one.as_text()) for one in (own, others))
     assert written
     assert found <= written
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.8])
+def test_types_may_say_how_arrays_are_split(budget: float) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: Any) -> Any:
+            up, down = (jax.sharding.reshard(one, P()) for one in w)
+            return h + jnp.tanh(h @ up) @ down, None
+
+        return 10 * jnp.mean(lax.scan(layer, x, w)[0] ** 2)
+
+    specs = (P(None, "data", "model"), P(None, "model", "data")), P("data")
+    with jax.set_mesh(mesh):
+        args = jax.tree.map(jax.device_put, (W, X), specs)
+        plan = remat_opt.make_plan(loss, *args, budget=budget)
+        assert keeps_in_gradients(plan)
+        found = jax.jit(jax.value_and_grad(remat_opt.apply_plan(plan, loss)))(*args)
+        near(found, jax.jit(jax.value_and_grad(loss))(*args))
+        assert jax.typeof(found[1][0]).sharding.spec == specs[0][0]
+        eager = jax.value_and_grad(remat_opt.optimal_remat(loss, plan=plan))(*args)
+        near(eager, found)
 
 
 @pytest.mark.parametrize("layout", APART)
