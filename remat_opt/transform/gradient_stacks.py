@@ -332,24 +332,25 @@ class _Loop:
                 given,
             )
         parts = {
-            n: self.devices.part(kinds[n], split)
+            n: part
             for n, (one, split) in enumerate(zip(held, splits, strict=True))
-            if split is not None and id(one) not in read_anyway
+            if split is not None
+            and id(one) not in read_anyway
+            and (part := self.devices.part(kinds[n], split)) is not None
         }
-        waiting = [n for n, part in parts.items() if part is not None]
         hosts = [self.stacked[place] for place in self.hosts]
         pieces = places(
-            [parts[n] for n in waiting],
+            list(parts.values()),
             [self.devices.part(_kind_of(arguments[n]), self.devices.split(n)[1:]) for n in hosts],
-            [_axes(splits[n] or ()) for n in waiting],
+            [_axes(splits[n] or ()) for n in parts],
             [_axes(self.devices.split(n)) for n in hosts],
         )
-        of_waiting = dict(zip(waiting, pieces, strict=True))
+        of_parts = dict(zip(parts, pieces, strict=True))
         return [
             _Read(
                 argument=read_anyway.get(id(one)),
-                pieces=of_waiting.get(n, ()),
-                kind=parts.get(n) or kinds[n],
+                pieces=of_parts.get(n, ()),
+                kind=parts.get(n, kinds[n]),
                 split=splits[n] or (),
             )
             for n, one in enumerate(held)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from remat_opt import _jax_internals as internals
@@ -48,10 +49,12 @@ class Devices:
         """The type of one device's part of an array.
 
         Returns:
-          None if parts cannot all have the same shape.
+          None if parts cannot all have the same shape, and for keys.
         """
         if self.mesh is None:
             return kind
+        if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
+            return None
         ways = [math.prod(self.mesh.shape[name] for name in axis) for axis in split]
         ways += [1] * (len(kind.shape) - len(ways))
         if any(extent % way for extent, way in zip(kind.shape, ways, strict=True)):

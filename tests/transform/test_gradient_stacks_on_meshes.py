@@ -118,6 +118,33 @@ def test_the_same_results_in_less_memory_without_more_traffic(layout: str, budge
     assert found <= written
 
 
+def test_keys_masks_and_half_precision() -> None:
+    mesh = mesh_of((4, 2))
+    split = NamedSharding(mesh, P("data"))
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        def layer(carry: Any, w: Any) -> Any:
+            h, key = carry
+            key, own = jax.random.split(key)
+            up = jnp.tanh(lax.with_sharding_constraint(h, split) @ w[0].astype(h.dtype))
+            kept = jax.random.bernoulli(own, 0.8, up.shape)
+            return (h + jnp.where(kept, jnp.sin(up), 0) @ w[1].astype(h.dtype), key), None
+
+        start = x.astype(jnp.bfloat16), jax.random.key(0)
+        return 10 * jnp.mean(lax.scan(layer, start, w)[0][0].astype(jnp.float32) ** 2)
+
+    specs = (P(None, "data", "model"), P(None, "model", "data")), P("data")
+    args = jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), (W, X), specs)
+    plan = remat_opt.make_plan(loss, *args, budget=0.8)
+    assert keeps_in_gradients(plan)
+    found, expected = (
+        jax.jit(jax.value_and_grad(fn))(*args) for fn in (remat_opt.apply_plan(plan, loss), loss)
+    )
+    near(found, expected, 0.02)
+    other = remat_opt.apply_plan(apart(plan), loss)
+    near(found, jax.jit(jax.value_and_grad(other))(*args), 1e-6)
+
+
 @pytest.mark.parametrize("budget", [0.5, 0.8])
 def test_types_may_say_how_arrays_are_split(budget: float) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
