@@ -4,7 +4,7 @@ A program is determined by its seed alone. It mixes what real programs mix and h
 out: frozen arguments, parts that nothing differentiated reaches, several loss terms that share
 values, masks by statistics, loops of many kinds, with branches, keys or checkpoints inside, kernels
 with custom rules, loops behind a ``stop_gradient``, derivative rules that give zero, inner
-checkpoints, kept or dissolved, maps over devices, branches without a derivative, values that
+checkpoints, kept or dissolved, maps over devices, arguments on a mesh, branches without a derivative, values that
 nothing reads, auxiliary outputs, and several dtypes. ``hunt`` goes through many of them.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_opt
 from remat_opt.errors import BudgetError
@@ -153,6 +153,17 @@ def scanned_stack(a: jax.Array, w: jax.Array) -> jax.Array:
 
     weights = jnp.stack([w, w * 0.5, -w, w.T])
     return lax.scan(step, a, (weights, jax.random.split(jax.random.key(1), 4)))[0]
+
+
+def scanned_layers(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Layers of two products, whose states and activations wait for the backward pass."""
+
+    def step(c: jax.Array, entry: Any) -> Any:
+        up, down = entry
+        return c + jnp.tanh(jnp.tanh(c @ up) @ down), None
+
+    up = jnp.stack([jnp.concatenate([w, w * k], 1) for k in range(4)])
+    return lax.scan(step, a, (up, jnp.swapaxes(up, 1, 2) * 0.5))[0]
 
 
 def scanned_twice(a: jax.Array, w: jax.Array) -> jax.Array:
@@ -511,6 +522,9 @@ LOOKUPS: list[Callable[..., jax.Array]] = [
 LOOKING_UP_FROM = 2_000_000
 #: Programs from ``MAPPED_FROM`` on are in a ``shard_map``, with collectives.
 MAPPED_FROM = 3_000_000
+#: Programs from ``SHARDED_FROM`` on are not, but their arguments lie on a mesh; some in stacks.
+STACKED: list[Callable[..., jax.Array]] = [scanned_stack, scanned_layers]
+SHARDED_FROM = 4_000_000
 TERMS: list[Callable[..., jax.Array]] = [
     jnp.sum,
     jnp.mean,
@@ -597,6 +611,8 @@ def draw(seed: int) -> RandomProgram:
         products = products + CHOICES * 3
     if seed >= LOOKING_UP_FROM:
         products = products + LOOKUPS * 6
+    if seed >= SHARDED_FROM:
+        products = products + STACKED * 20
     rows, columns = chance.choice([(8, 8), (16, 8), (12, 12), (64, 16)])
     depth = chance.choice([1, 2, 4])
     steps: list[tuple[Callable[..., jax.Array], int, int]] = []
@@ -640,21 +656,24 @@ def draw(seed: int) -> RandomProgram:
         return jnp.asarray(numbers.normal(size=shape) / np.sqrt(shape[-1]), dtype)
 
     collectives = "keep"
-    if seed >= MAPPED_FROM:
+    if SHARDED_FROM > seed >= MAPPED_FROM:
         loss = _mapped(loss, chance)
         collectives = chance.choice(["keep", "recompute"])
-    weights = [array(columns, columns) for _ in range(depth)]
+    weights, x = [array(columns, columns) for _ in range(depth)], array(rows, columns)
+    if seed >= SHARDED_FROM:
+        weights, x = _sharded(weights, x, chance)
     for_x = chance.random() < 0.3
     count = chance.choice([depth, depth, chance.randint(0, depth)])
     return RandomProgram(
         seed=seed,
         fn=loss,
         weights=weights,
-        x=array(rows, columns),
+        x=x,
         has_aux=has_aux,
         planned=chance.choice([(0,), (0,), (0, 1), (1,)]),
         taken=(count, for_x or not count),
-        jit=chance.random() < 0.9,
+        # Under ``jax.jit`` nothing would show how arguments are split.
+        jit=chance.random() < 0.9 and seed < SHARDED_FROM,
         tolerance=_TOLERANCES[dtype],
         existing=chance.choice(["keep", "replace"]),
         collectives=collectives,
@@ -684,6 +703,19 @@ def _mapped(loss: Callable[..., Any], chance: random.Random) -> Callable[..., An
     return jax.shard_map(
         body, mesh=mesh, in_specs=(specs, of_x), out_specs=PartitionSpec(), check_vma=check_vma
     )
+
+
+def _sharded(
+    weights: Sequence[jax.Array], x: jax.Array, chance: random.Random
+) -> tuple[list[jax.Array], jax.Array]:
+    """The arguments on a mesh of two devices: more would wait for each other on few cores."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def laid_out(one: jax.Array, *specs: PartitionSpec) -> jax.Array:
+        return jax.device_put(one, NamedSharding(mesh, chance.choice(specs)))
+
+    rows, columns, whole = PartitionSpec("i"), PartitionSpec(None, "i"), PartitionSpec()
+    return [laid_out(one, rows, columns, whole) for one in weights], laid_out(x, rows, rows, whole)
 
 
 # --- The check ----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.random_programs import (
     DEVICES,
     LOOKING_UP_FROM,
     MAPPED_FROM,
+    SHARDED_FROM,
     attention,
     differences,
     draw,
@@ -65,6 +66,13 @@ def test_random_programs_with_lookups(seed: int) -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("seed", range(MAPPED_FROM, MAPPED_FROM + 8))
 def test_random_programs_in_maps(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("seed", [SHARDED_FROM + number for number in (4, 7, 14, 23)])
+def test_random_programs_on_a_mesh(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 
