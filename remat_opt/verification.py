@@ -287,8 +287,9 @@ def _within(trials: Trials, budget_bytes: int) -> Plan:
             one = trials.by_ratio(budget_bytes) or one
         if one is None and best is None:
             one = trials.smallest()
-            # A size alone says little about other plans.
-            if one is not None and trials.told and one.peak_bytes > HOPELESS * budget_bytes:
+            # A size alone says little about other plans, and what was learnt before about this one.
+            known = trials.told and trials.count
+            if one is not None and known and one.peak_bytes > HOPELESS * budget_bytes:
                 break
         elif best is not None and (
             one is None

@@ -4,8 +4,9 @@ A program is determined by its seed alone. It mixes what real programs mix and h
 out: frozen arguments, parts that nothing differentiated reaches, several loss terms that share
 values, masks by statistics, loops of many kinds, with branches, keys or checkpoints inside, kernels
 with custom rules, loops behind a ``stop_gradient``, derivative rules that give zero, inner
-checkpoints, kept or dissolved, maps over devices, arguments on a mesh, branches without a derivative, values that
-nothing reads, auxiliary outputs, and several dtypes. ``hunt`` goes through many of them.
+checkpoints, kept or dissolved, maps over devices, arguments on a mesh, branches without a
+derivative, values that nothing reads, auxiliary outputs, and several dtypes. ``hunt`` goes through
+many of them.
 """
 
 from __future__ import annotations

@@ -74,6 +74,8 @@ def test_random_programs_in_maps(seed: int) -> None:
 @pytest.mark.parametrize("seed", [SHARDED_FROM + number for number in (4, 7, 14, 23)])
 def test_random_programs_on_a_mesh(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+    # JAX 0.10 would give arrays of later programs, on one device, types that name the mesh.
+    jax.clear_caches()
 
 
 @pytest.mark.slow

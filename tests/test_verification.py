@@ -470,6 +470,15 @@ def test_what_was_learnt_is_known_to_the_next_call() -> None:
     assert other.recall() is None
 
 
+def test_a_budget_known_to_be_hopeless_is_an_error() -> None:
+    problem, compiled = told(*SMALL, device="cpu")
+    memory = verification.Memory(problem.program, problem.device, "another step of this test")
+    verification.choose(problem, Objective(budget_bytes=half(problem)), compiled, memory)
+    with pytest.raises(BudgetError, match="No plan has compiled to temporaries within") as caught:
+        verification.choose(problem, Objective(budget_bytes=1000), compiled, memory)
+    assert caught.value.least_peak_bytes > 1000
+
+
 @pytest.mark.slow
 @pytest.mark.versions
 def test_a_file_of_what_was_learnt(tmp_path: Path) -> None:
