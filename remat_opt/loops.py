@@ -53,8 +53,8 @@ from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
 from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
-from remat_opt.program.record import Equation, Linearization, Program
-from remat_opt.schedule import Inside, Loop, Part, Region, Schedule, Stage
+from remat_opt.program.record import Equation, Linearization, Program, axis_names
+from remat_opt.schedule import Inside, Loop, Part, Region, Schedule, Split, Stage
 from remat_opt.simulator import demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
@@ -78,8 +78,6 @@ _WORK = 400_000
 Known = dict[Hashable, Any]
 #: How deep loops in loops are opened.
 _DEPTH = 3
-#: ``Loop.splits``.
-_Splits = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,13 +393,15 @@ def _openings(
     carry = arguments[scan.constants : scan.constants + scan.carries]
     entries = arguments[scan.constants + scan.carries :]
     splits = _splits(program.equations[root], body)
-    # Each device must have an entry of every iteration, in stacks where something is to wait.
-    alone = tuple(not any(split[:1]) for split in splits[scan.constants + scan.carries :])
-    key = "iteration", _same(body), tuple(carry), tuple(entries), alone, depth
+    hosts = _hosts(body, entries, compiler)
+    if program.equations[root].placement is not None:
+        # Each device must have an entry of every iteration, in stacks where something is to wait.
+        of_entries = splits[scan.constants + scan.carries :]
+        hosts = {
+            n: value for n, value in hosts.items() if of_entries and not any(of_entries[n][:1])
+        }
+    key = "iteration", _same(body), tuple(carry), tuple(entries), tuple(hosts), depth
     if key not in known:
-        hosts = _hosts(body, entries, compiler)
-        if program.equations[root].placement is not None:
-            hosts = [n for n in hosts if splits and alone[n]]
         known[key] = _iterations(body, carry, entries, hosts, compiler, measure, depth, known)
     iterations, forward = known[key]
     if not iterations:
@@ -440,39 +440,32 @@ def _openings(
             yield _opening(vertex, root, shape, used, pieces, closed_bytes, in_gradients, splits)
 
 
-def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> list[int]:
-    """The positions of the entries of stacks in whose gradients something can wait.
+def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> dict[int, int]:
+    """The entries of stacks in whose gradients something can wait, by position among them.
 
     They must have one. If its order were another one in the forward loop than in the backward loop,
     the stack would be copied in between.
     """
     kinds = (atom.aval for one in body.equations for atom in one.jax_equation.invars)
     if any(map(_jax_meshes.is_a_part, kinds)):
-        return []
+        return {}
     differentiated = set(body.differentiated)
-    return [
-        place
+    return {
+        place: value
         for place, value in enumerate(entries)
         if value in differentiated and tiles.fills_tiles(compiler, body.types[value])
-    ]
+    }
 
 
-def _splits(equation: Equation, body: Program) -> _Splits:
-    """How the inputs of a loop are split, as a plan says it.
-
-    Empty without a mesh, or if something is split along a part of one of its axes, which JAX has no
-    word for.
-    """
+def _splits(equation: Equation, body: Program) -> tuple[Split, ...]:
+    """How the inputs of a loop are split, as a plan says it; see ``Loop.splits``."""
     placement = equation.placement
     if placement is None:
         return ()
     sizes = dict(placement.axes)
-    splits = (*placement.specs, *body.splits.values())
-    if any(sizes[name] != size for split in splits for axis in split or () for name, size in axis):
-        return ()
-    return tuple(
-        tuple(tuple(name for name, _ in axis) for axis in split or ()) for split in placement.specs
-    )
+    found = [axis_names(spec or (), sizes) for spec in placement.specs]
+    inside = [axis_names(spec, sizes) for spec in body.splits.values()]
+    return () if None in (*found, *inside) else tuple(one for one in found if one is not None)
 
 
 def _is_alike(loop: Inside) -> bool:
@@ -542,7 +535,7 @@ def _opening(
     pieces: Sequence[Piece],
     closed_bytes: int,
     in_gradients: bool,
-    splits: _Splits,
+    splits: tuple[Split, ...],
 ) -> Opening:
     """Parts with the figures of the whole.
 
@@ -673,7 +666,7 @@ def _iterations(
     body: Program,
     carry: Sequence[int],
     entries: Sequence[int],
-    hosts: Sequence[int],
+    hosts: Mapping[int, int],
     compiler: Compiler,
     measure: Overhead,
     depth: int,
@@ -685,7 +678,7 @@ def _iterations(
       body: of the loop.
       carry: its arguments that are carried.
       entries: its arguments that are entries of stacks.
-      hosts: the positions of those in whose gradients something can wait.
+      hosts: those in whose gradients something can wait, by position among them.
       compiler: which one it is.
       measure: what recomputation is counted in.
       depth: how many loops in loops are looked into.
@@ -703,13 +696,12 @@ def _iterations(
         expected = opened(expected, inside)
         choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
     read = stacks(body, carry, entries, expected)
-    taking = {place: entries[place] for place in hosts}
     found: dict[_Iteration, None] = {}
     for choice in choices:
         for schedule in _schedules(body, expected, _with(graph, choice), measure):
             loops = tuple(way.loop for way in choice)
             schedule = dataclasses.replace(schedule, loops=loops)
-            found[_iteration(body, expected, schedule, read, carry, taking)] = None
+            found[_iteration(body, expected, schedule, read, carry, hosts)] = None
     best: list[_Iteration] = []
     for one in found:
         figures = _figures(one, measure)

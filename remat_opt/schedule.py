@@ -208,6 +208,10 @@ class Part:
         return sum(part.length for part in self.inside)
 
 
+#: How an array is split: for each axis the mesh axes that split it; further axes are not.
+Split = tuple[tuple[str, ...], ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """An opened loop (``lax.scan``): what its iterations keep.
@@ -217,14 +221,14 @@ class Loop:
       parts: in order of execution; together they have its length.
       in_gradients: positions, among the loop's stacked inputs, of those in the stacks of whose
         gradients waits what iterations keep, in so far as it fits. There are no chunks then.
-      splits: on a mesh, how the loop's inputs were split, if it matters: for each axis of each of
-        them, the mesh axes that split it.
+      splits: on a mesh, how each of the loop's inputs was split; empty without one, or if that has
+        no name.
     """
 
     root: int
     parts: tuple[Part, ...]
     in_gradients: tuple[int, ...] = ()
-    splits: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    splits: tuple[Split, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,21 @@ Atom = int | Constant
 Spec = tuple[tuple[tuple[str, int], ...], ...]
 
 
+def axis_names(spec: Spec, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
+    """For each axis of an array, the names of the mesh axes that split it.
+
+    Args:
+      spec: how it is split.
+      sizes: those of the mesh, by name.
+
+    Returns:
+      None if a part of a mesh axis splits it, which JAX has no word for.
+    """
+    if any(sizes[name] != size for axis in spec for name, size in axis):
+        return None
+    return tuple(tuple(name for name, _ in axis) for axis in spec)
+
+
 #: Stands for the layout of arguments that are on a mesh in an unknown way.
 UNKNOWN_PLACEMENT = "somewhere on a mesh"
 

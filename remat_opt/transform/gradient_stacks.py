@@ -28,7 +28,8 @@ from jax.custom_derivatives import SymbolicZero
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers import tiles
 from remat_opt.gradient_places import Piece, Place, lines_of, places
-from remat_opt.transform.per_device import Devices, Split
+from remat_opt.schedule import Split
+from remat_opt.transform.per_device import Devices
 from remat_opt.transform.stacked import entry_of, filled, joined
 
 #: Runs an iteration: flat arguments of the body to flat outputs.
@@ -217,7 +218,7 @@ class _Loop:
       constants: those of ``moved`` that are constants.
       carried: likewise carried.
       stacked: likewise stacked.
-      hosts: those of ``stacked`` whose gradients take what waits, as places among them.
+      hosts: those of ``stacked`` whose gradients take what waits.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class _Loop:
         self.constants = [n for n in self.moved if n < scan.constants]
         self.carried = [n for n in self.moved if scan.constants <= n < self.first]
         self.stacked = [n for n in self.moved if n >= self.first]
-        self.hosts = [place for place, n in enumerate(self.stacked) if n - self.first in set(hosts)]
+        self.hosts = [n for n in self.stacked if n - self.first in set(hosts)]
         done = 0
         for run, length in parts:
             first = scan.length - done - length if scan.reverse else done
@@ -247,7 +248,12 @@ class _Loop:
     @property
     def _of_hosts(self) -> list[Split]:
         """How the stacks of gradients are split that take what waits."""
-        return [self.devices.split(self.stacked[place]) for place in self.hosts]
+        return [self.devices.split(n) for n in self.hosts]
+
+    @property
+    def _places(self) -> list[int]:
+        """The places of ``hosts`` among ``stacked``."""
+        return [self.stacked.index(n) for n in self.hosts]
 
     @property
     def waiting(self) -> int:
@@ -265,8 +271,7 @@ class _Loop:
         carry = list(inputs[scan.constants : self.first])
         # Without a carry the inputs tell the loop from others.
         (after, *_) = [*carry, *inputs]
-        hosts = [self.stacked[place] for place in self.hosts]
-        gradients = [self._like(n, inputs[n], after) for n in hosts]
+        gradients = [self._like(n, inputs[n], after) for n in self.hosts]
         made, stacks = [], []
         for turn in self.turns:
             step = functools.partial(self._step, turn, inputs)
@@ -338,12 +343,15 @@ class _Loop:
             and id(one) not in read_anyway
             and (part := self.devices.part(kinds[n], split)) is not None
         }
-        hosts = [self.stacked[place] for place in self.hosts]
+        types = [internals.type_of(arguments[n]) for n in self.hosts]
         pieces = places(
             list(parts.values()),
-            [self.devices.part(_kind_of(arguments[n]), self.devices.split(n)[1:]) for n in hosts],
+            [
+                self.devices.part(kind, split[1:])
+                for kind, split in zip(types, self._of_hosts, strict=True)
+            ],
             [_axes(splits[n] or ()) for n in parts],
-            [_axes(self.devices.split(n)) for n in hosts],
+            list(map(_axes, self._of_hosts)),
         )
         of_parts = dict(zip(parts, pieces, strict=True))
         return [
@@ -365,7 +373,7 @@ class _Loop:
         last = len(given) - len(self.reached)
         inputs, stacks, hosts = self._sorted(given[:last])
         gradients = [self._like(n, inputs[n], given[last]) for n in self.stacked]
-        gradients = filled(gradients, self.hosts, hosts)
+        gradients = filled(gradients, self._places, hosts)
         to_outputs = dict(zip(self.reached, given[last:], strict=True))
         kinds = {n: _kind_of(inputs[n], entry=n >= self.first) for n in self.moved}
         starting = [*self.constants, *self.carried]
@@ -416,21 +424,21 @@ class _Loop:
         part = self.devices.part(kind, split)
         if part is None:
             return internals.empty(kind.shape, kind.dtype, after=after, shared=True)
-        if self.devices.mesh is None:
-            return internals.empty(kind.shape, kind.dtype, after=after, shared=shared)
-        one = internals.empty((), kind.dtype, after=after, shared=True)
+        if self.devices.mesh is not None:
+            # Whole on every device, however the array is split.
+            after = internals.empty((), kind.dtype, after=after, shared=True)
 
         def of_part(after: Any) -> Any:
             return internals.empty(part.shape, part.dtype, after=after, shared=shared)
 
-        return self.devices.alone(of_part, ((),), split)(one)
+        return self.devices.alone(of_part, ((),), split)(after)
 
     def _put_gradient(self, n: int, stacked: Any, entry: Any, place: Any) -> Any:
         """The stack of the gradient of an input with one more entry.
 
         If the stack goes through both loops, the entry is laid out as in the other one.
         """
-        if self.stacked.index(n) not in self.hosts:
+        if n not in self.hosts:
             return _written(stacked, entry, place)
 
         def of_part(stacked: Any, entry: Any, place: Any) -> Any:
@@ -472,7 +480,7 @@ class _Loop:
             (self._of_hosts, turn.own, ()),
             [read.split for read in turn.packed],
         )
-        packed = iter(take([gradients[place] for place in self.hosts], own, place))
+        packed = iter(take([gradients[n] for n in self._places], own, place))
 
         def value(read: _Read) -> Any:
             if read.argument is None:
@@ -488,7 +496,7 @@ def _axes(split: Split) -> frozenset[str]:
     return frozenset(name for axis in split for name in axis)
 
 
-def _kind_of(value: Any, *, entry: bool = False) -> jax.ShapeDtypeStruct:
+def _kind_of(value: Any, *, entry: bool) -> jax.ShapeDtypeStruct:
     """The type of a value, or of an entry of a stack."""
     kind = internals.type_of(value)
     shape = kind.shape[1:] if entry else kind.shape

@@ -19,12 +19,11 @@ from remat_opt import _jax_internals as internals
 from remat_opt import _jax_meshes
 from remat_opt.compilers import tiles
 from remat_opt.device import Platform
+from remat_opt.program.record import axis_names
+from remat_opt.schedule import Split
 from remat_opt.transform.stacked import entry_of
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
-
-#: How an array is split: for each axis the mesh axes that split it; further axes are not.
-Split = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +68,8 @@ class Devices:
     def as_stored(self, number: int, entry: Any) -> Any:
         """An entry of an input that is a stack, laid out as it is in there if that matters."""
         split = self.split(number)[1:]
-        if self.mesh is None or not tiles.is_transposed_whole(self.platform, split):
-            return entry
-        if self.part(entry, split) is None:
+        whole = tiles.is_transposed_whole(self.platform, split)
+        if not whole or self.part(entry, split) is None:
             return entry
 
         @jax.custom_jvp
@@ -108,13 +106,8 @@ class Devices:
             )
             for kind, split in zip(kinds, given, strict=True)
         ]
-        sizes = self.mesh.shape
-        return [
-            tuple(tuple(name for name, _ in axis) for axis in split)
-            if all(sizes[name] == size for axis in split for name, size in axis)
-            else None
-            for split in _jax_meshes.propagated(run, arguments)
-        ]
+        found = _jax_meshes.propagated(run, arguments)
+        return [axis_names(spec, self.mesh.shape) for spec in found]
 
     def alone(self, run: _Run, taken: Sequence[Any], given: Any) -> _Run:
         """A function that each device runs on its parts.
