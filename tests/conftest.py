@@ -77,6 +77,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+#: Larger programs than this are not searched thoroughly in fast tests.
+QUICK_SMALL = 6
+
+
 @pytest.fixture
 def quick_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fast tests search programs of 7 to 12 vertices as larger ones: thoroughly takes longer.
@@ -87,7 +91,7 @@ def quick_search(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(local_search, "SMALL", 6),
+        mock.patch.object(local_search, "SMALL", QUICK_SMALL),
         mock.patch.object(planning, "_sweeps", _QUICK),
     ):
         yield

@@ -24,7 +24,7 @@ import jax
 
 from benchmarks.json_lines import JsonLines
 from remat_opt.solvers import local_search
-from tests import conftest  # noqa: F401 - eight devices
+from tests import conftest  # eight devices, too
 from tests.random_programs import DEVICES, How, draw, failures
 
 #: After so many programs of a process, what XLA compiled is forgotten: most of it whole programs.
@@ -37,7 +37,7 @@ _THOROUGH = 4
 def check(seed: int, devices: Sequence[str] = DEVICES, how: How = "op by op") -> dict[str, Any]:
     """What is found about a program, as a line to keep."""
     start = time.perf_counter()
-    small = local_search.SMALL if seed % _THOROUGH == 0 else 6
+    small = local_search.SMALL if seed % _THOROUGH == 0 else conftest.QUICK_SMALL
     with jax.enable_x64(True), mock.patch.object(local_search, "SMALL", small):
         found = failures(draw(seed), devices, how)
     if next(_number) % _MOST_COMPILED == 0:

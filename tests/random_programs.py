@@ -595,7 +595,7 @@ class RandomProgram:
         if how == "traced":
             shapes = jax.eval_shape(taken, given, frozen)
             return jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
-        # A map is one equation, and nothing is gained.
+        # A map is one equation, and nothing is gained; on a mesh, all devices run each of them.
         if how == "op by op" and self.seed < MAPPED_FROM:
             return run_op_by_op(taken, given, frozen)
         return (jax.jit(taken) if self.jit else taken)(given, frozen)
