@@ -21,6 +21,7 @@ from remat_opt.compilers import model as models
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.model import Model, computes_nothing
+from remat_opt.compilers.stacks import unchanged_bytes
 from remat_opt.gradients import Gradients
 from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
@@ -276,7 +277,9 @@ def _inside(
         body = inner_program(checkpoint.body, sorted(varying), "what is under a checkpoint")
         return _backward(body, compiler, depth, checkpoint)
     if equation.operation.primitive == "scan":
-        return _backward(bodies.body_of(equation, given), compiler, depth)
+        scan = internals.scan_of(equation.jax_equation)
+        carries = slice(scan.constants, scan.constants + scan.carries)
+        return _backward(bodies.body_of(equation, given), compiler, depth, carries=carries)
     if equation.operation.primitive == "cond":
         branches = [
             _backward(branch, compiler, depth) for branch in bodies.branches_of(equation, given)
@@ -315,12 +318,23 @@ def _backward(
     compiler: Compiler,
     depth: int,
     checkpoint: internals.Checkpoint | None = None,
+    carries: slice | None = None,
 ) -> _Inside:
-    """What the backward pass of a body takes, under a checkpoint or not."""
+    """What the backward pass of a body takes, under a checkpoint or not.
+
+    Args:
+      body: the body.
+      compiler: which one it is.
+      depth: how many levels of nested bodies are looked into.
+      checkpoint: that it is under.
+      carries: which of its arguments are carried, if it is that of a loop.
+    """
     if computes_nothing(body) or not body.differentiated:
         return _Inside()
     linearization = linearize(body)
     expected = model(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
+    if carries is not None:
+        expected = expected.without_updates()
     if checkpoint is None:
         # Nothing in it is rewritten.
         expected, schedule = expected.under(unchanged(expected.graph))
@@ -336,8 +350,12 @@ def _backward(
     again_seconds = sum(graph.seconds[vertex] for vertex in wanted.all_recomputed())
     kept_bytes += sum(graph.bytes[vertex] for vertex in wanted.stored)
     deeper = _insides(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
+    workspace_bytes = max(0, expected.peak_bytes(schedule) - kept_bytes)
+    if carries is not None:
+        read = body.arguments[carries], body.arguments[carries.stop :]
+        workspace_bytes = unchanged_bytes(body, *read, expected, otherwise_bytes=workspace_bytes)
     return _Inside(
-        workspace_bytes=max(0, expected.peak_bytes(schedule) - kept_bytes),
+        workspace_bytes=workspace_bytes,
         again_share=again_seconds / (graph.forward_seconds or 1.0) + _again_share(expected, deeper),
     )
 

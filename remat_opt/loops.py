@@ -117,11 +117,13 @@ class _Waiting:
       bytes: of what waits there.
       entries: the positions of the gradients that it waits in, among those of the loop.
       workspace_bytes: what the backward pass of the iteration takes beside stacks.
+      alone_bytes: what waits in addition where it is in no loop.
     """
 
     bytes: int
     entries: frozenset[int]
     workspace_bytes: int
+    alone_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +171,7 @@ class _Shape:
                     workspace_bytes=one.waiting.workspace_bytes,
                     alone_bytes=one.waiting.workspace_bytes,
                     seconds=seconds,
+                    alone_kept_bytes=one.waiting.alone_bytes,
                 )
             return Way(
                 kept_bytes=one.kept_bytes,
@@ -720,6 +723,7 @@ def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
     return (
         way.kept_bytes - way.waiting.bytes,
         way.waiting.workspace_bytes,
+        way.waiting.alone_bytes,
         way.kept_bytes,
         way.workspace_bytes,
         way.whole_bytes,
@@ -835,6 +839,7 @@ def _waiting(
         bytes=waiting_bytes,
         entries=frozenset(entries),
         workspace_bytes=in_gradients_bytes(expected, schedule, read, kept, carried) if hosts else 0,
+        alone_bytes=read.alone_bytes,
     )
 
 

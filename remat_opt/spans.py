@@ -20,7 +20,7 @@ Left out: steps that only free; nothing is written during one, so no peak is los
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
@@ -106,6 +106,34 @@ class Spans:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """Kernels that read arrays, but take those that wait in stacks from their places there.
+
+    What runs again reads copies, made as the backward pass starts.
+
+    Attributes:
+      vertices: of each vertex whether such a kernel computes it and its backward step.
+      inputs: of inputs that they read from stacks in the backward pass the bytes, and the vertices
+        that read them.
+      forward: the vertices that read inputs from stacks in the forward pass.
+      workspace_bytes: of such a kernel, while it runs.
+    """
+
+    vertices: np.ndarray
+    inputs: Sequence[tuple[int, Sequence[int]]]
+    forward: Sequence[int]
+    workspace_bytes: int
+
+    def without(self, vertices: Set[int], inputs: Sequence[tuple[int, Sequence[int]]]) -> Library:
+        """The same where some vertices read copies, and only these inputs are left."""
+        left = self.vertices
+        if left[list(vertices)].any():
+            left = left.copy()
+            left[list(vertices)] = False
+        return dataclasses.replace(self, vertices=left, inputs=inputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
     """What an iteration of a loop reads of stacks, one entry in which belongs to each iteration.
 
@@ -120,6 +148,10 @@ class Stacks:
       taken: of what waits in the stacks of gradients the bytes, and the vertices that read it: it
         is copied as the backward pass starts, since a gradient takes its place.
       in_gradients: of each vertex whether its value waits there.
+      library: those that read arrays, but take them from stacks.
+      gradients: of what is written to stacks in the backward pass, all at once, the bytes, and the
+        vertex in whose backward step it is complete.
+      late: whether what runs again does so as it is first read, not as its region's turn comes.
     """
 
     slicing: np.ndarray | None
@@ -128,6 +160,9 @@ class Stacks:
     handed_out: np.ndarray
     taken: Sequence[tuple[int, Sequence[int]]] = ()
     in_gradients: np.ndarray | None = None
+    library: Library | None = None
+    gradients: Sequence[tuple[int, int]] = ()
+    late: bool = False
 
 
 def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spans:
@@ -153,6 +188,8 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
     times = _Times(len(graph), len(levels))
     times.run_forward(order)
     times.run_backward(schedule.regions, 0, levels)
+    if stacks is not None and stacks.late:
+        times.run_late(levels)
 
     count = len(graph)
     forward, step = times.forward, times.step
@@ -167,12 +204,18 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
     end = forward.copy()
     np.maximum.at(end, arrays.forward.read, forward[arrays.forward.reader])
     there = np.full(count, True)
+    taking = np.full(count, False)
     if stacks is None or stacks.slicing is None:
         np.maximum.at(end, open_reads.read, step[open_reads.step])
     else:
         slicing = stacks.slicing[open_reads.reader]
         if stacks.in_gradients is not None:
             slicing &= ~stacks.in_gradients[open_reads.read]
+        if stacks.library is not None:
+            in_place = slicing & stacks.library.vertices[open_reads.reader]
+            in_place &= open_reads.step < count  # none that runs again
+            taking[open_reads.reader[in_place]] = True
+            slicing &= ~in_place
         copied = open_reads[slicing]
         add(step[copied.step], step[copied.step], arrays.bytes[copied.read])
         # What is written where it waits, and read there, is no array; the rest is put there late.
@@ -202,6 +245,10 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
 
     if stacks is not None:
         add(*_copies(stacks, count, forward, step, levels))
+        if stacks.library is not None:
+            taking[[one for _, readers in stacks.library.inputs for one in readers]] = True
+            at = np.concatenate([forward[list(stacks.library.forward)], turn[taking]])
+            add(at, at, np.full(len(at), stacks.library.workspace_bytes))
 
     # Cotangents: from the backward step of the last reader that has one, or their own.
     start = np.where(arrays.turns_in_place, np.iinfo(np.int64).max, turn)
@@ -263,6 +310,11 @@ def _copies(
         lives.append((count if at_once else read.min(), read.max(), size))
     for size, readers in stacks.taken:
         lives.append((count, read_at(np.asarray(readers)).max(), size))
+    written = max((step[vertex] for _, vertex in stacks.gradients), default=0)
+    lives += [(step[vertex] + 1, written, size) for size, vertex in stacks.gradients]
+    for size, readers in () if stacks.library is None else stacks.library.inputs:
+        again = read_at(np.asarray(readers))[len(readers) :]
+        lives.append((count, again.max(initial=0), size))
     starts, ends, sizes = np.array(lives, dtype=np.int64).T
     there = starts <= ends
     return starts[there], ends[there], sizes[there]
@@ -484,6 +536,18 @@ class _Times:
                 self.run_backward(region.inside, depth + 1, levels)
             else:
                 self._run(vertices[::-1])
+
+    def run_late(self, levels: Sequence[_Level]) -> None:
+        """Moves further runs to the steps that first read them."""
+        readers: dict[int, list[int]] = {}
+        for depth, level in enumerate(levels):
+            for reader, read in zip(
+                level.local.step.tolist(), level.local.read.tolist(), strict=True
+            ):
+                readers.setdefault((depth + 1) * self._count + read, []).append(reader)
+        # What reads something runs after it.
+        for own in sorted(readers, key=self.step.__getitem__, reverse=True):
+            self.step[own] = min(self.step[reader] for reader in readers[own])
 
     def _run(self, steps: np.ndarray) -> None:
         self.step[steps] = np.arange(self._next, self._next + len(steps))

@@ -15,7 +15,7 @@ from remat_opt.graph import Graph
 from remat_opt.schedule import Region, Schedule, plain
 from remat_opt.simulator import Demand, demand, simulate
 from remat_opt.solvers.base import judge, judged
-from remat_opt.spans import Stacks, read_from_memory, spans
+from remat_opt.spans import Library, Stacks, read_from_memory, spans
 from tests.graphs import INSTANCES, chain_edges, graphs, nested_graphs, scheduled_graphs
 
 
@@ -166,6 +166,46 @@ def test_an_iteration_by_hand() -> None:
     # In no stack, what waits is an array.
     alone = dataclasses.replace(stacks, slicing=None, carried_bytes=0)
     assert (0, 7, 4) in arrays(alone)
+
+
+def test_an_iteration_that_a_library_takes_from_stacks_by_hand() -> None:
+    """As above; the last is a product, which reads what waits and an input in their places."""
+    graph = Graph.from_edges([4, 5, 6], chain_edges(3))
+    graph = dataclasses.replace(graph, cotangent_bytes=(0, 0, 7))
+    stacks = Stacks(
+        slicing=np.array([False, True, True]),
+        inputs=[],
+        carried_bytes=10,
+        handed_out=np.array([False, False, True]),
+        library=Library(
+            vertices=np.array([False, False, True]),
+            inputs=[(9, (2,))],
+            forward=[2],
+            workspace_bytes=3,
+        ),
+        gradients=[(8, 2), (1, 1)],
+    )
+
+    def arrays(kept: tuple[int, ...], *, late: bool = False) -> list[tuple[int, ...]]:
+        schedule = Schedule(regions=(Region(vertices=(0, 1, 2), kept=kept),))
+        found = spans(graph, schedule, dataclasses.replace(stacks, late=late))
+        return sorted(
+            tuple(map(int, one)) for one in zip(found.first, found.last, found.bytes, strict=True)
+        )
+
+    # Forward 0, 1, 2; again 1, 2; backward 2, 1, 0. What runs again reads a copy of the input; a
+    # gradient waits for the last.
+    forward = [(0, 2, 4), (0, 2, 10), (1, 2, 5), (2, 2, 6), (2, 2, 3)]
+    rest = [(3, 4, 9), (5, 5, 3), (3, 5, 7), (6, 6, 8), (3, 3, 4), (6, 6, 4)]
+    assert arrays((0,)) == sorted([*forward, *rest, (3, 6, 5), (4, 5, 6)])
+    # If it is first read by the backward step, it runs then.
+    late = [(3, 5, 9), (5, 5, 3), (3, 5, 7), (6, 6, 8), (5, 5, 4), (6, 6, 4)]
+    assert arrays((0,), late=True) == sorted([*forward, *late, (5, 6, 5), (5, 5, 6)])
+    # Kept, it is read in its place, and only what is no product reads a copy.
+    found = arrays((0, 1, 2))
+    assert (3, 3, 3) in found
+    assert not {(3, 3, 5), (3, 3, 6)} & set(found)
+    assert {(4, 4, 4), (4, 4, 5)} <= set(found)
 
 
 def test_what_cannot_be_executed_is_refused() -> None:

@@ -19,7 +19,7 @@ from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results, vector_memory_bytes
 from remat_opt.compilers.storage import Storage, dataflow
 from remat_opt.compilers.vertices import vertices
-from remat_opt.gradients import Gradients, ParameterGradient, workspace_bytes
+from remat_opt.gradients import Gradients, ParameterGradient, Wait, workspace_bytes
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Linearization, Program
@@ -52,6 +52,7 @@ class Model:
       inside: the part of vertices' workspaces that is for programs inside them, in bytes.
       vector_bytes: how many bytes of arrays may be in vector memory at a time.
       gradients: what happens to those of parameters.
+      waits: what waits for updates, in the workspaces of vertices.
     """
 
     compiler: Compiler
@@ -71,6 +72,7 @@ class Model:
     running: Mapping[int, int] = dataclasses.field(default_factory=dict)
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     vector_bytes: int = 0
+    waits: tuple[Wait, ...] = ()
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph as it is under a schedule."""
@@ -83,7 +85,21 @@ class Model:
         """The same for the body of an opened loop."""
         effects = tuple(effect.in_loop() for effect in self.effects)
         vector_bytes = vector_memory_bytes(self.compiler)
-        return dataclasses.replace(self, effects=effects, vector_bytes=vector_bytes)
+        found = self.without_updates()
+        return dataclasses.replace(found, effects=effects, vector_bytes=vector_bytes)
+
+    def without_updates(self) -> Model:
+        """The same where gradients are consumed, but none waits for an update."""
+        if not self.waits:
+            return self
+        waiting = workspace_bytes((), self.gradients, len(self.graph), self.waits)
+        return dataclasses.replace(
+            self,
+            graph=_in_step(self.graph, -waiting),
+            gradient_bytes=tuple((np.array(self.gradient_bytes) - waiting).tolist()),
+            as_it_is=self.as_it_is and self.as_it_is.without_updates(),
+            waits=(),
+        )
 
     def with_vector_memory(self) -> Model:
         """The same where arrays may be in vector memory, unless the unchanged function fits there.
@@ -253,6 +269,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         early=tuple(early),
         converted=tuple(converted),
         running=dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)),
+        waits=found.waits if gradients is Gradients.CONSUMED else (),
     )
 
 

@@ -317,6 +317,18 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "stacks",
             "Of a loop's stacks only what products read is copied; the rest reads them there.",
         ),
+        "entries_taken": _rule(
+            _NVIDIA,
+            "beside",
+            "stacks",
+            "Products read entries of a loop's stacks there, with a larger workspace.",
+        ),
+        "runs_when_read": _rule(
+            _NVIDIA,
+            "beside",
+            "stacks",
+            "In an iteration, what runs again does so when it is read, if that takes less.",
+        ),
         "entries_in_place": _rule(
             _TPU, "beside", "stacks", "An iteration reads what it keeps where it lies."
         ),

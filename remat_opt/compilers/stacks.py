@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
@@ -22,11 +23,16 @@ import numpy as np
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.model import Model
+from remat_opt.device import GpuTarget
+from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
-from remat_opt.schedule import Region, Schedule
+from remat_opt.schedule import Region, Schedule, unchanged
 from remat_opt.simulator import demand
-from remat_opt.spans import Stacks
+from remat_opt.spans import Library, Stacks
+
+#: From Hopper on; before, an eighth of it.
+_WORKSPACE_BYTES = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,25 +58,44 @@ class Read:
       stacks: what is copied.
       copied: the values that are, in this order.
       in_place: likewise of what is read where it lies, by value.
+      by_library: likewise of what a library's kernels read there, by value.
+      alone_bytes: of copies of entries that wait where an iteration is in no loop.
+      converted: the bytes of gradients that are computed as they are put into their stacks, entry
+        by entry, and the vertices in whose backward steps they would be complete.
     """
 
     stacks: Stacks
     copied: Sequence[int]
     in_place: Mapping[int, tuple[int, Sequence[int]]]
+    by_library: Mapping[int, tuple[int, Sequence[int]]]
+    alone_bytes: int
+    converted: Sequence[tuple[int, int]]
 
-    def under(self, regions: Sequence[Region]) -> Stacks:
-        """What is copied where an iteration consists of regions."""
+    def under(self, regions: Sequence[Region], taken: Set[int] = frozenset()) -> Stacks:
+        """What is copied where an iteration consists of regions.
+
+        Args:
+          regions: none, if it is one.
+          taken: values to leave out.
+        """
         inside = {v for region in regions if region.checkpointed for v in region.vertices}
-        if not inside:
+        if not inside and not taken:
             return self.stacks
         inputs = [
-            (size, readers, not inside.isdisjoint(readers))
-            for size, readers, _ in self.stacks.inputs
+            (size, readers, at_once or not inside.isdisjoint(readers))
+            for value, (size, readers, at_once) in zip(self.copied, self.stacks.inputs, strict=True)
+            if value not in taken
         ]
-        for size, readers in self.in_place.values():
-            if found := tuple(sorted(inside.intersection(readers))):
+        library = self.stacks.library
+        if library is not None:
+            own = [one for value, one in self.by_library.items() if value not in taken]
+            inputs += [(*one, True) for one in own if not inside.isdisjoint(one[1])]
+            library = library.without(inside, [one for one in own if inside.isdisjoint(one[1])])
+        for value, (size, readers) in self.in_place.items():
+            found = tuple(sorted(inside.intersection(readers)))
+            if found and value not in taken:
                 inputs.append((size, found, True))
-        return dataclasses.replace(self.stacks, inputs=inputs)
+        return dataclasses.replace(self.stacks, inputs=inputs, library=library)
 
 
 def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expected: Model) -> Read:
@@ -90,7 +115,10 @@ def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expect
     source = {value: value for value in (*carries, *entries)}
     copying = np.zeros(len(expected.roots), dtype=bool)
     vertex_of = {root: vertex for vertex, root in enumerate(expected.roots)}
+    in_library = expected.compiler.has("entries_taken")
+    taking = np.zeros(len(expected.roots), dtype=bool)
     readers: dict[int, list[int]] = {}
+    by_library: dict[int, list[int]] = {}
     in_place: dict[int, list[int]] = {}
     for index, equation in enumerate(body.equations):
         read = [source[value] for value in equation.value_inputs if value in source]
@@ -98,13 +126,35 @@ def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expect
             source.update((value, read[0]) for value in equation.outputs if read)
         elif index in vertex_of and costs.cost(equation.operation).fusion is costs.Fusion.OPAQUE:
             copying[vertex_of[index]] = True
+            of_library = in_library and equation.operation.primitive == "dot_general"
+            taking[vertex_of[index]] = of_library
             for value in read:
-                readers.setdefault(value, []).append(vertex_of[index])
+                (by_library if of_library else readers).setdefault(value, []).append(
+                    vertex_of[index]
+                )
         elif (vertex := bisect.bisect_left(expected.roots, index)) < len(expected.roots):
             for value in read:
                 in_place.setdefault(value, []).append(vertex)
     handed_out = {atom for atom in body.outputs[: len(carries)] if isinstance(atom, int)}
+    taken = {value: (size([value]), tuple(at)) for value, at in by_library.items()}
+    gradients: list[tuple[int, int]] = []
+    converted: list[tuple[int, int]] = []
+    for value in entries if in_library else ():
+        at = {one for group in (readers, by_library, in_place) for one in group.get(value, ())}
+        if value in body.differentiated and at:
+            first = min(at)
+            fused = len(at) == 1 and _converts(body, expected.roots[first], value)
+            (converted if fused else gradients).append((size([value]), first))
     found = Stacks(
+        library=Library(
+            vertices=taking,
+            inputs=list(taken.values()),
+            forward=sorted({one for v in entries for one in by_library.get(v, ())}),
+            workspace_bytes=_workspace_bytes(expected.compiler),
+        )
+        if in_library
+        else None,
+        gradients=gradients,
         slicing=copying,
         inputs=[(size([value]), tuple(found), False) for value, found in readers.items()],
         carried_bytes=size(carries),
@@ -113,7 +163,30 @@ def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expect
         ),
     )
     own = {v: (size([v]), tuple(at)) for v, at in in_place.items() if v not in readers}
-    return Read(stacks=found, copied=tuple(readers), in_place=own)
+    return Read(
+        stacks=found,
+        copied=tuple(readers),
+        in_place=own,
+        by_library=taken,
+        alone_bytes=size(entries) if in_library else 0,
+        converted=converted,
+    )
+
+
+def _converts(body: Program, root: int, value: int) -> bool:
+    """Whether an equation computes an array from another, entry by entry."""
+    operation = body.equations[root].operation
+    return (
+        costs.cost(operation).fusion is costs.Fusion.FUSIBLE
+        and operation.outputs[0].shape == body.types[value].shape
+    )
+
+
+def _workspace_bytes(compiler: Compiler) -> int:
+    """What a kernel of the library for products takes if it reads or writes a stack."""
+    target = compiler.device.target
+    older = isinstance(target, GpuTarget) and target.compute_capability < (9, 0)
+    return _WORKSPACE_BYTES // 8 if older else _WORKSPACE_BYTES
 
 
 def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
@@ -138,15 +211,17 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
             in_place_bytes = expected.laid_out_bytes(lives, schedule)
             whole_bytes = min(in_loop, in_place_bytes + read.stacks.carried_bytes)
         return Beside(whole_bytes=whole_bytes, part_bytes=in_loop, alone_bytes=peak_bytes)
+    graph = _without(expected, graph, read.converted)
     (region,) = schedule.regions
     whole = read.under(region.inside)
     at_once = [(size, readers, True) for size, readers, _ in whole.inputs]
-    in_part = dataclasses.replace(whole, inputs=at_once)
-    alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
-
-    def laid_out_bytes(stacks: Stacks) -> int:
-        return expected.laid_out_bytes(expected.lives(graph, schedule, stacks), schedule)
-
+    if (library := whole.library) is not None:
+        # There they are read by index, under the checkpoint.
+        at_once += [(size, readers, True) for size, readers in library.inputs]
+        library = dataclasses.replace(library, inputs=())
+    in_part = dataclasses.replace(whole, inputs=at_once, library=library)
+    alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0, library=None)
+    laid_out_bytes = functools.partial(_laid_out_bytes, expected, graph, schedule)
     # An iteration alone has no stacks: what is kept waits as arrays.
     kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)
     whole_bytes = laid_out_bytes(whole)
@@ -155,6 +230,51 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
         part_bytes=whole_bytes if at_once == whole.inputs else laid_out_bytes(in_part),
         alone_bytes=max(0, laid_out_bytes(alone) - kept_bytes),
     )
+
+
+def _laid_out_bytes(expected: Model, graph: Graph, schedule: Schedule, read: Stacks) -> int:
+    """What the backward pass of an iteration takes that reads this of stacks."""
+    lives = expected.lives(graph, schedule, read)
+    if expected.compiler.has("runs_when_read"):
+        late = expected.lives(graph, schedule, dataclasses.replace(read, late=True))
+        lives = min(lives, late, key=lambda one: one.peak_bytes)
+    return expected.laid_out_bytes(lives, schedule)
+
+
+def _without(expected: Model, graph: Graph, gradients: Sequence[tuple[int, int]]) -> Graph:
+    """The graph, in which gradients of so many bytes are no arrays in these backward steps."""
+    beside = list(graph.workspace_bytes)
+    for size, vertex in gradients:
+        beside[vertex] -= min(size, expected.gradient_bytes[vertex])
+    return graph.with_bytes(workspace_bytes=tuple(beside))
+
+
+def unchanged_bytes(
+    body: Program,
+    carries: Sequence[int],
+    entries: Sequence[int],
+    expected: Model,
+    *,
+    otherwise_bytes: int,
+) -> int:
+    """What the backward pass of an iteration takes beside what is kept if nothing is rewritten.
+
+    Args:
+      body: of the loop.
+      carries: see ``stacks``.
+      entries: likewise.
+      expected: its model, as it is.
+      otherwise_bytes: what it takes if it reads arrays.
+    """
+    if not expected.compiler.has("entries_taken"):
+        return otherwise_bytes
+    schedule = unchanged(expected.graph)
+    graph = expected.graph_of(schedule)
+    read = stacks(body, carries, entries, expected)
+    # Gradients of entries are written where they belong.
+    graph = _without(expected, graph, [*read.stacks.gradients, *read.converted])
+    lives = expected.lives(graph, schedule, dataclasses.replace(read.stacks, gradients=()))
+    return expected.laid_out_bytes(lives, schedule)
 
 
 def in_gradients_bytes(
@@ -172,6 +292,7 @@ def in_gradients_bytes(
     graph = expected.graph_of(schedule)
     if not expected.compiler.has("entries_sliced"):
         return expected.peak_bytes(schedule) + read.stacks.carried_bytes
+    graph = _without(expected, graph, read.converted)
     (region,) = schedule.regions
     if region.inside:  # whose checkpoints read arrays
         kept = {vertex: graph.bytes[vertex] for vertex in demand(graph, schedule).stored}
@@ -180,20 +301,21 @@ def in_gradients_bytes(
         for vertex in read_by.keys() & {*graph.needs[reader], *graph.predecessors[reader]}:
             read_by[vertex].append(reader)
     taken: list[tuple[int, Sequence[int]]] = []
-    inputs: list[tuple[int, Sequence[int]]] = []
     taken += [(size, at) for vertex, size in kept.items() if (at := read_by[vertex])]
-    for value, (size, by, _) in zip(read.copied, read.stacks.inputs, strict=True):
-        (taken if value in carried else inputs).append((size, by))
-    taken += [one for value, one in read.in_place.items() if value in carried]
+    by_copy = zip(read.copied, read.stacks.inputs, strict=True)
+    taken += [(size, at) for value, (size, at, _) in by_copy if value in carried]
+    for group in (read.in_place, read.by_library):
+        taken += [one for value, one in group.items() if value in carried]
     waiting = np.zeros(len(graph), dtype=bool)
     waiting[list(kept)] = True
+    left = read.under(region.inside, carried)
     found = dataclasses.replace(
-        read.under(region.inside),
-        inputs=[(size, at, True) for size, at in inputs],
+        left,
+        inputs=[(size, at, True) for size, at, _ in left.inputs],
         taken=taken,
         in_gradients=waiting,
     )
-    return expected.laid_out_bytes(expected.lives(graph, schedule, found), schedule)
+    return _laid_out_bytes(expected, graph, schedule, found)
 
 
 def counted_around_bytes(carried_bytes: int, cotangent_bytes: int, compiler: Compiler) -> int:

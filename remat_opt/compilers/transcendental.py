@@ -204,9 +204,9 @@ class Twice(Effect):
         for leaf in _run_again(schedule.regions):
             there = set(leaf.vertices)
             for last, others in self.groups.items():
-                # Where what a product reads is kept, the rest runs again for its derivative alone,
-                # but not where that lies in a stack.
-                starts = (last, *self.starts[last]) if self.in_stacks else ()
+                # Where what a product reads is kept, the rest runs again for its derivative alone.
+                in_stacks = self.in_stacks and last not in kept
+                starts = self.starts[last] if in_stacks else ()
                 unnamed = kept.isdisjoint((*others, *starts))
                 alone = not leaf.checkpointed and len(there) == 1 + len(others)
                 if last in there and there.issuperset(others) and unnamed and not alone:

@@ -70,12 +70,18 @@ class Way:
       workspace_bytes: what its backward step takes while it runs, beside what waits.
       alone_bytes: likewise in a part of one iteration, which is no loop, beside what it keeps.
       seconds: what it computes again.
+      alone_kept_bytes: what it keeps more in a part of one iteration.
     """
 
     kept_bytes: int
     workspace_bytes: int
     alone_bytes: int
     seconds: float
+    alone_kept_bytes: int = 0
+
+    def held_bytes(self, length: int) -> int:
+        """What so many iterations in a part keep beside their states."""
+        return length * self.kept_bytes + (self.alone_kept_bytes if length == 1 else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +154,7 @@ def judge(chain: Chain, pieces: Sequence[Piece]) -> Figures:
             seconds += count * (chunk.seconds + size * chain.seconds)
         else:
             way = chain.ways[piece.way]
-            held += piece.length * (chain.state_bytes + way.kept_bytes)
+            held += piece.length * chain.state_bytes + way.held_bytes(piece.length)
             beside = way.workspace_bytes if piece.length > 1 else way.alone_bytes
             peak = max(peak, held + beside)
             seconds += piece.length * way.seconds
@@ -249,7 +255,8 @@ class _Table:
         budgets = np.arange(self.slots + 1)
         choices: list[_Choices] = []
         for number, way in enumerate(chain.ways):
-            held = self._rounded(firsts * (chain.state_bytes + way.kept_bytes))[:, None]
+            kept = np.array([way.held_bytes(first) for first in firsts.tolist()])
+            held = self._rounded(firsts * chain.state_bytes + kept)[:, None]
             beside = np.where(firsts > 1, way.workspace_bytes, way.alone_bytes)
             left = budgets - held
             seconds = np.where(
@@ -307,9 +314,9 @@ class _Table:
             which = self.which[place, budget]
             number, size = int(choice.counts[which]), int(choice.sizes[which])
             if choice.way >= 0:
-                kept = chain.ways[choice.way].kept_bytes
+                kept = chain.ways[choice.way].held_bytes(number)
                 found.append(Piece(length=number, way=choice.way))
-                held = self._rounded(float(number * (chain.state_bytes + kept)))
+                held = self._rounded(float(number * chain.state_bytes + kept))
             else:
                 length = self.lengths[size]
                 held = self._rounded(float(number * chain.state_bytes))

@@ -350,6 +350,13 @@ def stacked_gates(weights, x):
     )
 
 
+def stacked_branches(weights, x):
+    def layer(h, w):
+        return sum(jnp.tanh(jnp.tanh(h @ (w + n)) @ w) for n in range(3)), None
+
+    return jnp.sum(lax.scan(layer, x, weights)[0])
+
+
 def stack_and_head(weights, x):
     layers, head = weights
     return jnp.sum(jnp.sin(stacked_layers(layers, x) @ head))
@@ -475,6 +482,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "transposed_operands": ("cpu", convolutions, (KERNEL, IMAGES)),
     "transposed_cotangents": ("cpu", recurrent, (W, ones(2, 16, 8))),
     "entries_sliced": ("h200", stacked, (ones(6, 128, 128), ROWS)),
+    "entries_taken": ("h200", stacked, (ones(6, 128, 128), ROWS)),
+    "runs_when_read": ("h200", stacked_branches, (stack, many_rows)),
     "entries_in_place": ("v5e", stacked_gates, (stack, many_rows)),
     "scores_copied": ("v5e", handed_on, narrow((SQUARE, ones(2, 256, 128)))),
     "copies": ("v5e", recurrent, (wide, wide)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ def floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def body_of(
-    layer: Callable[..., Any], device: str = "h200", rows: int = ROWS
+    layer: Callable[..., Any], device: str = "h200", rows: int = ROWS, off: Collection[str] = ()
 ) -> tuple[Model, Read, Callable[..., Beside]]:
     """The model of a body, what it reads of stacks, and what it takes beside them."""
 
@@ -41,7 +41,7 @@ def body_of(
     (equation,) = (one for one in program.equations if one.operation.primitive == "scan")
     scan = internals.scan_of(equation.jax_equation)
     body = bodies.body_of(equation, bodies.varying(program))
-    _, found = loops.body_model(body, compiler_of(device))
+    _, found = loops.body_model(body, compiler_of(device, off))
     split = scan.constants + scan.carries
     read = stacks(body, body.arguments[scan.constants : split], body.arguments[split:], found)
 
@@ -55,8 +55,11 @@ def body_of(
     return found, read, beside
 
 
+COPYING = {"entries_taken"}
+
+
 def test_what_products_read_is_copied() -> None:
-    found, read, _ = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w))
+    found, read, _ = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w), off=COPYING)
     told = names(found.graph)
     product = told.index("dot_general")
     assert read.stacks.slicing is not None
@@ -65,12 +68,45 @@ def test_what_products_read_is_copied() -> None:
     assert read.stacks.inputs == [(WEIGHT, (product,), False)]
     assert read.stacks.carried_bytes == CARRIED
     assert [told[v] for v in np.flatnonzero(read.stacks.handed_out)] == ["cos"]
-    _, read, _ = body_of(lambda h, w: jnp.cos(h @ w))
+    _, read, _ = body_of(lambda h, w: jnp.cos(h @ w), off=COPYING)
     assert [size for size, *_ in read.stacks.inputs] == [CARRIED, WEIGHT]
 
 
+@pytest.mark.parametrize(("device", "workspace"), [("h200", 2**25), ("a100", 2**22)])
+def test_products_of_the_library_take_entries_from_their_stack(device: str, workspace: int) -> None:
+    found, read, _ = body_of(lambda h, w: jnp.cos(jnp.sin(h) @ w), device)
+    product = names(found.graph).index("dot_general")
+    assert read.stacks.inputs == []
+    library = read.stacks.library
+    assert library is not None
+    assert (library.inputs, library.workspace_bytes) == ([(WEIGHT, (product,))], workspace)
+    assert np.flatnonzero(library.vertices).tolist() == [product]
+    assert read.stacks.gradients == [(WEIGHT, product)]
+    assert library.forward == [product]
+    # What is carried is an array in the forward pass.
+    _, read, _ = body_of(lambda h, w: jnp.cos(h @ h.T) @ h, device)
+    assert read.stacks.library is not None
+    assert read.stacks.library.forward == []
+
+
+def test_gradients_of_converted_entries_are_no_arrays() -> None:
+    def layer(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.cos(h.astype("bfloat16") @ w.astype("bfloat16")).astype("float32")
+
+    _, read, _ = body_of(layer)
+    assert read.stacks.gradients == []
+
+
+def test_what_runs_again_does_so_when_it_is_read() -> None:
+    def layer(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.stack([jnp.tanh(h @ (w + n)) @ w for n in range(4)]), axis=0)
+
+    assert body_of(layer)[2]().whole_bytes < body_of(layer, off={"runs_when_read"})[2]().whole_bytes
+
+
 def test_what_elementwise_readers_read_lies_in_the_stack() -> None:
-    _, _, beside = body_of(lambda h, w: jnp.sin(jnp.cos(h @ w) * jnp.exp(h @ w)))
+    # Of so many rows that the library's workspace does not count.
+    _, _, beside = body_of(lambda h, w: jnp.sin(jnp.cos(h @ w) * jnp.exp(h @ w)), rows=2**16)
     kept = "dot_general", "cos", "exp"
     assert beside(*kept).whole_bytes < beside().whole_bytes
     # Alone, what is kept is there, but counted with the stacks.
