@@ -2,10 +2,15 @@
 
 What the iterations keep for the backward pass waits in stacks, as what a loop goes through does.
 XLA for NVIDIA reads an entry where it lies, unless a kernel does that it does not write itself:
-for a product the entry is copied. That of something kept is copied shortly before it is read; that
-of a weight before its first reader, and there up to the last. Where a loop is in parts, what they
-read by index is copied by one kernel, as the backward pass of an iteration starts. Checkpoints
-inside an iteration read arrays: all entries that they read are copied then, whatever reads them.
+for a convolution the entry is copied. That of something kept is copied shortly before it is read;
+that of a weight before its first reader, and there up to the last. Products read entries in their
+places, with a workspace of the library's, except those that run again (``entries_taken``). Where a
+loop is in parts, what they read by index is copied by one kernel, as the backward pass of an
+iteration starts. Checkpoints inside an iteration read arrays: all entries that they read are copied
+then, whatever reads them. The gradients of entries are put into their stacks together.
+
+XLA orders the steps of an iteration anew. If it takes less, what runs again does so when it is read
+(``runs_when_read``).
 
 XLA for TPU reads what is kept where it lies (``entries_in_place``), products too; at least where
 all iterations are one loop, which is what was looked at.
@@ -220,7 +225,8 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
         at_once += [(size, readers, True) for size, readers in library.inputs]
         library = dataclasses.replace(library, inputs=())
     in_part = dataclasses.replace(whole, inputs=at_once, library=library)
-    alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0, library=None)
+    # Others are in loops, and need the library's workspace.
+    alone = dataclasses.replace(in_part, slicing=None, carried_bytes=0)
     laid_out_bytes = functools.partial(_laid_out_bytes, expected, graph, schedule)
     # An iteration alone has no stacks: what is kept waits as arrays.
     kept_bytes = sum(graph.bytes[vertex] for vertex in demand(graph, schedule).stored)
