@@ -115,11 +115,13 @@ class Checkpoint:
       body: the jaxpr under it.
       policy: decides whether an equation's result is kept; None keeps nothing.
       differentiated: whether a derivative has been taken and this is what remains.
+      prevents_cse: whether a barrier is before what runs again.
     """
 
     body: Any
     policy: Callable[..., Any] | None
     differentiated: bool
+    prevents_cse: bool
 
 
 def checkpoint_of(equation: Any) -> Checkpoint | None:
@@ -128,7 +130,11 @@ def checkpoint_of(equation: Any) -> Checkpoint | None:
         return None
     params = equation.params
     return Checkpoint(
-        body=params["jaxpr"], policy=params["policy"], differentiated=params["differentiated"]
+        body=params["jaxpr"],
+        policy=params["policy"],
+        differentiated=params["differentiated"],
+        # One answer, or one for each input.
+        prevents_cse=bool(np.any(params["prevent_cse"])),
     )
 
 

@@ -21,9 +21,10 @@ from remat_opt.compilers import model as models
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.model import Model, computes_nothing
-from remat_opt.compilers.stacks import unchanged_bytes
+from remat_opt.compilers.stacks import as_written_bytes
 from remat_opt.gradients import Gradients
 from remat_opt.program import bodies
+from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Equation, Linearization, Program
 from remat_opt.program.tracing import inner_program
@@ -277,9 +278,7 @@ def _inside(
         body = inner_program(checkpoint.body, sorted(varying), "what is under a checkpoint")
         return _backward(body, compiler, depth, checkpoint)
     if equation.operation.primitive == "scan":
-        scan = internals.scan_of(equation.jax_equation)
-        carries = slice(scan.constants, scan.constants + scan.carries)
-        return _backward(bodies.body_of(equation, given), compiler, depth, carries=carries)
+        return _of_loop(equation, given, compiler, depth)
     if equation.operation.primitive == "cond":
         branches = [
             _backward(branch, compiler, depth) for branch in bodies.branches_of(equation, given)
@@ -294,6 +293,52 @@ def _inside(
             lambda: _of_map(bodies.mapped_of(equation, given), compiler, gradients, depth),
         )
     return _Inside()
+
+
+def _of_loop(equation: Equation, given: Set[int], compiler: Compiler, depth: int) -> _Inside:
+    """What the backward pass of an iteration of a loop takes."""
+    scan = internals.scan_of(equation.jax_equation)
+    body = bodies.body_of(equation, given)
+    carries = body.arguments[scan.constants : scan.constants + scan.carries]
+    entries = body.arguments[scan.constants + scan.carries :]
+    found = _backward(body, compiler, depth)
+    computing = [one for one in body.equations if one.operation.primitive not in ALIASES]
+    checkpoint = None
+    if len(computing) == 1:
+        checkpoint = internals.checkpoint_of(computing[0].jax_equation)
+    if checkpoint is not None:
+        # All that an iteration does is under one checkpoint.
+        inputs = computing[0].inputs
+        varying = bodies.varying(body)
+        positions = [p for p, atom in enumerate(inputs) if atom in varying]
+        body = inner_program(checkpoint.body, positions, "what is under a checkpoint")
+        carries, entries = (
+            tuple(body.arguments[p] for p, atom in enumerate(inputs) if atom in values)
+            for values in (carries, entries)
+        )
+    if computes_nothing(body) or not body.differentiated:
+        return found
+    expected = model(body, linearize(body), compiler, Gradients.CONSUMED, depth - 1)
+    expected = expected.without_updates()
+    if checkpoint is None:
+        expected, schedule = expected.under(unchanged(expected.graph))
+    elif any(expected.graph.pinned):
+        return found
+    else:
+        expected = expected.as_written()
+        every = tuple(range(len(expected.graph)))
+        kept = _kept(checkpoint, body, expected.roots)
+        schedule = Schedule(regions=(Region(vertices=every, kept=kept),))
+    workspace_bytes = as_written_bytes(
+        body,
+        carries,
+        entries,
+        expected,
+        schedule,
+        reads_copies=checkpoint is not None and checkpoint.prevents_cse,
+        otherwise_bytes=found.workspace_bytes,
+    )
+    return dataclasses.replace(found, workspace_bytes=workspace_bytes)
 
 
 def _of_map(body: Program, compiler: Compiler, gradients: Gradients, depth: int) -> _Inside:
@@ -318,23 +363,12 @@ def _backward(
     compiler: Compiler,
     depth: int,
     checkpoint: internals.Checkpoint | None = None,
-    carries: slice | None = None,
 ) -> _Inside:
-    """What the backward pass of a body takes, under a checkpoint or not.
-
-    Args:
-      body: the body.
-      compiler: which one it is.
-      depth: how many levels of nested bodies are looked into.
-      checkpoint: that it is under.
-      carries: which of its arguments are carried, if it is that of a loop.
-    """
+    """What the backward pass of a body takes, under a checkpoint or not."""
     if computes_nothing(body) or not body.differentiated:
         return _Inside()
     linearization = linearize(body)
     expected = model(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
-    if carries is not None:
-        expected = expected.without_updates()
     if checkpoint is None:
         # Nothing in it is rewritten.
         expected, schedule = expected.under(unchanged(expected.graph))
@@ -350,12 +384,8 @@ def _backward(
     again_seconds = sum(graph.seconds[vertex] for vertex in wanted.all_recomputed())
     kept_bytes += sum(graph.bytes[vertex] for vertex in wanted.stored)
     deeper = _insides(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
-    workspace_bytes = max(0, expected.peak_bytes(schedule) - kept_bytes)
-    if carries is not None:
-        read = body.arguments[carries], body.arguments[carries.stop :]
-        workspace_bytes = unchanged_bytes(body, *read, expected, otherwise_bytes=workspace_bytes)
     return _Inside(
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=max(0, expected.peak_bytes(schedule) - kept_bytes),
         again_share=again_seconds / (graph.forward_seconds or 1.0) + _again_share(expected, deeper),
     )
 

@@ -88,7 +88,10 @@ def test_branches_and_iterations_take_what_is_alive_in_them() -> None:
     assert workspaces(scanned(layer), "scan")[0] > 0
     # One iteration at a time, however many there are.
     inside = workspaces(scanned(jax.checkpoint(layer)), "scan")[0]
-    assert 2 * 4 * ARRAY <= inside <= 6 * 4 * ARRAY
+    library = 2**25  # for a product that reads an entry of a stack
+    assert 2 * 4 * ARRAY <= inside - library <= 6 * 4 * ARRAY
+    arrays = workspaces(scanned(jax.checkpoint(layer)), "scan", off={"entries_taken"})[0]
+    assert 2 * 4 * ARRAY <= arrays <= 6 * 4 * ARRAY
 
 
 @pytest.mark.parametrize(("shape", "primitive"), [(scanned, "scan"), (branched, "cond")])

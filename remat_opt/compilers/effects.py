@@ -67,6 +67,10 @@ class Effect:
         """The same in an opened loop, whose iterations read stacks."""
         return self
 
+    def as_written(self) -> Effect:
+        """The same where nothing is rewritten, though there may be checkpoints."""
+        return self
+
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """What a user should know about it."""
         return iter(())

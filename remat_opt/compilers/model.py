@@ -53,6 +53,7 @@ class Model:
       vector_bytes: how many bytes of arrays may be in vector memory at a time.
       gradients: what happens to those of parameters.
       waits: what waits for updates, in the workspaces of vertices.
+      siblings: what waits for its own backward step where nothing is rewritten (``as_written``).
     """
 
     compiler: Compiler
@@ -73,6 +74,7 @@ class Model:
     inside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     vector_bytes: int = 0
     waits: tuple[Wait, ...] = ()
+    siblings: tuple[int, ...] = ()
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph as it is under a schedule."""
@@ -87,6 +89,19 @@ class Model:
         vector_bytes = vector_memory_bytes(self.compiler)
         found = self.without_updates()
         return dataclasses.replace(found, effects=effects, vector_bytes=vector_bytes)
+
+    def as_written(self) -> Model:
+        """The same where nothing is rewritten, though there may be checkpoints."""
+        found = self.as_it_is or self
+        needs = list(found.graph.needs)
+        for vertex in found.siblings:
+            # One kernel makes it and its cotangent.
+            needs[vertex] = tuple(sorted({*needs[vertex], vertex}))
+        return dataclasses.replace(
+            found,
+            graph=dataclasses.replace(found.graph, needs=tuple(needs)),
+            effects=tuple(effect.as_written() for effect in found.effects),
+        )
 
     def without_updates(self) -> Model:
         """The same where gradients are consumed, but none waits for an update."""
@@ -270,6 +285,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         converted=tuple(converted),
         running=dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)),
         waits=found.waits if gradients is Gradients.CONSUMED else (),
+        siblings=found.siblings,
     )
 
 

@@ -32,7 +32,7 @@ from remat_opt.device import GpuTarget
 from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
-from remat_opt.schedule import Region, Schedule, unchanged
+from remat_opt.schedule import Region, Schedule
 from remat_opt.simulator import demand
 from remat_opt.spans import Library, Stacks
 
@@ -255,12 +255,14 @@ def _without(expected: Model, graph: Graph, gradients: Sequence[tuple[int, int]]
     return graph.with_bytes(workspace_bytes=tuple(beside))
 
 
-def unchanged_bytes(
+def as_written_bytes(
     body: Program,
     carries: Sequence[int],
     entries: Sequence[int],
     expected: Model,
+    schedule: Schedule,
     *,
+    reads_copies: bool,
     otherwise_bytes: int,
 ) -> int:
     """What the backward pass of an iteration takes beside what is kept if nothing is rewritten.
@@ -270,17 +272,23 @@ def unchanged_bytes(
       carries: see ``stacks``.
       entries: likewise.
       expected: its model, as it is.
+      schedule: what it keeps, and runs again, by a checkpoint of its own.
+      reads_copies: whether a barrier is before what runs again.
       otherwise_bytes: what it takes if it reads arrays.
     """
     if not expected.compiler.has("entries_taken"):
         return otherwise_bytes
-    schedule = unchanged(expected.graph)
-    graph = expected.graph_of(schedule)
     read = stacks(body, carries, entries, expected)
     # Gradients of entries are written where they belong.
+    graph = expected.graph_of(schedule)
     graph = _without(expected, graph, [*read.stacks.gradients, *read.converted])
-    lives = expected.lives(graph, schedule, dataclasses.replace(read.stacks, gradients=()))
-    return expected.laid_out_bytes(lives, schedule)
+    found = dataclasses.replace(read.stacks, gradients=())
+    if found.library is not None and not reads_copies:
+        in_place = [(0, readers) for _, readers in found.library.inputs]
+        found = dataclasses.replace(
+            found, library=dataclasses.replace(found.library, inputs=in_place)
+        )
+    return _laid_out_bytes(expected, graph, schedule, found)
 
 
 def in_gradients_bytes(

@@ -217,6 +217,10 @@ class Twice(Effect):
         groups = {one: others for one, others in self.groups.items() if one in self.in_loop_too}
         return dataclasses.replace(self, groups=groups, in_stacks=True)
 
+    def as_written(self) -> Effect:
+        """Nothing: only plans compute it twice."""
+        return Effect()
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operands(Effect):

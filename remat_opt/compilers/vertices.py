@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from remat_opt import costs
 from remat_opt.compilers import (
@@ -83,6 +83,8 @@ class Vertices:
       put_off: what may wait besides, and is not counted.
       zeros: arrays of zeros that gradients begin as.
       tables: those whose gradients begin as zeros before their turn, and the step before which.
+      siblings: elementwise vertices that a product alone reads, whose kernel does not make what
+        other kernels read.
       effects: what depends on the schedule.
     """
 
@@ -94,6 +96,7 @@ class Vertices:
     put_off: tuple[scheduling.PutOff, ...]
     zeros: Zeros
     tables: Mapping[int, int]
+    siblings: tuple[int, ...]
     effects: tuple[Effect, ...]
 
 
@@ -195,8 +198,32 @@ def vertices(storage: Storage) -> Vertices:
         put_off=tuple(scheduling.put_off(storage, graph, ready, of_cotangents)),
         zeros=zeros,
         tables=tables,
+        siblings=tuple(_siblings(storage, apart, predecessors)),
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph, added)),
     )
+
+
+def _siblings(
+    storage: Storage, products: Iterable[int], predecessors: Sequence[tuple[int, ...]]
+) -> Iterator[int]:
+    """See ``Vertices``.
+
+    Args:
+      storage: what is stored.
+      products: the products that free an operand that nothing else reads.
+      predecessors: for each vertex, those that it reads.
+    """
+    program, flow = storage.flow.program, storage.flow
+    makes_more = {
+        storage.vertex_of.get(storage.result(last))
+        for last, group in transcendental.twice(program, storage.compiler.rules).items()
+        if any(storage.result(index) in storage.vertex_of for index in group[:-1])
+    }
+    for product in products:
+        for vertex in predecessors[product]:
+            elementwise = flow.costs[storage.roots[vertex]].fusion is costs.Fusion.FUSIBLE
+            if elementwise and vertex not in makes_more:
+                yield vertex
 
 
 def _in_order(
