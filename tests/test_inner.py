@@ -94,6 +94,22 @@ def test_branches_and_iterations_take_what_is_alive_in_them() -> None:
     assert 2 * 4 * ARRAY <= arrays <= 6 * 4 * ARRAY
 
 
+def of_wide_scan(**options: Any) -> int:
+    """What an iteration takes whose weights are larger than its arrays; in bytes, on h200."""
+    width = 4096
+    body = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), **options)
+    shapes = (jax.ShapeDtypeStruct(one, "float32") for one in ((4, width, width), (8, width)))
+    program = trace(scanned(body), *shapes)
+    found = inner.model(program, linearize(program), compiler_of("h200"), Gradients.CONSUMED)
+    return max(found.inside.values())
+
+
+def test_without_a_barrier_what_runs_again_reads_entries_where_they_lie() -> None:
+    entry, library, small = 4 * 4096**2, 2**25, 2**20
+    assert library < of_wide_scan(prevent_cse=False) < library + small
+    assert entry < of_wide_scan() < entry + small
+
+
 @pytest.mark.parametrize(("shape", "primitive"), [(scanned, "scan"), (branched, "cond")])
 def test_what_is_inside_is_not_rewritten(shape: Callable[[Body], Any], primitive: str) -> None:
     def similar(x: jax.Array, w: jax.Array) -> jax.Array:

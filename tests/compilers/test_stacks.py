@@ -194,3 +194,25 @@ def test_the_compiler_agrees(layer: Callable[..., jax.Array], within: float) -> 
     for chosen in (opened[0], opened[len(opened) // 2], opened[-1]):
         compiled = step.compiled_bytes(step.plan(chosen))
         assert chosen.peak_bytes == pytest.approx(compiled, rel=within)
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.cuda
+@needs_cuda_plugin
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
+@pytest.mark.parametrize("layer", [mlp, gated])
+def test_the_compiler_agrees_on_checkpoints_by_hand(
+    layer: Callable[..., jax.Array], policy: str
+) -> None:
+    body = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy), prevent_cse=False)
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(lax.scan(lambda h, w: (body(h, w), None), x, w)[0] ** 2)
+
+    wide = 4 * WIDTH
+    shapes = (WIDTH, wide), (wide, WIDTH), (WIDTH, wide)
+    arguments = tuple(floats(LENGTH, *shape) for shape in shapes), floats(2 * ROWS, WIDTH)
+    step = InStep(loss, *arguments)
+    compiled = step.compiled_bytes(step.plan(step.problem.unchanged))
+    assert step.problem.unchanged.peak_bytes == pytest.approx(compiled, rel=0.03)

@@ -150,7 +150,7 @@ NETWORKS = {
         lstm,
         (
             {"input": array(64, 512), "state": array(128, 512), "bias": array(512)},
-            array(64, 32, 64),
+            array(64, 512, 64),
         ),
         False,
     ),
