@@ -6,7 +6,7 @@ import pytest
 
 import remat_opt
 
-LAYERS, WIDTH, BATCH = 12, 64, 512
+LAYERS, WIDTH, BATCH = 12, 64, 2**18
 
 
 def loss(weights, x):

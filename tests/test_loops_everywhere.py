@@ -94,7 +94,7 @@ SLOW = pytest.mark.slow, pytest.mark.versions
     ],
 )
 def test_it_is_opened_and_gains(loss: Loss) -> None:
-    plan = remat_opt.make_plan(loss, (W, V), X, device="h200", overhead="flops", max_overhead=1.5)
+    plan = remat_opt.make_plan(loss, (W, V), X, device="cpu", overhead="flops", max_overhead=1.5)
     predicted = plan.predicted
     assert plan.loops
     assert predicted.temporary_bytes < 0.6 * predicted.plain_temporary_bytes
@@ -118,11 +118,13 @@ def test_prefix_sums_are_no_loop() -> None:
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
 def test_what_a_policy_on_the_body_does_is_predicted_to_be_matched(policy: str) -> None:
     """The same loop is among ours, so we recompute no more in no more memory."""
-    plain = remat_opt.make_plan(unrolled, (W, V), X, device="h200", overhead="flops", budget=1.0)
-    unit = ROWS * WIDTH * 4
+    # Of so many rows that the workspace of the library's products does not count.
+    x = jax.ShapeDtypeStruct((1024 * ROWS, WIDTH), "float32")
+    plain = remat_opt.make_plan(unrolled, (W, V), x, device="h200", overhead="flops", budget=1.0)
+    unit = 1024 * ROWS * WIDTH * 4
     kept = {"nothing_saveable": 1, "dots_saveable": 1 + 2 + 2 + 1}[policy]
     budget = LENGTH * kept * unit + 24 * unit
     assert budget < plain.predicted.plain_temporary_bytes
-    plan = remat_opt.make_plan(unrolled, (W, V), X, device="h200", overhead="flops", budget=budget)
+    plan = remat_opt.make_plan(unrolled, (W, V), x, device="h200", overhead="flops", budget=budget)
     most = {"nothing_saveable": 1.01, "dots_saveable": 0.1}[policy]
     assert plan.predicted.recomputed_share <= most
