@@ -322,12 +322,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "beside",
             "stacks",
             "Products read entries of a loop's stacks there, with a larger workspace.",
+            since=(0, 11),
         ),
         "runs_when_read": _rule(
             _NVIDIA,
             "beside",
             "stacks",
             "In an iteration, what runs again does so when it is read, if that takes less.",
+            since=(0, 12),
         ),
         "entries_in_place": _rule(
             _TPU, "beside", "stacks", "An iteration reads what it keeps where it lies."

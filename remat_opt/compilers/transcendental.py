@@ -188,12 +188,14 @@ class Twice(Effect):
       groups: for what a product reads the vertices on the way to it.
       starts: the vertices that it is made of.
       in_loop_too: those of the groups that are written so in the body of an opened loop.
+      reads_stacks: whether products read what is kept where it lies, if in a stack.
       in_stacks: whether those that are kept lie in stacks: an entry would be copied.
     """
 
     groups: Mapping[int, tuple[int, ...]]
     starts: Mapping[int, tuple[int, ...]]
     in_loop_too: frozenset[int]
+    reads_stacks: bool
     in_stacks: bool = False
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
@@ -204,9 +206,11 @@ class Twice(Effect):
         for leaf in _run_again(schedule.regions):
             there = set(leaf.vertices)
             for last, others in self.groups.items():
-                # Where what a product reads is kept, the rest runs again for its derivative alone.
-                in_stacks = self.in_stacks and last not in kept
-                starts = self.starts[last] if in_stacks else ()
+                # Where what a product reads is kept, the rest runs again for its derivative alone;
+                # if that lies in a stack, only where it need not be copied.
+                starts: tuple[int, ...] = ()
+                if self.in_stacks and not (self.reads_stacks and last in kept):
+                    starts = (last, *self.starts[last])
                 unnamed = kept.isdisjoint((*others, *starts))
                 alone = not leaf.checkpointed and len(there) == 1 + len(others)
                 if last in there and there.issuperset(others) and unnamed and not alone:
@@ -313,4 +317,9 @@ def _twice(storage: Storage) -> Iterator[Twice]:
             if not _begins_at_argument(flow.program, group):
                 in_loop_too.add(vertex)
     if groups:
-        yield Twice(groups=groups, starts=starts, in_loop_too=frozenset(in_loop_too))
+        yield Twice(
+            groups=groups,
+            starts=starts,
+            in_loop_too=frozenset(in_loop_too),
+            reads_stacks=compiler.has("entries_taken"),
+        )
