@@ -21,7 +21,7 @@ from remat_opt.compilers import model as models
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.model import Model, computes_nothing
-from remat_opt.compilers.stacks import as_written_bytes
+from remat_opt.compilers.stacks import as_written_bytes, takes_entries
 from remat_opt.gradients import Gradients
 from remat_opt.program import bodies
 from remat_opt.program.dataflow import ALIASES
@@ -299,44 +299,33 @@ def _of_loop(equation: Equation, given: Set[int], compiler: Compiler, depth: int
     """What the backward pass of an iteration of a loop takes."""
     scan = internals.scan_of(equation.jax_equation)
     body = bodies.body_of(equation, given)
-    carries = body.arguments[scan.constants : scan.constants + scan.carries]
-    entries = body.arguments[scan.constants + scan.carries :]
-    found = _backward(body, compiler, depth)
+    first = scan.constants + scan.carries
+    carries, entries = body.arguments[scan.constants : first], body.arguments[first:]
+    found = _backward(body, compiler, depth, read=(carries, entries))
     computing = [one for one in body.equations if one.operation.primitive not in ALIASES]
-    checkpoint = None
-    if len(computing) == 1:
-        checkpoint = internals.checkpoint_of(computing[0].jax_equation)
-    if checkpoint is not None:
-        # All that an iteration does is under one checkpoint.
-        inputs = computing[0].inputs
-        varying = bodies.varying(body)
-        positions = [p for p, atom in enumerate(inputs) if atom in varying]
-        body = inner_program(checkpoint.body, positions, "what is under a checkpoint")
-        carries, entries = (
-            tuple(body.arguments[p] for p, atom in enumerate(inputs) if atom in values)
-            for values in (carries, entries)
-        )
-    if computes_nothing(body) or not body.differentiated:
+    if len(computing) != 1 or not takes_entries(compiler):
         return found
-    expected = model(body, linearize(body), compiler, Gradients.CONSUMED, depth - 1)
-    expected = expected.without_updates()
+    checkpoint = internals.checkpoint_of(computing[0].jax_equation)
     if checkpoint is None:
-        expected, schedule = expected.under(unchanged(expected.graph))
-    elif any(expected.graph.pinned):
         return found
-    else:
-        expected = expected.as_written()
-        every = tuple(range(len(expected.graph)))
-        kept = _kept(checkpoint, body, expected.roots)
-        schedule = Schedule(regions=(Region(vertices=every, kept=kept),))
+    # All that an iteration does is under one checkpoint.
+    inputs = computing[0].inputs
+    varying = bodies.varying(body)
+    positions = [p for p, atom in enumerate(inputs) if atom in varying]
+    inside = inner_program(checkpoint.body, positions, "what is under a checkpoint")
+    if computes_nothing(inside) or not inside.differentiated:
+        return found
+    expected = model(inside, linearize(inside), compiler, Gradients.CONSUMED, depth - 1)
+    if any(expected.graph.pinned):
+        return found
+    expected = expected.without_updates().as_written()
     workspace_bytes = as_written_bytes(
-        body,
-        carries,
-        entries,
+        inside,
+        [inside.arguments[p] for p, atom in enumerate(inputs) if atom in carries],
+        [inside.arguments[p] for p, atom in enumerate(inputs) if atom in entries],
         expected,
-        schedule,
-        reads_copies=checkpoint is not None and checkpoint.prevents_cse,
-        otherwise_bytes=found.workspace_bytes,
+        _region(checkpoint, inside, expected),
+        reads_copies=checkpoint.prevents_cse,
     )
     return dataclasses.replace(found, workspace_bytes=workspace_bytes)
 
@@ -363,8 +352,18 @@ def _backward(
     compiler: Compiler,
     depth: int,
     checkpoint: internals.Checkpoint | None = None,
+    read: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> _Inside:
-    """What the backward pass of a body takes, under a checkpoint or not."""
+    """What the backward pass of a body takes, under a checkpoint or not.
+
+    Args:
+      body: the body.
+      compiler: which one it is.
+      depth: how many levels of nested bodies are looked into.
+      checkpoint: that it is under.
+      read: if it is that of a loop, its arguments that are carried, and those that are entries of
+        stacks.
+    """
     if computes_nothing(body) or not body.differentiated:
         return _Inside()
     linearization = linearize(body)
@@ -377,15 +376,18 @@ def _backward(
     graph = expected.graph
     kept_bytes = sum(graph.internal_bytes)
     if checkpoint is not None and not any(graph.pinned):
-        kept = _kept(checkpoint, body, expected.roots)
-        schedule = Schedule(regions=(Region(vertices=tuple(range(len(graph))), kept=kept),))
+        schedule = _region(checkpoint, body, expected)
         kept_bytes = 0
     wanted = demand(graph, schedule)
     again_seconds = sum(graph.seconds[vertex] for vertex in wanted.all_recomputed())
     kept_bytes += sum(graph.bytes[vertex] for vertex in wanted.stored)
     deeper = _insides(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
+    workspace_bytes = max(0, expected.peak_bytes(schedule) - kept_bytes)
+    if read is not None and takes_entries(compiler):
+        expected = expected.without_updates()
+        workspace_bytes = as_written_bytes(body, *read, expected, schedule)
     return _Inside(
-        workspace_bytes=max(0, expected.peak_bytes(schedule) - kept_bytes),
+        workspace_bytes=workspace_bytes,
         again_share=again_seconds / (graph.forward_seconds or 1.0) + _again_share(expected, deeper),
     )
 
@@ -399,6 +401,13 @@ def _again_share(expected: Model, found: Mapping[int, _Inside]) -> float:
         if root in found
     )
     return seconds / (graph.forward_seconds or 1.0)
+
+
+def _region(checkpoint: internals.Checkpoint, body: Program, expected: Model) -> Schedule:
+    """The body of a checkpoint as a region, which keeps what the policy does."""
+    vertices = tuple(range(len(expected.graph)))
+    kept = _kept(checkpoint, body, expected.roots)
+    return Schedule(regions=(Region(vertices=vertices, kept=kept),))
 
 
 def _kept(checkpoint: internals.Checkpoint, body: Program, roots: Sequence[int]) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ from remat_opt.compilers.stacks import (
     counted_around_bytes,
     in_gradients_bytes,
     stacks,
+    takes_entries,
 )
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
@@ -117,13 +118,11 @@ class _Waiting:
       bytes: of what waits there.
       entries: the positions of the gradients that it waits in, among those of the loop.
       workspace_bytes: what the backward pass of the iteration takes beside stacks.
-      alone_bytes: what waits in addition where it is in no loop.
     """
 
     bytes: int
     entries: frozenset[int]
     workspace_bytes: int
-    alone_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +135,7 @@ class _Shape:
       result_bytes: of the gradients of what one writes to stacks.
       beside_bytes: of what is rounded ahead of the loop, less what is counted around it as well.
       gradient_bytes: of the gradient of one entry of each stack.
+      alone_bytes: of copies of entries that wait, too, where an iteration is in no loop.
       are_results: whether these gradients are results of the program.
       seconds: of one.
       flops: of one.
@@ -146,6 +146,7 @@ class _Shape:
     result_bytes: int
     beside_bytes: int
     gradient_bytes: tuple[int, ...]
+    alone_bytes: int
     are_results: bool
     seconds: float
     flops: int
@@ -171,7 +172,6 @@ class _Shape:
                     workspace_bytes=one.waiting.workspace_bytes,
                     alone_bytes=one.waiting.workspace_bytes,
                     seconds=seconds,
-                    alone_kept_bytes=one.waiting.alone_bytes,
                 )
             return Way(
                 kept_bytes=one.kept_bytes,
@@ -187,6 +187,7 @@ class _Shape:
             seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
             ways=tuple(map(way, iterations)),
             chunks=not in_gradients,
+            alone_bytes=self.alone_bytes if in_gradients else 0,
         )
 
 
@@ -431,6 +432,7 @@ def _openings(
         beside_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler)
         - handed_in_bytes,
         gradient_bytes=tuple(compiler.buffer_bytes(body.types[one]) for one in entries),
+        alone_bytes=total(entries) if takes_entries(compiler) else 0,
         are_results=expected.gradients is Gradients.RESULTS
         and set(inputs) <= set(program.arguments),
         seconds=seconds,
@@ -723,7 +725,6 @@ def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
     return (
         way.kept_bytes - way.waiting.bytes,
         way.waiting.workspace_bytes,
-        way.waiting.alone_bytes,
         way.kept_bytes,
         way.workspace_bytes,
         way.whole_bytes,
@@ -839,7 +840,6 @@ def _waiting(
         bytes=waiting_bytes,
         entries=frozenset(entries),
         workspace_bytes=in_gradients_bytes(expected, schedule, read, kept, carried) if hosts else 0,
-        alone_bytes=read.alone_bytes,
     )
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.effects import Figures
 from remat_opt.compilers.model import Model
 from remat_opt.device import GpuTarget
 from remat_opt.graph import Graph
@@ -64,7 +65,6 @@ class Read:
       copied: the values that are, in this order.
       in_place: likewise of what is read where it lies, by value.
       by_library: likewise of what a library's kernels read there, by value.
-      alone_bytes: of copies of entries that wait where an iteration is in no loop.
       converted: the bytes of gradients that are computed as they are put into their stacks, entry
         by entry, and the vertices in whose backward steps they would be complete.
     """
@@ -73,7 +73,6 @@ class Read:
     copied: Sequence[int]
     in_place: Mapping[int, tuple[int, Sequence[int]]]
     by_library: Mapping[int, tuple[int, Sequence[int]]]
-    alone_bytes: int
     converted: Sequence[tuple[int, int]]
 
     def under(self, regions: Sequence[Region], taken: Set[int] = frozenset()) -> Stacks:
@@ -103,6 +102,11 @@ class Read:
         return dataclasses.replace(self.stacks, inputs=inputs, library=library)
 
 
+def takes_entries(compiler: Compiler) -> bool:
+    """Whether products read entries of stacks where they lie."""
+    return compiler.has("entries_taken")
+
+
 def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expected: Model) -> Read:
     """What an iteration reads of stacks.
 
@@ -120,7 +124,7 @@ def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expect
     source = {value: value for value in (*carries, *entries)}
     copying = np.zeros(len(expected.roots), dtype=bool)
     vertex_of = {root: vertex for vertex, root in enumerate(expected.roots)}
-    in_library = expected.compiler.has("entries_taken")
+    in_library = takes_entries(expected.compiler)
     taking = np.zeros(len(expected.roots), dtype=bool)
     readers: dict[int, list[int]] = {}
     by_library: dict[int, list[int]] = {}
@@ -173,7 +177,6 @@ def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expect
         copied=tuple(readers),
         in_place=own,
         by_library=taken,
-        alone_bytes=size(entries) if in_library else 0,
         converted=converted,
     )
 
@@ -249,10 +252,10 @@ def _laid_out_bytes(expected: Model, graph: Graph, schedule: Schedule, read: Sta
 
 def _without(expected: Model, graph: Graph, gradients: Sequence[tuple[int, int]]) -> Graph:
     """The graph, in which gradients of so many bytes are no arrays in these backward steps."""
-    beside = list(graph.workspace_bytes)
+    figures = Figures.of(graph)
     for size, vertex in gradients:
-        beside[vertex] -= min(size, expected.gradient_bytes[vertex])
-    return graph.with_bytes(workspace_bytes=tuple(beside))
+        figures.workspace_bytes[vertex] -= min(size, expected.gradient_bytes[vertex])
+    return figures.put_into(graph)
 
 
 def as_written_bytes(
@@ -262,10 +265,11 @@ def as_written_bytes(
     expected: Model,
     schedule: Schedule,
     *,
-    reads_copies: bool,
-    otherwise_bytes: int,
+    reads_copies: bool = False,
 ) -> int:
     """What the backward pass of an iteration takes beside what is kept if nothing is rewritten.
+
+    Where products read entries where they lie (``takes_entries``).
 
     Args:
       body: of the loop.
@@ -274,10 +278,7 @@ def as_written_bytes(
       expected: its model, as it is.
       schedule: what it keeps, and runs again, by a checkpoint of its own.
       reads_copies: whether a barrier is before what runs again.
-      otherwise_bytes: what it takes if it reads arrays.
     """
-    if not expected.compiler.has("entries_taken"):
-        return otherwise_bytes
     read = stacks(body, carries, entries, expected)
     # Gradients of entries are written where they belong.
     graph = expected.graph_of(schedule)

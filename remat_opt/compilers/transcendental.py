@@ -280,42 +280,56 @@ def effects(storage: Storage) -> Iterator[Effect]:
     yield from _operands(storage)
 
 
+def on_the_way(storage: Storage) -> Iterator[tuple[int, tuple[int, ...], set[int]]]:
+    """What is computed ``twice`` where something on the way to it is stored.
+
+    Args:
+      storage: what is stored.
+
+    Yields:
+      The vertex of what a product reads, the equations that compute it, the vertices on the way.
+    """
+    program, vertex_of = storage.flow.program, storage.vertex_of
+    for last, group in twice(program, storage.compiler.rules).items():
+        found = {
+            vertex_of[one]
+            for index in group[:-1]
+            for one in program.equations[index].outputs
+            if one in vertex_of
+        }
+        value = storage.result(last)
+        if value in vertex_of and found:
+            yield vertex_of[value], group, found
+
+
 def _twice(storage: Storage) -> Iterator[Twice]:
     """What is computed twice, and so not stored."""
     flow, compiler, vertex_of = storage.flow, storage.compiler, storage.vertex_of
     types = flow.program.types
     groups, starts = {}, {}
     in_loop_too = set()
-    for last, group in twice(flow.program, compiler.rules).items():
-        (value,) = flow.program.equations[last].outputs
-        on_the_way = {
+    for vertex, group, others in on_the_way(storage):
+        size = types[storage.result(group[-1])].size
+        read = {
             vertex_of[one]
-            for index in group[:-1]
-            for one in flow.program.equations[index].outputs
-            if one in vertex_of
+            for index in group
+            for one in flow.reads(index)
+            if one in vertex_of and types[one].size >= size
         }
-        if value in vertex_of and on_the_way:
-            vertex = vertex_of[value]
-            read = {
-                vertex_of[one]
-                for index in group
-                for one in flow.reads(index)
-                if one in vertex_of and types[one].size >= types[value].size
-            }
-            read_backward = {
-                vertex
-                for index in group
-                for one in flow.derivative_reads(index)
-                for vertex in storage.holders(one)
-            }
-            begins_at = read.difference(on_the_way)
-            if not begins_at <= read_backward:
-                # What it begins at waits in its place.
-                continue
-            groups[vertex] = tuple(sorted(on_the_way))
-            starts[vertex] = tuple(sorted(begins_at))
-            if not _begins_at_argument(flow.program, group):
-                in_loop_too.add(vertex)
+        read_backward = {
+            vertex
+            for index in group
+            for one in flow.derivative_reads(index)
+            for vertex in storage.holders(one)
+        }
+        begins_at = read.difference(others)
+        if not begins_at <= read_backward:
+            # What it begins at waits in its place.
+            continue
+        groups[vertex] = tuple(sorted(others))
+        starts[vertex] = tuple(sorted(begins_at))
+        if not _begins_at_argument(flow.program, group):
+            in_loop_too.add(vertex)
     if groups:
         yield Twice(
             groups=groups,

@@ -213,15 +213,11 @@ def _siblings(
       products: the products that free an operand that nothing else reads.
       predecessors: for each vertex, those that it reads.
     """
-    program, flow = storage.flow.program, storage.flow
-    makes_more = {
-        storage.vertex_of.get(storage.result(last))
-        for last, group in transcendental.twice(program, storage.compiler.rules).items()
-        if any(storage.result(index) in storage.vertex_of for index in group[:-1])
-    }
+    costs_of = storage.flow.costs
+    makes_more = {vertex for vertex, _, _ in transcendental.on_the_way(storage)}
     for product in products:
         for vertex in predecessors[product]:
-            elementwise = flow.costs[storage.roots[vertex]].fusion is costs.Fusion.FUSIBLE
+            elementwise = costs_of[storage.roots[vertex]].fusion is costs.Fusion.FUSIBLE
             if elementwise and vertex not in makes_more:
                 yield vertex
 

@@ -46,6 +46,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -60,6 +61,9 @@ _PART_SHARES = (1 / 10_000, 1 / 1000, 1 / 100)
 #: Parts in a plan, those inside of one another counted.
 MOST_PARTS = 96
 
+#: One length, or many.
+_Length = TypeVar("_Length", int, np.ndarray)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
@@ -70,18 +74,12 @@ class Way:
       workspace_bytes: what its backward step takes while it runs, beside what waits.
       alone_bytes: likewise in a part of one iteration, which is no loop, beside what it keeps.
       seconds: what it computes again.
-      alone_kept_bytes: what it keeps more in a part of one iteration.
     """
 
     kept_bytes: int
     workspace_bytes: int
     alone_bytes: int
     seconds: float
-    alone_kept_bytes: int = 0
-
-    def held_bytes(self, length: int) -> int:
-        """What so many iterations in a part keep beside their states."""
-        return length * self.kept_bytes + (self.alone_kept_bytes if length == 1 else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +93,7 @@ class Chain:
       seconds: of an iteration, forward.
       ways: to run an iteration.
       chunks: whether there may be any.
+      alone_bytes: what an iteration keeps more in a part of one.
     """
 
     length: int
@@ -103,6 +102,13 @@ class Chain:
     seconds: float
     ways: tuple[Way, ...]
     chunks: bool = True
+    alone_bytes: int = 0
+
+    def held_bytes(self, length: _Length, way: Way) -> _Length:
+        """What so many iterations in a part keep, their states among it."""
+        each = self.state_bytes + way.kept_bytes
+        held: _Length = length * each + (length == 1) * self.alone_bytes
+        return held
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +160,7 @@ def judge(chain: Chain, pieces: Sequence[Piece]) -> Figures:
             seconds += count * (chunk.seconds + size * chain.seconds)
         else:
             way = chain.ways[piece.way]
-            held += piece.length * chain.state_bytes + way.held_bytes(piece.length)
+            held += chain.held_bytes(piece.length, way)
             beside = way.workspace_bytes if piece.length > 1 else way.alone_bytes
             peak = max(peak, held + beside)
             seconds += piece.length * way.seconds
@@ -255,8 +261,7 @@ class _Table:
         budgets = np.arange(self.slots + 1)
         choices: list[_Choices] = []
         for number, way in enumerate(chain.ways):
-            kept = np.array([way.held_bytes(first) for first in firsts.tolist()])
-            held = self._rounded(firsts * chain.state_bytes + kept)[:, None]
+            held = self._rounded(chain.held_bytes(firsts, way))[:, None]
             beside = np.where(firsts > 1, way.workspace_bytes, way.alone_bytes)
             left = budgets - held
             seconds = np.where(
@@ -314,9 +319,8 @@ class _Table:
             which = self.which[place, budget]
             number, size = int(choice.counts[which]), int(choice.sizes[which])
             if choice.way >= 0:
-                kept = chain.ways[choice.way].held_bytes(number)
                 found.append(Piece(length=number, way=choice.way))
-                held = self._rounded(float(number * chain.state_bytes + kept))
+                held = self._rounded(float(chain.held_bytes(number, chain.ways[choice.way])))
             else:
                 length = self.lengths[size]
                 held = self._rounded(float(number * chain.state_bytes))
