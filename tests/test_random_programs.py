@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.random_programs import (
     LOOKING_UP_FROM,
     MAPPED_FROM,
     SHARDED_FROM,
+    UNSTEADY,
     attention,
     differences,
     draw,
@@ -131,6 +134,18 @@ def test_differences_are_told() -> None:
     assert differences(a, [1], 1e-9)[0].startswith("the result is a PyTreeDef(")
 
 
+def test_a_program_that_gives_different_results_by_itself_is_told() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        return jnp.sum(x @ weights[0]) + next(other)
+
+    for numbers, expected in ((itertools.repeat(1), []), (itertools.count(), [UNSTEADY])):
+        other = numbers
+        program = dataclasses.replace(
+            draw(0), fn=loss, has_aux=False, planned=(0,), taken=(1, False), jit=True
+        )
+        assert failures(program, ["cpu"]) == expected
+
+
 def test_a_hunt_is_taken_up_where_it_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,16 +154,21 @@ def test_a_hunt_is_taken_up_where_it_was_cut_off(
     def found(program: Any, devices: Any, how: str) -> list[str] | None:
         assert how == "op by op"
         seen.append(program.seed)
-        return [["cpu: wrong"], None, []][program.seed % 3]
+        return [["cpu: wrong"], None, [UNSTEADY]][program.seed % 3]
 
     monkeypatch.setattr(hunt, "failures", found)
     file = tmp_path / "kept.jsonl"
     command = ["--devices", "cpu", "--keep", str(file), "--programs"]
     assert hunt.main([*command, "2"]) == 1
     assert capsys.readouterr().out == (
-        "0: cpu: wrong\n2 programs, 1 of which JAX does not take; 1 failed\n"
+        "0: cpu: wrong\n2 programs: JAX does not take 1, 0 give different results without the "
+        "decorator; 1 failed\n"
     )
     assert hunt.main([*command, "3"]) == 0
+    assert capsys.readouterr().out == (
+        "1 programs: JAX does not take 0, 1 give different results without the "
+        "decorator; 0 failed\n"
+    )
     assert seen == [0, 1, 2]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["seed"] for line in lines] == [0, 1, 2]
