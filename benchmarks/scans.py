@@ -12,7 +12,8 @@ scan recomputes, interpolating linearly between the twin's plans on both sides o
 bytes.
 
 ``--program lstm``: 400 steps, the gradient alone, at 1, 5 and 20 % of what compiles without a plan,
-beside Revolve's figure for whole states in the same memory.
+beside Revolve's figure for as many whole states as the same memory holds. What a step takes besides
+them is read from a compiled program that keeps a known number of states (``snapshots``).
 
 Recomputation is a share of a forward pass's FLOPs, as in plans. Each row is appended to ``--rows``
 as soon as it is known, and existing ones with the same version of JAX are not computed again.
@@ -44,8 +45,10 @@ from remat_opt.units import format_bytes, format_share
 
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 LSTM_SHARES = (0.01, 0.05, 0.2)
-#: How many arrays of a state's size an LSTM passes on, and how many its backward step uses.
-_LSTM_STATE, _LSTM_STEP = 2, 12
+#: Steps of the LSTM, and how many of these are a chunk where only whole states are kept.
+_LSTM_STEPS, _LSTM_CHUNK = 400, 20
+#: How many arrays an LSTM's state has.
+_LSTM_STATE = 2
 Layer = Callable[[jax.Array, Any], jax.Array]
 
 
@@ -69,15 +72,32 @@ def twin(w: Any, x: jax.Array, *, layer: Layer = layer) -> jax.Array:
 
 def lstm(w: Any, rows: jax.Array) -> jax.Array:
     """An LSTM that reads one row after the other."""
+    start = _lstm_start(w, rows)
+    return jnp.mean(lax.scan(functools.partial(_lstm_step, w), start, rows)[0][0] ** 2)
 
-    def step(state: Any, row: jax.Array) -> Any:
-        h, c = state
-        i, f, g, o = jnp.split(row @ w["x"] + h @ w["h"] + w["b"], 4, axis=-1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
 
-    start = jnp.zeros((rows.shape[1], w["h"].shape[0]))
-    return jnp.mean(lax.scan(step, (start, start), rows)[0][0] ** 2)
+def lstm_in_chunks(w: Any, rows: jax.Array) -> jax.Array:
+    """The same; it keeps the states between chunks, and between the steps of one chunk."""
+    step = jax.checkpoint(functools.partial(_lstm_step, w), prevent_cse=False)
+
+    def chunk(state: Any, rows: jax.Array) -> Any:
+        return lax.scan(step, state, rows)
+
+    chunks = rows.reshape(-1, _LSTM_CHUNK, *rows.shape[1:])
+    start = _lstm_start(w, rows)
+    return jnp.mean(lax.scan(jax.checkpoint(chunk, prevent_cse=False), start, chunks)[0][0] ** 2)
+
+
+def _lstm_start(w: Any, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    zeros = jnp.zeros((rows.shape[1], w["h"].shape[0]))
+    return zeros, zeros
+
+
+def _lstm_step(w: Any, state: Any, row: jax.Array) -> Any:
+    h, c = state
+    i, f, g, o = jnp.split(row @ w["x"] + h @ w["h"] + w["b"], 4, axis=-1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
 
 
 def _floats(*shape: int) -> jax.ShapeDtypeStruct:
@@ -266,22 +286,25 @@ def recomputed_at(rows: Sequence[dict[str, Any]], size: int) -> float | None:
 
 def recurrent(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[dict[str, Any]]:
     """Rows of the LSTM."""
-    width, batch, steps = 64, 256, 400
+    width, batch = options.width, options.rows_of_batch
     heading = {
         "program": "lstm",
-        **{"layers": steps, "width": width, "batch": batch},
+        **{"layers": _LSTM_STEPS, "width": width, "batch": batch},
         **{"device": options.device, "step": "gradient", "jax": jax.__version__},
     }
     w = {"x": _floats(32, 4 * width), "h": _floats(width, 4 * width), "b": _floats(4 * width)}
-    case = Case(heading, lstm, (w, _floats(steps, batch, 32)), lines)
+    case = Case(heading, lstm, (w, _floats(_LSTM_STEPS, batch, 32)), lines)
     plain = case.plain()
     yield plain
-    unit = batch * width * 4
+    kept = _LSTM_STEPS // _LSTM_CHUNK + _LSTM_CHUNK
+    snapshots = case.row("snapshots", f"{kept} states", lambda: (lstm_in_chunks, {}))
+    yield snapshots
+    state = _LSTM_STATE * batch * width * 4
+    step = snapshots["temporary_bytes"] - kept * state
     for share in LSTM_SHARES:
         row = case.planned(f"{share:.0%}", round(share * plain["temporary_bytes"]))
-        # Besides the snapshots there are a step's own arrays and the state that it starts from.
-        states = (row["budget_bytes"] // unit - _LSTM_STEP) // _LSTM_STATE - 1
-        revolve = binomial.recomputed_steps(steps, min(states, steps)) / steps
+        states = min((row["budget_bytes"] - step) // state, _LSTM_STEPS)
+        revolve = binomial.recomputed_steps(_LSTM_STEPS, states) / _LSTM_STEPS
         yield {**row, "revolve_recomputed_share": round(revolve, 4)}
 
 
@@ -309,11 +332,13 @@ def _line(row: dict[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in row.items())
     predicted = row.get("predicted_bytes")
     share = row.get("recomputed_share")
-    return (
+    line = (
         f"{row['program']:<6} {row['label']:<40} {format_bytes(row['temporary_bytes']):>10} "
         f"{format_bytes(predicted) if predicted else '':>10} "
         f"{format_share(share) if share is not None else '':>8} {row['compile_seconds']:>6.1f} s"
     )
+    revolve = row.get("revolve_recomputed_share")
+    return line if revolve is None else f"{line}, Revolve {format_share(revolve)}"
 
 
 if __name__ == "__main__":
