@@ -19,7 +19,8 @@ from remat_opt import _jax_internals as internals
 def run_op_by_op(fn: Callable[..., Any], *args: Any) -> Any:
     """What ``jax.jit(fn)(*args)`` gives."""
     traced = jax.jit(fn).trace(*args)
-    outputs = _run(traced.jaxpr, jax.tree.leaves(args))
+    # As in a compiled program, nothing runs that no output depends on.
+    outputs = _run(internals.without_dead_code(traced.jaxpr), jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(jnp.asarray, outputs))
 
 
