@@ -5,8 +5,9 @@
 Layers ``h + gelu(rmsnorm(h) @ w1) @ w2`` on eight devices: ``data`` splits the batch; ``fsdp`` the
 parameters as well, which are gathered layer by layer; ``tensor`` the batch in four parts and the
 hidden values in two. Each is written so that the compiler splits it (``compiler``), and as a
-``shard_map`` around the whole network (``map``) or each layer (``layers``); ``scan`` is ``data``
-with the layers in a loop. With ``--collectives recompute`` plans may run collectives again.
+``shard_map`` around the whole network (``map``) or each layer (``layers``); with ``scan`` before
+its name, the layers are in a loop. With ``--collectives recompute`` plans may run collectives
+again.
 
 Each is compiled in a step of Adam, with parameters and state donated: as it is, and with plans for
 budgets from the least memory to what it takes unchanged, evenly on a logarithmic scale. All bytes
@@ -47,9 +48,10 @@ SPLITS = {
     "fsdp": (P(EVERY), (P(EVERY), P(EVERY))),
     "tensor": (P("data"), (P(None, "model"), P("model"))),
 }
+_SCAN = "scan "
 CASES = (
     *((split, how) for split in SPLITS for how in ("compiler", "map", "layers")),
-    *(("scan", how) for how in ("compiler", "map")),
+    *((_SCAN + split, how) for split in SPLITS for how in ("compiler", "map")),
 )
 _OPTIMIZER = optax.adam(1e-3)
 Loss = Callable[[Any, jax.Array], jax.Array]
@@ -68,7 +70,7 @@ def layer(h: jax.Array, w: Any, split: str = "") -> jax.Array:
 def network(w: Any, x: jax.Array, split: str = "") -> jax.Array:
     """All layers."""
     if isinstance(w, tuple):
-        return lax.scan(lambda h, w: (layer(h, w), None), x, w)[0]
+        return lax.scan(lambda h, w: (layer(h, w, split), None), x, w)[0]
     for one in w:
         x = layer(x, one, split)
     return x
@@ -79,12 +81,12 @@ def loss_of(mesh: Mesh, split: str, how: str, layers: int) -> Loss:
 
     Args:
       mesh: the mesh.
-      split: one of ``SPLITS``, or ``scan``.
+      split: one of ``SPLITS``, with ``scan`` before it if the layers are in a loop.
       how: ``compiler``, ``map`` or ``layers``.
       layers: how many layers there are.
     """
-    of_x, of_w = SPLITS.get(split, SPLITS["data"])
-    own = split if split in SPLITS else ""
+    own, in_a_loop = split.removeprefix(_SCAN), split.startswith(_SCAN)
+    of_x, of_w = SPLITS[own]
 
     def by_compiler(w: Any, x: jax.Array) -> jax.Array:
         if split == "fsdp":
@@ -105,13 +107,17 @@ def loss_of(mesh: Mesh, split: str, how: str, layers: int) -> Loss:
             return jnp.mean(x**2)
 
         return layer_by_layer
-    # A stack of all layers is split like one of them.
-    specs: Any = of_w if split == "scan" else [of_w] * layers
+    specs: Any = _stacked(of_w) if in_a_loop else [of_w] * layers
 
     def body(w: Any, x: jax.Array) -> jax.Array:
         return lax.pmean(jnp.mean(network(w, x, own) ** 2), of_x[0])
 
     return jax.shard_map(body, mesh=mesh, in_specs=(specs, of_x), out_specs=P())
+
+
+def _stacked(specs: tuple[PartitionSpec, ...]) -> tuple[PartitionSpec, ...]:
+    """How stacks of all layers are split: like one of them."""
+    return tuple(P(None, *spec) for spec in specs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +205,13 @@ def cases(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[Case
     for split, how in CASES:
         if options.split and split != options.split:
             continue
-        of_x, of_w = SPLITS.get(split, SPLITS["data"])
-        one = zip(extents, of_w, strict=True)
-        if split == "scan":
-            w: Any = tuple(shape((options.layers, *own), P(None, *spec)) for own, spec in one)
+        of_x, of_w = SPLITS[split.removeprefix(_SCAN)]
+        if split.startswith(_SCAN):
+            stacks = ((options.layers, *own) for own in extents)
+            w: Any = tuple(map(shape, stacks, _stacked(of_w)))
         else:
-            w = [tuple(shape(own, spec) for own, spec in one)] * options.layers
-        parts = AXES["data"] if split == "tensor" else AXES["data"] * AXES["model"]
+            w = [tuple(map(shape, extents, of_w))] * options.layers
+        parts = AXES["data"] if split.endswith("tensor") else AXES["data"] * AXES["model"]
         yield Case(
             heading={
                 **{"split": split, "how": how, "layers": options.layers, "width": options.width},
@@ -222,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.meshes", description=__doc__)
     parser.add_argument("--device", default="h200:8")
-    parser.add_argument("--split", choices=[*SPLITS, "scan"], help="one of them; default: all")
+    parser.add_argument("--split", choices=list(dict(CASES)), help="one of them; default: all")
     parser.add_argument("--collectives", default="keep", choices=("keep", "recompute"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
@@ -244,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _line(row: dict[str, Any]) -> str:
     return (
-        f"{row['split']:<7} {row['how']:<9} {row['label']:<14} "
+        f"{row['split']:<11} {row['how']:<9} {row['label']:<14} "
         f"{format_bytes(row['temporary_bytes']):>10} {format_bytes(row['predicted_bytes']):>10} "
         f"{format_share(row['recomputed_share']):>8} {row['compile_seconds']:>6.1f} s"
     )

@@ -311,15 +311,23 @@ def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
     Those of a ``vmap`` that the equations name, as ``psum`` does, and all those of a ``shard_map``
     whose body this is called in.
     """
-    named: set[str] = set()
+    named = set(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     for equation in equations:
-        named |= {str(effect.name) for effect in equation.effects if _names_an_axis(effect)}
-        # Where collectives may run again, only their parameters say so.
-        for key in ("axes", "axis_name"):
-            told = equation.params.get(key, ())
-            told = (told,) if isinstance(told, str) else told
-            named |= {one for one in told if isinstance(one, str)}
-    return tuple(sorted(named | set(map(str, jax.sharding.get_abstract_mesh().manual_axes))))
+        named.update(_named_axes(equation))
+    return tuple(sorted(named))
+
+
+def _named_axes(equation: Any) -> Iterator[str]:
+    yield from (str(effect.name) for effect in equation.effects if _names_an_axis(effect))
+    # Where collectives may run again, only their parameters say so.
+    for key in ("axes", "axis_name"):
+        told = equation.params.get(key, ())
+        told = (told,) if isinstance(told, str) else told
+        yield from (one for one in told if isinstance(one, str))
+    if equation.primitive.name != "shard_map":
+        for _, jaxpr in inner_jaxprs(equation.params):
+            for step in parts(jaxpr)[3]:
+                yield from _named_axes(step)
 
 
 def name_stack_of(equation: Any, prefix: Any = None) -> Any:

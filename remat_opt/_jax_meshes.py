@@ -76,6 +76,12 @@ def is_a_part(kind: Any) -> bool:
     return knows_a_mesh(kind) and bool(kind.sharding.mesh.manual_axes)
 
 
+def varying_over(kind: Any) -> frozenset[str]:
+    """The axes of a ``shard_map`` that an array varies over, as far as its type says."""
+    told = getattr(getattr(kind, "mat", None), "varying", ())
+    return frozenset(map(str, told))
+
+
 def within_a_mesh() -> bool:
     """Whether a mesh of several devices was set around, as by ``jax.set_mesh``."""
     mesh = jax.sharding.get_abstract_mesh()

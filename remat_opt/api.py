@@ -80,7 +80,8 @@ def optimal_remat(
         loops and branches too, so that the plan alone decides.
       collectives: what to do with ``psum``, ``all_gather`` and the like in a ``shard_map``.
         ``"keep"`` runs each once and keeps what the backward pass reads; ``"recompute"`` lets the
-        plan run them again, as to gather weights once more.
+        plan run them again, as to gather weights once more. With ``plan=``, it is as when that was
+        made.
       device: the device to plan for; ``"attached"`` is the one JAX runs on.
       solver: a name that ``remat_opt.solvers.available()`` lists as fit for programs, or a solver
         with options, such as ``remat_opt.solvers.ApproximateDP(objective="memory")``.

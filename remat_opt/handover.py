@@ -126,6 +126,7 @@ def nearest_policy(
         has_aux=has_aux,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        collectives="recompute" if plan.communicates_again else "keep",
         device=plan.device if device is None else device,
     )
     with recording() as found:

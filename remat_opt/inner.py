@@ -185,15 +185,21 @@ def _mapped(program: Program, linearization: Linearization) -> Iterator[str]:
 def _gathering(program: Program, linearization: Linearization) -> Iterator[str]:
     """The source lines of collectives in open maps that run once and return more than they read.
 
-    Only those of the map's own body.
+    Only those of the map's own body, and of loops in it.
     """
     for index in linearization.derivatives:
         equation = program.equations[index]
         if bodies.is_open_map(equation):
-            for inner in bodies.mapped_of(equation, frozenset()).equations:
-                operation = inner.operation
-                if inner.once and operation.output_bytes > operation.input_bytes:
-                    yield internals.source_line(inner.jax_equation) or operation.primitive
+            yield from _gathered(bodies.mapped_of(equation, frozenset()))
+
+
+def _gathered(body: Program) -> Iterator[str]:
+    for equation in body.equations:
+        operation = equation.operation
+        if equation.once and bodies.is_open_loop(equation):
+            yield from _gathered(bodies.body_of(equation, frozenset()))
+        elif equation.once and operation.output_bytes > operation.input_bytes:
+            yield internals.source_line(equation.jax_equation) or operation.primitive
 
 
 def _with(program: Program, expected: Model, found: Mapping[int, _Inside]) -> Model:

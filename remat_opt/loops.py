@@ -136,6 +136,7 @@ class _Shape:
       beside_bytes: of what is rounded ahead of the loop, less what is counted around it as well.
       gradient_bytes: of the gradient of one entry of each stack.
       alone_bytes: of copies of entries that wait, too, where an iteration is in no loop.
+      chunks: whether iterations may share a checkpoint: then all that is in them runs again.
       are_results: whether these gradients are results of the program.
       seconds: of one.
       flops: of one.
@@ -147,6 +148,7 @@ class _Shape:
     beside_bytes: int
     gradient_bytes: tuple[int, ...]
     alone_bytes: int
+    chunks: bool
     are_results: bool
     seconds: float
     flops: int
@@ -186,7 +188,7 @@ class _Shape:
             result_bytes=self.result_bytes,
             seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
             ways=tuple(map(way, iterations)),
-            chunks=not in_gradients,
+            chunks=self.chunks and not in_gradients,
             alone_bytes=self.alone_bytes if in_gradients else 0,
         )
 
@@ -263,11 +265,7 @@ def ways(
                 known=known,
             )
             drafts = maps.openings(program, vertex, root, expected, search)
-        elif (
-            equation.operation.primitive == "scan"
-            and not equation.once
-            and internals.scan_of(equation.jax_equation).length > 1
-        ):
+        elif bodies.is_open_loop(equation) and internals.scan_of(equation.jax_equation).length > 1:
             body = bodies.body_of(equation, given)
             drafts = _openings(program, body, vertex, root, expected, measure, depth, known)
         if alike:
@@ -433,6 +431,7 @@ def _openings(
         - handed_in_bytes,
         gradient_bytes=tuple(compiler.buffer_bytes(body.types[one]) for one in entries),
         alone_bytes=total(entries) if takes_entries(compiler) else 0,
+        chunks=not any(one.once for one in body.equations),
         are_results=expected.gradients is Gradients.RESULTS
         and set(inputs) <= set(program.arguments),
         seconds=seconds,
@@ -449,10 +448,12 @@ def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> dict[in
     """The entries of stacks in whose gradients something can wait, by position among them.
 
     They must have one. If its order were another one in the forward loop than in the backward loop,
-    the stack would be copied in between.
+    the stack would be copied in between. In a ``vmap`` or ``shard_map`` that the body names the
+    axes of, JAX would derive the backward loop outside of it.
     """
-    kinds = (atom.aval for one in body.equations for atom in one.jax_equation.invars)
-    if any(map(_jax_meshes.is_a_part, kinds)):
+    equations = [one.jax_equation for one in body.equations]
+    kinds = (atom.aval for one in equations for atom in one.invars)
+    if any(map(_jax_meshes.is_a_part, kinds)) or internals.surrounding_axes(equations):
         return {}
     differentiated = set(body.differentiated)
     return {
@@ -690,11 +691,12 @@ def _iterations(
       known: bodies and branches that were planned before.
     """
     linearization, expected = body_model(body, compiler)
-    expected = expected.in_loop()
-    graph = expected.graph
-    if any(graph.pinned):
+    once = frozenset(v for v, pinned in enumerate(expected.graph.pinned) if pinned)
+    if not all(bodies.is_collective(body.equations[expected.roots[vertex]]) for vertex in once):
         # Every iteration runs under a checkpoint.
         return [], _Forward(seconds=0.0, flops=0)
+    expected = _kept_by_name(expected.in_loop(), once)
+    graph = expected.graph
     inside = ways(body, linearization, expected, measure, depth - 1, known=known)
     choices: list[tuple[Opening, ...]] = [()]
     if inside:
@@ -703,10 +705,11 @@ def _iterations(
     read = stacks(body, carry, entries, expected)
     found: dict[_Iteration, None] = {}
     for choice in choices:
-        for schedule in _schedules(body, expected, _with(graph, choice), measure):
-            loops = tuple(way.loop for way in choice)
+        loops = tuple(way.loop for way in choice)
+        for schedule in _schedules(body, expected, _with(graph, choice), measure, once):
             schedule = dataclasses.replace(schedule, loops=loops)
-            found[_iteration(body, expected, schedule, read, carry, hosts)] = None
+            if once.isdisjoint(demand(graph, schedule).all_recomputed()):
+                found[_iteration(body, expected, schedule, read, carry, hosts)] = None
     best: list[_Iteration] = []
     for one in found:
         figures = _figures(one, measure)
@@ -719,6 +722,20 @@ def _iterations(
         ):
             best.append(one)
     return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
+
+
+def _kept_by_name(expected: Model, once: frozenset[int]) -> Model:
+    """The model of a body that may run under a checkpoint, though some vertices must run once.
+
+    Those are collectives, which do not run again where their results are kept by name.
+    """
+    if not once:
+        return expected
+    count = len(expected.graph)
+    graph = dataclasses.replace(
+        expected.graph, pinned=(False,) * count, forward_workspace_bytes=(0,) * count
+    )
+    return dataclasses.replace(expected, graph=graph, never_named=expected.never_named - once)
 
 
 def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
@@ -759,16 +776,25 @@ def _with_outputs(body: Program, expected: Model) -> Graph:
 
 
 def _schedules(
-    body: Program, expected: Model, graph: Graph, measure: Overhead
+    body: Program, expected: Model, graph: Graph, measure: Overhead, once: frozenset[int]
 ) -> Iterator[Schedule]:
-    """One checkpoint around an iteration: what it keeps, and how it runs again."""
+    """One checkpoint around an iteration: what it keeps, and how it runs again.
+
+    What runs once is always kept, so that to keep it costs nothing more.
+    """
     everything = tuple(range(len(graph)))
-    cuts = min_cut.breakpoints(priced(graph, measure), most_cuts=_MOST_KEPT)
-    for cut in cuts:
-        yield Schedule(regions=(Region(vertices=everything, kept=cut.kept),))
-    for schedule in policies.schedules(body, expected.roots, graph):
-        kept = tuple(v for region in schedule.regions for v in region.kept)
-        yield Schedule(regions=(Region(vertices=everything, kept=kept),))
+    if once:
+        sizes = (min(size, 1) if v in once else size for v, size in enumerate(graph.bytes))
+        graph = graph.with_bytes(bytes=tuple(sizes))
+
+    def schedule(kept: Iterable[int], chain: tuple[Region, ...] = ()) -> Schedule:
+        names = tuple(sorted(once.union(kept)))
+        return Schedule(regions=(Region(vertices=everything, kept=names, inside=chain),))
+
+    for cut in min_cut.breakpoints(priced(graph, measure), most_cuts=_MOST_KEPT):
+        yield schedule(cut.kept)
+    for one in policies.schedules(body, expected.roots, graph):
+        yield schedule(v for region in one.regions for v in region.kept)
     if len(graph) > 2:
         chains = [
             one.schedule.regions
@@ -777,8 +803,7 @@ def _schedules(
         ]
         for chain in thinned(chains, _MOST_INSIDE):
             for kept in dict.fromkeys(_kept_of(graph, chain)):
-                region = Region(vertices=everything, kept=kept, inside=chain)
-                yield Schedule(regions=(region,))
+                yield schedule(kept, chain)
 
 
 def _kept_of(graph: Graph, chain: tuple[Region, ...]) -> Iterator[tuple[int, ...]]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from remat_opt.export.source import Source
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 10"
+FORMAT = "remat_opt plan 11"
 #: How deep the JSON of a plan may nest: two levels for each nested region, and a few more. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210
@@ -224,6 +224,7 @@ class Plan:
       objective: what was asked for.
       budget_bytes: the budget in bytes, or None if none was given.
       solver: name of the solver.
+      communicates_again: whether collectives may run again.
       unchanged: whether the function fits as it is, and so runs as it is.
       stages: the regions in terms of equations, which ``apply_plan`` executes.
       loops: those that are opened, choices among them, and what iterations or branches keep.
@@ -248,6 +249,7 @@ class Plan:
     objective: Objective
     budget_bytes: int | None
     solver: str
+    communicates_again: bool
     unchanged: bool
     stages: tuple[Stage, ...]
     loops: tuple[Inside, ...]

@@ -567,6 +567,7 @@ def _nothing_to_plan(program: Program, device: Device, objective: Objective) -> 
         objective=objective,
         budget_bytes=objective.budget_bytes,
         solver="none",
+        communicates_again=program.communicates_again,
         unchanged=True,
         stages=(),
         loops=(),
@@ -635,6 +636,7 @@ def describe(of: Problem, program: Program, chosen: Candidate, objective: Object
         objective=objective,
         budget_bytes=budget_bytes_of(of, objective),
         solver=str(of.solver),
+        communicates_again=of.program.communicates_again,
         unchanged=schedule.unchanged,
         stages=expected.stages(schedule),
         loops=schedule.loops,
@@ -745,7 +747,7 @@ def _side_effects(of: Problem) -> Iterator[str]:
         "These run once, in the order of the function, and under no checkpoint, because they "
         "have side effects, call back to Python or communicate with other devices: "
         f"{'; '.join([*told, *more])}. What their derivatives read is kept. A loop with one "
-        "inside is planned as one piece."
+        "inside is planned as one piece, except for collectives, whose results its iterations keep."
         + (' collectives="recompute" lets collectives run again.' if collectives else "")
     )
 

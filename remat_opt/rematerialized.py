@@ -58,6 +58,9 @@ class Rematerialized:
     ) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
+        if plan is not None:
+            again = plan.communicates_again
+            signature = dataclasses.replace(signature, communicates_again=again)
         self.signature = signature
         self.request = request
         self._given = plan

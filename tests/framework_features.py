@@ -110,6 +110,22 @@ def _gathered_in_a_map() -> Built:
     return loss, _split(parameters=True)()[1]
 
 
+def _gathered_in_a_scan() -> Built:
+    def body(stack: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ jax.lax.all_gather(w, "data", tiled=True)) + x, None
+
+        return jax.lax.pmean(jnp.mean(jax.lax.scan(layer, x, stack)[0] ** 2), "data")
+
+    def loss(stack: jax.Array, x: jax.Array) -> jax.Array:
+        specs = P(None, "data"), P("data")
+        return jax.shard_map(body, mesh=_mesh(), in_specs=specs, out_specs=P())(stack, x)
+
+    _, (params, x) = _split()()
+    stack = jax.device_put(jnp.stack(params), NamedSharding(_mesh(), P(None, "data")))
+    return loss, (stack, x)
+
+
 def _mapped_partly() -> Built:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -160,6 +176,7 @@ row("Meshes", "`shard_map` around the gradient", _split(), how=_gradient_in_map)
 row("Meshes", "`shard_map` around each layer", _mapped_inside)
 row("Meshes", "`shard_map` around the whole network", _mapped_around)
 row("Meshes", "collectives in a `shard_map`", _gathered_in_a_map)
+row("Meshes", "collectives in a `scan` in a `shard_map`", _gathered_in_a_scan)
 row(
     "Meshes",
     "collectives in a `shard_map`, run again",

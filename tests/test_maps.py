@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import remat_opt
 from remat_opt import BudgetError, PlanFileError, optimal_remat
+from remat_opt import _jax_internals as internals
 from remat_opt.checksum import checksum_of
 from remat_opt.plan import FORMAT, Plan
 from remat_opt.schedule import Choice, Loop, Mapped
@@ -100,6 +103,47 @@ def gathered_weights(w: Any, x: jax.Array) -> jax.Array:
 
     rows = P(("data", "model"))
     return jax.shard_map(body, mesh=mesh(), in_specs=(rows, rows), out_specs=P())(w, x)
+
+
+def split_products_in_a_scan(w: Any, x: jax.Array) -> jax.Array:
+    def body(w: Any, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            return x + lax.psum(jnp.tanh(x @ one[0]) @ one[1], "model"), None
+
+        return lax.pmean(jnp.mean(lax.scan(step, x, w)[0] ** 2), "data")
+
+    specs = P(None, None, "model"), P(None, "model")
+    run = jax.shard_map(body, mesh=mesh(), in_specs=(specs, P("data")), out_specs=P())
+    return run(w, x)
+
+
+def gathered_weights_in_a_scan(w: Any, x: jax.Array) -> jax.Array:
+    def body(w: Any, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            gather = functools.partial(lax.all_gather, axis_name=("data", "model"), tiled=True)
+            return layer(x, list(map(gather, one))), None
+
+        return lax.pmean(jnp.mean(lax.scan(step, x, w)[0] ** 2), ("data", "model"))
+
+    rows = P(("data", "model"))
+    specs = P(None, *rows), rows
+    return jax.shard_map(body, mesh=mesh(), in_specs=specs, out_specs=P())(w, x)
+
+
+def swapped_rows_in_a_scan(w: Any, x: jax.Array) -> jax.Array:
+    """Each iteration sends rows elsewhere and back, in parts and a loop of its own."""
+
+    def body(w: Any, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            parts = lax.all_to_all(x.reshape(4, -1, WIDTH), "data", 0, 0)
+            parts, _ = lax.scan(lambda x, _: (jnp.sin(layer(x, one)), None), parts, None, length=2)
+            there = lax.all_to_all(parts, "data", 0, 0).reshape(x.shape)
+            return x + lax.ppermute(there, "model", [(0, 1), (1, 0)]), None
+
+        return lax.pmean(jnp.mean(lax.scan(step, x, w)[0] ** 2), ("data", "model"))
+
+    rows = P(("data", "model"))
+    return jax.shard_map(body, mesh=mesh(), in_specs=(P(), rows), out_specs=P())(w, x)
 
 
 def two_layers_each(w: Any, x: jax.Array) -> jax.Array:
@@ -196,6 +240,118 @@ def test_what_communicates_runs_once() -> None:
     before = jax.make_jaxpr(jax.grad(split_products))(W, X)
     # The forward pass's sums; those of gradients are the same as well.
     assert str(closed).count(" psum") == str(before).count(" psum")
+
+
+COLLECTIVES = {"psum", "psum_invariant", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
+
+
+def collectives_run(fn: Callable[..., Any], *args: Any) -> Counter[str]:
+    """How often each kind of collective runs, as often as the loops around it say."""
+    found: Counter[str] = Counter()
+
+    def count(jaxpr: Any, times: int) -> None:
+        for equation in internals.parts(jaxpr)[3]:
+            name = equation.primitive.name
+            found.update({name: times} if name in COLLECTIVES else {})
+            length = equation.params["length"] if name == "scan" else 1
+            for _, inner in internals.inner_jaxprs(equation.params):
+                count(inner, times * length)
+
+    count(jax.make_jaxpr(fn)(*args), 1)
+    return found
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    ("loss", "w_spec", "x_spec"),
+    [
+        (split_products_in_a_scan, (None, None, "model"), ("data",)),
+        (gathered_weights_in_a_scan, (None, ("data", "model")), (("data", "model"),)),
+        pytest.param(swapped_rows_in_a_scan, (), (("data", "model"),), marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_that_communicates_is_opened_and_communicates_once(
+    loss: Loss, w_spec: tuple[Any, ...], x_spec: tuple[Any, ...]
+) -> None:
+    args = on_mesh(STACKED, *w_spec), on_mesh(X, *x_spec)
+    expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*args)
+    once = collectives_run(jax.grad(loss), *args)
+    assert once
+    plain_bytes = remat_opt.measure(jax.grad(loss), *args, device="cpu").temporary_bytes
+    for max_overhead in (1.0, 4.0):
+        ours = optimal_remat(
+            loss, max_overhead=max_overhead, device="cpu", gradients="results", errors="raise"
+        )
+        plan = ours.plan(*args)
+        (inside,) = plan.loops
+        assert isinstance(inside, Mapped)
+        assert [type(one) for one in inside.body.loops] == [Loop]
+        assert any("Collectives" in note for note in plan.notes) == (
+            loss is gathered_weights_in_a_scan
+        )
+        found = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(*args)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+        assert collectives_run(jax.grad(ours), *args) == once
+        ours_bytes = remat_opt.measure(jax.grad(ours), *args, device="cpu").temporary_bytes
+        assert ours_bytes < 0.9 * plain_bytes
+
+
+@pytest.mark.versions
+def test_a_loop_may_communicate_again_if_allowed() -> None:
+    rows = (None, ("data", "model"))
+    args = on_mesh(STACKED, *rows), on_mesh(X, *rows[1:])
+    loss = gathered_weights_in_a_scan
+    once = remat_opt.make_plan(loss, *args, max_overhead=4.0)
+    plan = remat_opt.make_plan(loss, *args, max_overhead=4.0, collectives="recompute")
+    assert plan.predicted.temporary_bytes < once.predicted.temporary_bytes
+    # A plan says for itself whether it may.
+    ours = remat_opt.apply_plan(Plan.from_json(plan.to_json()), loss)
+    expected = jax.jit(jax.value_and_grad(loss))(*args)
+    found = jax.jit(jax.value_and_grad(ours))(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    runs = collectives_run(jax.grad(ours), *args), collectives_run(jax.grad(loss), *args)
+    assert runs[0]["all_gather"] > runs[1]["all_gather"]
+    assert remat_opt.nearest_policy(plan, loss, *args).temporary_bytes > 0
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("collectives", ["keep", "recompute"])
+def test_a_loop_that_sums_over_a_vmap_around_it_is_opened(collectives: str) -> None:
+    def local(w: Any, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            return x + lax.psum(jnp.tanh(x @ one[0]) @ one[1], "i") / 8, None
+
+        return jnp.mean(lax.scan(step, x, w)[0] ** 2)
+
+    def over_all(fn: Loss) -> Loss:
+        return lambda w, x: jax.vmap(fn, in_axes=(None, 0), axis_name="i")(w, x).sum()
+
+    args = STACKED, X.reshape(8, -1, WIDTH)
+    ours = optimal_remat(local, max_overhead=1.0, errors="raise", collectives=collectives)
+    expected = jax.jit(jax.grad(over_all(local)))(*args)
+    found = jax.jit(jax.grad(over_all(ours)))(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    before, after = (
+        remat_opt.measure(jax.grad(over_all(fn)), *args, device="cpu").temporary_bytes
+        for fn in (local, ours)
+    )
+    assert after < 0.9 * before
+
+
+def test_a_loop_that_prints_is_planned_as_one_piece() -> None:
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            jax.debug.print("one")
+            return layer(x, one), None
+
+        return jnp.mean(lax.scan(step, x, w)[0] ** 2)
+
+    plan = remat_opt.make_plan(loss, STACKED, X, device="cpu")
+    assert plan.loops == ()
+    assert any("A loop with one inside is planned as one piece" in note for note in plan.notes)
 
 
 def test_collectives_may_run_again_if_allowed() -> None:

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import remat_opt
 from remat_opt import PlanningWarning, optimal_remat
 from remat_opt.device import get_device
+from remat_opt.schedule import Loop, Mapped
 from tests.devices import needs_cuda_plugin, needs_libtpu, quick_compiles
 from tests.programs import array
 
@@ -247,6 +248,39 @@ def test_gradients_that_devices_add_up_wait(device: str, most: float, auto: Mesh
     compiled = plan.measured.temporary_bytes
     assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=most)
     assert compiled > 8 * 2 * 4 * 1024 * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("h200:8", marks=[pytest.mark.cuda, needs_cuda_plugin]),
+        pytest.param("v5e:2x4", marks=[pytest.mark.tpu, needs_libtpu]),
+    ],
+)
+def test_gradients_of_a_loop_in_a_map_are_added_up_in_their_turn(device: str) -> None:
+    """XLA would put each device's into another stack, which is a third of what this takes."""
+    mesh = remat_opt.make_mesh(device, (8,), ("data",))
+
+    def local(weights: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            return x + jax.nn.gelu(x @ one[0]) @ one[1].T, None
+
+        return jax.lax.pmean(jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2), "data")
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    weights = (jax.ShapeDtypeStruct((8, 1024, 4096), "float32"),) * 2
+    rows = jax.ShapeDtypeStruct((8 * 4096, 1024), "float32")
+    args = shapes(mesh, weights), shapes(mesh, rows, "data")
+    plan = remat_opt.make_plan(loss, *args, device=device, max_overhead=4.0, verify=True)
+    (inside,) = plan.loops
+    assert isinstance(inside, Mapped)
+    (opened,) = inside.body.loops
+    assert isinstance(opened, Loop)
+    assert len(opened.parts) > 1, "the gradients of parts are added to one another's stack"
+    assert plan.measured is not None
+    compiled = plan.measured.temporary_bytes
+    assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=0.05)
 
 
 def test_a_step_tells_where_the_arguments_of_its_loss_lie(auto: Mesh) -> None:

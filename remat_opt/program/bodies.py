@@ -79,6 +79,23 @@ def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
     )
 
 
+def is_collective(equation: Equation) -> bool:
+    """Whether an equation must run once only because it communicates with other devices."""
+    return (
+        equation.once
+        and not equation.operation.bodies
+        and not internals.has_side_effects(equation.jax_equation)
+    )
+
+
+def is_open_loop(equation: Equation) -> bool:
+    """Whether an equation is a ``scan`` that at most computes and communicates."""
+    return equation.operation.primitive == "scan" and not (
+        internals.has_side_effects(equation.jax_equation)
+        or internals.calls_back(equation.jax_equation)
+    )
+
+
 def is_open_map(equation: Equation) -> bool:
     """Whether an equation is a ``shard_map`` whose body sees one device's part of everything."""
     return (

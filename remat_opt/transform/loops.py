@@ -26,6 +26,7 @@ from remat_opt.errors import PlanFileError
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Loop, Part
+from remat_opt.transform.barriers import cotangents_together
 from remat_opt.transform.equations import arrays_of
 from remat_opt.transform.gradient_stacks import run_in_gradients
 from remat_opt.transform.per_device import Devices
@@ -34,7 +35,7 @@ from remat_opt.transform.stacked import filled, joined
 
 def check_loop(equation: Equation, loop: Loop) -> None:
     """Raises PlanFileError unless the parts can be those of the equation."""
-    if equation.operation.primitive != "scan" or equation.once:
+    if not bodies.is_open_loop(equation):
         raise PlanFileError(
             f"The plan opens equation {loop.root}, which is not a loop that can be opened. Make "
             "the plan again."
@@ -91,11 +92,13 @@ def run_loop(
     scan = internals.scan_of(equation.jax_equation)
     given = arrays_of(equation, inputs)
     devices = _devices(loop, given, mesh, platform)
+    varying = [_jax_meshes.varying_over(internals.type_of(one)) for one in given]
     whole = _Body(
         scan=scan,
         of=functools.cache(body),
         reached=functools.cache(functools.partial(bodies.reached, equation)),
         devices=devices or Devices(platform=platform),
+        added_up={n for n, axes in enumerate(varying) if axes < frozenset().union(*varying)},
     )
     plain = functools.partial(_run_plain, whole, loop.parts)
     with internals.context_of(equation.jax_equation, equation.name_stack):
@@ -161,12 +164,15 @@ class _Body:
       of: gives, for a part, the function that runs one iteration, and the policy of its checkpoint.
       reached: what derivatives along some inputs of the equation reach (``bodies.reached``).
       devices: the devices that run it.
+      added_up: the inputs of the equation whose gradients are added up over devices of a
+        ``shard_map``: they vary over fewer of its axes than others.
     """
 
     scan: internals.Scan
     of: Callable[[Part], tuple[Callable[..., list[Any]], Callable[..., Any]]]
     reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]]
     devices: Devices
+    added_up: set[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +226,10 @@ def _turns(body: _Body, part: Part) -> _Turns:
             body.devices.entry(n, one, place)
             for n, one in enumerate(reads[scan.constants :], first)
         ]
+        for n in body.added_up.intersection(range(first, first + len(entries))):
+            # One array, which goes to its place in the stack. XLA for NVIDIA would put each
+            # device's into another stack first, and add up all of that after the loop.
+            (entries[n - first],) = cotangents_together(entries[n - first])
         outputs = run([*reads[: scan.constants], *carry, *entries])
         return outputs[: scan.carries], outputs[scan.carries :], list(reads)
 
