@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import config, source_info_util
+from jax._src.core import NamedAxisEffect
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
@@ -238,26 +239,57 @@ def _dissolved(closed: Any) -> Any:
 
 
 def _names_an_axis(effect: Any) -> bool:
-    return type(effect).__name__ == "NamedAxisEffect"
+    return isinstance(effect, NamedAxisEffect)
 
 
-def without_axis_effects(equation: Any) -> Any:
-    """The equation without what JAX notes about collectives, in its inner programs too.
+#: Collectives that JAX does not note as such, and what it takes for one that only computes.
+_SILENT = frozenset({"ppermute", "pbroadcast", "pbroadcast_dynamic"})
+_LOCAL = frozenset({"axis_index"})
 
-    A collective only computes its outputs; the note makes it look like a side effect.
+
+def noting_collectives(equation: Any, *, again: bool = False) -> Any:
+    """The equation with a note, an effect, on every axis that it communicates over.
+
+    Likewise for its inner programs. JAX leaves it out for some collectives.
+
+    Args:
+      equation: as traced.
+      again: whether collectives may run again. Then there are no notes: a collective only computes
+        its outputs, and the note makes it look like a side effect.
+
+    Returns:
+      The same object if nothing changes.
     """
-    changed = _changed_jaxprs(equation.params, _without_axis_effects)
-    effects = frozenset(one for one in equation.effects if not _names_an_axis(one))
+    change = functools.partial(_noting_collectives, again=again)
+    changed = _changed_jaxprs(equation.params, change)
+    noted = frozenset(filter(_names_an_axis, equation.effects))
+    name, others = equation.primitive.name, equation.effects - noted
+    if again or name in _LOCAL:
+        noted = frozenset()
+    elif name in _SILENT:
+        noted = frozenset(map(NamedAxisEffect, _axes_of(equation)))
+    elif changed and name != "shard_map":  # which has the axes itself
+        noted = _noted_within({**equation.params, **changed})
+    effects = others | noted
+    if not changed and effects == equation.effects:
+        return equation
     return equation.replace(params={**equation.params, **changed}, effects=effects)
 
 
-def _without_axis_effects(closed: Any) -> Any:
+def _noting_collectives(closed: Any, *, again: bool) -> Any:
     jaxpr = getattr(closed, "jaxpr", closed)
-    new = jaxpr.replace(
-        eqns=[without_axis_effects(step) for step in jaxpr.eqns],
-        effects=frozenset(one for one in jaxpr.effects if not _names_an_axis(one)),
-    )
+    equations = [noting_collectives(step, again=again) for step in jaxpr.eqns]
+    if all(map(operator.is_, equations, jaxpr.eqns)):
+        return closed
+    noted = (filter(_names_an_axis, step.effects) for step in equations)
+    effects = {one for one in jaxpr.effects if not _names_an_axis(one)}.union(*noted)
+    new = jaxpr.replace(eqns=equations, effects=frozenset(effects))
     return new if closed is jaxpr else closed.replace(jaxpr=new)
+
+
+def _noted_within(params: Mapping[str, Any]) -> frozenset[Any]:
+    effects = (getattr(jaxpr, "jaxpr", jaxpr).effects for _, jaxpr in inner_jaxprs(params))
+    return frozenset(filter(_names_an_axis, frozenset().union(*effects)))
 
 
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -281,7 +313,7 @@ def array_of(value: Any, aval: Any) -> Any:
 def has_effects(equation: Any) -> bool:
     """Whether the equation does more than compute its outputs (prints, calls back, writes).
 
-    Collectives count, unless they may run again (``without_axis_effects``).
+    Collectives count, unless they may run again (``noting_collectives``).
     """
     return bool(equation.effects)
 
@@ -320,14 +352,19 @@ def surrounding_axes(equations: Iterable[Any]) -> tuple[str, ...]:
 def _named_axes(equation: Any) -> Iterator[str]:
     yield from (str(effect.name) for effect in equation.effects if _names_an_axis(effect))
     # Where collectives may run again, only their parameters say so.
-    for key in ("axes", "axis_name"):
-        told = equation.params.get(key, ())
-        told = (told,) if isinstance(told, str) else told
-        yield from (one for one in told if isinstance(one, str))
+    yield from _axes_of(equation)
     if equation.primitive.name != "shard_map":
         for _, jaxpr in inner_jaxprs(equation.params):
             for step in parts(jaxpr)[3]:
                 yield from _named_axes(step)
+
+
+def _axes_of(equation: Any) -> Iterator[str]:
+    """The axes that a collective names."""
+    for key in ("axes", "axis_name"):
+        told = equation.params.get(key, ())
+        told = (told,) if isinstance(told, str) else told
+        yield from (one for one in told if isinstance(one, str))
 
 
 def name_stack_of(equation: Any, prefix: Any = None) -> Any:

@@ -168,6 +168,11 @@ def _advice(program: Program, linearization: Linearization) -> Iterator[str]:
             f"Collectives ({_told(gathering)}) run once, and what they return is kept if the "
             'backward pass reads it: collectives="recompute" lets the plan run them again.'
         )
+    if closed := tuple(dict.fromkeys(_closed_loops(program, linearization))):
+        yield (
+            f"A loop in a shard_map ({_told(closed)}) is planned as one piece, because a loop or "
+            'branch inside it communicates: collectives="recompute" lets the plan open it.'
+        )
 
 
 def _mapped(program: Program, linearization: Linearization) -> Iterator[str]:
@@ -191,6 +196,17 @@ def _gathering(program: Program, linearization: Linearization) -> Iterator[str]:
         equation = program.equations[index]
         if bodies.is_open_map(equation):
             yield from _gathered(bodies.mapped_of(equation, frozenset()))
+
+
+def _closed_loops(program: Program, linearization: Linearization) -> Iterator[str]:
+    """The source lines of loops in open maps that are not opened for what is inside them."""
+    for index in linearization.derivatives:
+        if bodies.is_open_map(program.equations[index]):
+            for equation in bodies.mapped_of(program.equations[index], frozenset()).equations:
+                if bodies.is_open_loop(equation) and not bodies.runs_under_checkpoints(
+                    bodies.body_of(equation, frozenset())
+                ):
+                    yield internals.source_line(equation.jax_equation) or "scan"
 
 
 def _gathered(body: Program) -> Iterator[str]:

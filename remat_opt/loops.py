@@ -692,8 +692,8 @@ def _iterations(
     """
     linearization, expected = body_model(body, compiler)
     once = frozenset(v for v, pinned in enumerate(expected.graph.pinned) if pinned)
-    if not all(bodies.is_collective(body.equations[expected.roots[vertex]]) for vertex in once):
-        # Every iteration runs under a checkpoint.
+    pinned = (body.equations[expected.roots[vertex]] for vertex in once)
+    if not (bodies.runs_under_checkpoints(body) and all(map(bodies.is_collective, pinned))):
         return [], _Forward(seconds=0.0, flops=0)
     expected = _kept_by_name(expected.in_loop(), once)
     graph = expected.graph

@@ -187,8 +187,8 @@ def test_the_plan_says_so() -> None:
     )
     assert note.endswith(
         "(steps.<locals>.debug), 3 times. What their derivatives read is kept. A loop with "
-        "one inside is planned as one piece, except for collectives, whose results its iterations "
-        "keep."
+        "one inside is planned as one piece, except for collectives (but not in a loop or branch "
+        "of its own): iterations keep their results."
     )
     # And it still gains.
     assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes

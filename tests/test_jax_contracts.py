@@ -761,7 +761,12 @@ def test_collectives_are_told_from_side_effects() -> None:
 
     run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     (mapped,) = internals.parts(jax.make_jaxpr(run)(jnp.ones(8)))[3]
-    for equation, again in ((mapped, False), (internals.without_axis_effects(mapped), True)):
+    # JAX notes it itself.
+    assert internals.noting_collectives(mapped) is mapped
+    for equation, again in (
+        (mapped, False),
+        (internals.noting_collectives(mapped, again=True), True),
+    ):
         printing, scan, sine = internals.parts(_jax_meshes.map_of(equation).body)[3]
         assert internals.has_effects(printing)
         assert internals.has_side_effects(printing)
@@ -777,6 +782,39 @@ def test_collectives_are_told_from_side_effects() -> None:
             return internals.bind(one, internals.name_stack_of(one), [x])
 
         np.testing.assert_allclose(jax.jit(bound)(jnp.ones(8))[0], jax.jit(run)(jnp.ones(8)))
+
+
+def test_collectives_are_noted_where_jax_leaves_it_out() -> None:
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def body(x: jax.Array) -> jax.Array:
+        x = x + lax.axis_index("i")
+        turn = [(n, (n + 1) % 8) for n in range(8)]
+        step = jax.checkpoint(lambda x: lax.ppermute(jnp.sin(x), "i", turn))
+        return lax.fori_loop(0, 2, lambda _, x: step(x), x)
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    (mapped,) = internals.parts(jax.make_jaxpr(run)(jnp.ones(8)))[3]
+    noted = internals.noting_collectives(mapped)
+    assert not noted.effects
+    assert internals.noting_collectives(noted) is noted
+    by_jax, by_us, again = (
+        {one.primitive.name: one for one in internals.parts(_jax_meshes.map_of(each).body)[3]}
+        for each in (mapped, noted, internals.noting_collectives(noted, again=True))
+    )
+    assert internals.has_effects(by_jax["axis_index"])
+    assert not internals.has_effects(by_us["axis_index"])
+    # If the first fails, JAX has learnt it.
+    assert not internals.has_effects(by_jax["scan"])
+    assert internals.has_effects(by_us["scan"])
+    assert not internals.has_side_effects(by_us["scan"])
+    assert not internals.has_effects(again["scan"])
+
+    def bound(x: jax.Array) -> Any:
+        return internals.bind(noted, internals.name_stack_of(noted), [x])
+
+    np.testing.assert_allclose(jax.jit(bound)(jnp.ones(8))[0], jax.jit(run)(jnp.ones(8)))
 
 
 def test_a_barrier_keeps_over_which_axes_values_vary() -> None:

@@ -297,6 +297,32 @@ def test_a_loop_that_communicates_is_opened_and_communicates_once(
         assert ours_bytes < 0.9 * plain_bytes
 
 
+def test_a_loop_that_communicates_in_a_loop_inside_is_planned_as_one_piece() -> None:
+    def body(w: Any, x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            turn = [(n, (n + 1) % 4) for n in range(4)]
+            there, _ = lax.scan(
+                lambda x, _: (lax.ppermute(jnp.sin(x), "data", turn), None), x, None, length=4
+            )
+            return layer(there, one), None
+
+        return lax.pmean(jnp.mean(lax.scan(step, x, w)[0] ** 2), ("data", "model"))
+
+    rows = P(("data", "model"))
+    loss = jax.shard_map(body, mesh=mesh(), in_specs=(P(), rows), out_specs=P())
+    args = on_mesh(STACKED), on_mesh(X, *rows)
+    once = optimal_remat(loss, max_overhead=4.0, device="cpu", errors="raise")
+    assert once.plan(*args).loops == ()
+    (told,) = (note for note in once.plan(*args).notes if "as one piece" in note)
+    assert told.startswith("A loop in a shard_map (test_maps.py:")
+    assert told.endswith('collectives="recompute" lets the plan open it.')
+    runs = collectives_run(jax.grad(loss), *args)
+    assert collectives_run(jax.grad(once), *args) == runs
+    again = remat_opt.make_plan(loss, *args, max_overhead=4.0, collectives="recompute")
+    assert again.loops
+    assert not any("as one piece" in note for note in again.notes)
+
+
 @pytest.mark.versions
 def test_a_loop_may_communicate_again_if_allowed() -> None:
     rows = (None, ("data", "model"))

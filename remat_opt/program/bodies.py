@@ -88,6 +88,15 @@ def is_collective(equation: Equation) -> bool:
     )
 
 
+def runs_under_checkpoints(body: Program) -> bool:
+    """Whether the iterations of a loop with this body may be under checkpoints.
+
+    No checkpoint repeats a collective whose results are kept by name. What is in a program inside
+    an equation has no name there.
+    """
+    return all(is_collective(one) for one in body.equations if one.once)
+
+
 def is_open_loop(equation: Equation) -> bool:
     """Whether an equation is a ``scan`` that at most computes and communicates."""
     return equation.operation.primitive == "scan" and not (

@@ -581,8 +581,8 @@ class _Flattener:
                 checkpoint = internals.checkpoint_of(equation)
                 body = body if checkpoint is None else checkpoint.body
                 equation = internals.without_checkpoints(equation)
-            if self.communicates_again:
-                equation = internals.without_axis_effects(equation)
+            if self.opens:  # inner programs are those of equations that were seen to here
+                equation = internals.noting_collectives(equation, again=self.communicates_again)
             stack = internals.name_stack_of(equation, prefix)
             if body is None:
                 outputs = tuple(self._value(variable) for variable in equation.outvars)
