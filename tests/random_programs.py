@@ -390,6 +390,50 @@ def dropped(a: jax.Array) -> jax.Array:
     return jnp.where(mask, a / 0.7, 0).astype(a.dtype)
 
 
+def varying(a: jax.Array) -> jax.Array:
+    """The same, as something that varies over the map, as what a loop carries must do."""
+    return a + 0 * lax.axis_index("i").astype(a.dtype)
+
+
+def gathered_in_a_loop(a: jax.Array, w: jax.Array) -> jax.Array:
+    def step(c: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(c @ lax.all_gather(own, "i", tiled=True)) + c, lax.psum(c.sum(), "i")
+
+    c, sums = lax.scan(step, varying(a), jnp.stack([w, w / 2, jnp.sin(w)]))
+    return c + sums.mean() / a.size
+
+
+def summed_in_a_loop(a: jax.Array, w: jax.Array) -> jax.Array:
+    def step(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.sin(c) + lax.psum(jnp.tanh(c @ w), "i") / 2, None
+
+    return lax.scan(step, varying(a), None, length=4)[0]
+
+
+def turned_in_a_loop(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Ring attention, but for the softmax: a loop that communicates in another."""
+
+    def turn(state: Any, _: None) -> tuple[Any, None]:
+        c, there, found = state
+        return (c, lax.ppermute(there, "i", [(0, 0)]), found + jnp.tanh(c @ there.T) @ there), None
+
+    def step(c: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+        there = lax.ppermute(jnp.tanh(c @ w), "i", [(0, 0)])
+        (_, _, found), _ = lax.scan(turn, (c, there, jnp.zeros_like(c)), None, length=2)
+        return c + found * scale / c.size, None
+
+    return lax.scan(step, varying(a), jnp.linspace(0, 1, 3).astype(a.dtype))[0]
+
+
+def scattered_in_a_loop(a: jax.Array, w: jax.Array) -> jax.Array:
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+        parts = lax.all_to_all(c[None], "i", 0, 0)[0]
+        return jnp.tanh(lax.psum_scatter(parts @ w, "i", tiled=True)) + c, None
+
+    return lax.scan(step, varying(a), None, length=3)[0]
+
+
 SMOOTH: list[Callable[..., jax.Array]] = [
     jnp.tanh,
     jnp.sin,
@@ -523,6 +567,15 @@ LOOKUPS: list[Callable[..., jax.Array]] = [
 LOOKING_UP_FROM = 2_000_000
 #: Programs from ``MAPPED_FROM`` on are in a ``shard_map``, with collectives.
 MAPPED_FROM = 3_000_000
+#: Those from ``COMMUNICATING_FROM`` on have collectives in their loops, too.
+COLLECTIVES: list[Callable[..., jax.Array]] = [
+    gathered_in_a_loop,
+    summed_in_a_loop,
+    turned_in_a_loop,
+    scattered_in_a_loop,
+    lambda a, w: lax.ppermute(varying(a) @ w, "i", [(0, 0)]),
+]
+COMMUNICATING_FROM = 3_500_000
 #: Programs from ``SHARDED_FROM`` on are not, but their arguments lie on a mesh; some in stacks.
 STACKED: list[Callable[..., jax.Array]] = [scanned_stack, scanned_layers]
 SHARDED_FROM = 4_000_000
@@ -630,6 +683,8 @@ def draw(seed: int) -> RandomProgram:
         products = products + LOOKUPS * 6
     if seed >= SHARDED_FROM:
         products = products + STACKED * 20
+    elif seed >= COMMUNICATING_FROM:
+        products = products + COLLECTIVES * 6
     rows, columns = chance.choice([(8, 8), (16, 8), (12, 12), (64, 16)])
     depth = chance.choice([1, 2, 4])
     steps: list[tuple[Callable[..., jax.Array], int, int]] = []

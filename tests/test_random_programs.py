@@ -21,6 +21,7 @@ from tests import hunt
 from tests.op_by_op import run_op_by_op
 from tests.random_programs import (
     CHOOSING_FROM,
+    COMMUNICATING_FROM,
     DEVICES,
     LOOKING_UP_FROM,
     MAPPED_FROM,
@@ -69,6 +70,13 @@ def test_random_programs_with_lookups(seed: int) -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("seed", range(MAPPED_FROM, MAPPED_FROM + 8))
 def test_random_programs_in_maps(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("seed", range(COMMUNICATING_FROM, COMMUNICATING_FROM + 6))
+def test_random_programs_with_collectives_in_loops(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 
