@@ -280,7 +280,9 @@ def test_gradients_of_a_loop_in_a_map_are_added_up_in_their_turn(device: str) ->
     assert len(opened.parts) > 1, "the gradients of parts are added to one another's stack"
     assert plan.measured is not None
     compiled = plan.measured.temporary_bytes
-    assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=0.05)
+    # With the other stack, it would be half as much again. JAX 0.10 takes a little more anyway.
+    most = 0.05 if jax.__version_info__ >= (0, 12) else 0.15
+    assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=most)
 
 
 def test_a_step_tells_where_the_arguments_of_its_loss_lie(auto: Mesh) -> None:
