@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -34,6 +35,7 @@ import jax
 import remat_opt
 from benchmarks import networks
 from benchmarks.compiled import STEPS, subject
+from benchmarks.compiled import Subject as UsersStep
 from benchmarks.dominance import NETWORKS
 from benchmarks.json_lines import JsonLines
 from remat_opt import planning, verification
@@ -145,8 +147,12 @@ class Subject:
 
     def _step_bytes(self, plan: Plan) -> int:
         """What a plan compiles to in the step as its user writes it, with optax."""
-        own = subject(self._name, None, self._device.name, self._step)
-        return own.measure(own.planned(plan)).temporary_bytes
+        return self._user.measure(self._user.planned(plan)).temporary_bytes
+
+    @functools.cached_property
+    def _user(self) -> UsersStep:
+        """The network in that step."""
+        return subject(self._name, None, self._device.name, self._step)
 
     def _figures(self, plan: Plan, found: Measurement) -> dict[str, Any]:
         said = plan.predicted

@@ -323,6 +323,14 @@ def has_side_effects(equation: Any) -> bool:
     return not all(map(_names_an_axis, equation.effects))
 
 
+def at_most_communicates(equation: Any) -> bool:
+    """Whether the equation does nothing but compute its outputs and communicate.
+
+    A callback may have no effect in JAX's sense.
+    """
+    return not (has_side_effects(equation) or calls_back(equation))
+
+
 def is_mutable(variable: Any) -> bool:
     """Whether a variable is a mutable array, as from ``jax.new_ref``: not a value itself."""
     return hasattr(variable.aval, "inner_aval")

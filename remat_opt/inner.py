@@ -163,12 +163,17 @@ def _advice(program: Program, linearization: Linearization) -> Iterator[str]:
             "of the mesh to the compiler or has side effects inside. To plan what is in it, "
             "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."
         )
-    if gathering := tuple(dict.fromkeys(_gathering(program, linearization))):
+    opened = [
+        bodies.mapped_of(program.equations[index], frozenset())
+        for index in linearization.derivatives
+        if bodies.is_open_map(program.equations[index])
+    ]
+    if gathering := tuple(dict.fromkeys(one for body in opened for one in _gathering(body))):
         yield (
             f"Collectives ({_told(gathering)}) run once, and what they return is kept if the "
             'backward pass reads it: collectives="recompute" lets the plan run them again.'
         )
-    if closed := tuple(dict.fromkeys(_closed_loops(program, linearization))):
+    if closed := tuple(dict.fromkeys(one for body in opened for one in _closed_loops(body))):
         yield (
             f"A loop in a shard_map ({_told(closed)}) is planned as one piece, because a loop or "
             'branch inside it communicates: collectives="recompute" lets the plan open it.'
@@ -187,35 +192,28 @@ def _mapped(program: Program, linearization: Linearization) -> Iterator[str]:
             yield internals.source_line(equation.jax_equation)
 
 
-def _gathering(program: Program, linearization: Linearization) -> Iterator[str]:
-    """The source lines of collectives in open maps that run once and return more than they read.
+def _gathering(body: Program) -> Iterator[str]:
+    """The source lines of collectives that run once and return more than they read.
 
-    Only those of the map's own body, and of loops in it.
+    Only those in the body of an open map itself, and of loops in it.
     """
-    for index in linearization.derivatives:
-        equation = program.equations[index]
-        if bodies.is_open_map(equation):
-            yield from _gathered(bodies.mapped_of(equation, frozenset()))
-
-
-def _closed_loops(program: Program, linearization: Linearization) -> Iterator[str]:
-    """The source lines of loops in open maps that are not opened for what is inside them."""
-    for index in linearization.derivatives:
-        if bodies.is_open_map(program.equations[index]):
-            for equation in bodies.mapped_of(program.equations[index], frozenset()).equations:
-                if bodies.is_open_loop(equation) and not bodies.runs_under_checkpoints(
-                    bodies.body_of(equation, frozenset())
-                ):
-                    yield internals.source_line(equation.jax_equation) or "scan"
-
-
-def _gathered(body: Program) -> Iterator[str]:
     for equation in body.equations:
         operation = equation.operation
         if equation.once and bodies.is_open_loop(equation):
-            yield from _gathered(bodies.body_of(equation, frozenset()))
+            yield from _gathering(bodies.body_of(equation, frozenset()))
         elif equation.once and operation.output_bytes > operation.input_bytes:
             yield internals.source_line(equation.jax_equation) or operation.primitive
+
+
+def _closed_loops(body: Program) -> Iterator[str]:
+    """The source lines of loops in the body of an open map that stay closed for what they hold."""
+    for equation in body.equations:
+        if (
+            equation.once
+            and bodies.is_open_loop(equation)
+            and not bodies.runs_under_checkpoints(bodies.body_of(equation, frozenset()))
+        ):
+            yield internals.source_line(equation.jax_equation) or equation.operation.primitive
 
 
 def _with(program: Program, expected: Model, found: Mapping[int, _Inside]) -> Model:

@@ -733,9 +733,7 @@ def _side_effects(of: Problem) -> Iterator[str]:
     if not found:
         return
     collectives = any(
-        one.once
-        and not internals.has_side_effects(one.jax_equation)
-        and not internals.calls_back(one.jax_equation)
+        one.once and internals.at_most_communicates(one.jax_equation)
         for one in of.program.equations
     )
     told = [

@@ -84,7 +84,7 @@ def is_collective(equation: Equation) -> bool:
     return (
         equation.once
         and not equation.operation.bodies
-        and not internals.has_side_effects(equation.jax_equation)
+        and internals.at_most_communicates(equation.jax_equation)
     )
 
 
@@ -99,9 +99,8 @@ def runs_under_checkpoints(body: Program) -> bool:
 
 def is_open_loop(equation: Equation) -> bool:
     """Whether an equation is a ``scan`` that at most computes and communicates."""
-    return equation.operation.primitive == "scan" and not (
-        internals.has_side_effects(equation.jax_equation)
-        or internals.calls_back(equation.jax_equation)
+    return equation.operation.primitive == "scan" and internals.at_most_communicates(
+        equation.jax_equation
     )
 
 

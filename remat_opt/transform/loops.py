@@ -93,12 +93,17 @@ def run_loop(
     given = arrays_of(equation, inputs)
     devices = _devices(loop, given, mesh, platform)
     varying = [_jax_meshes.varying_over(internals.type_of(one)) for one in given]
+    everywhere = frozenset().union(*varying)
     whole = _Body(
         scan=scan,
         of=functools.cache(body),
         reached=functools.cache(functools.partial(bodies.reached, equation)),
         devices=devices or Devices(platform=platform),
-        added_up={n for n, axes in enumerate(varying) if axes < frozenset().union(*varying)},
+        added_up=[
+            n
+            for n, axes in enumerate(varying[scan.constants + scan.carries :])
+            if axes < everywhere
+        ],
     )
     plain = functools.partial(_run_plain, whole, loop.parts)
     with internals.context_of(equation.jax_equation, equation.name_stack):
@@ -164,15 +169,15 @@ class _Body:
       of: gives, for a part, the function that runs one iteration, and the policy of its checkpoint.
       reached: what derivatives along some inputs of the equation reach (``bodies.reached``).
       devices: the devices that run it.
-      added_up: the inputs of the equation whose gradients are added up over devices of a
-        ``shard_map``: they vary over fewer of its axes than others.
+      added_up: the stacked inputs, by position among them, whose gradients are added up over the
+        devices of a ``shard_map``: they vary over fewer of its axes than other inputs.
     """
 
     scan: internals.Scan
     of: Callable[[Part], tuple[Callable[..., list[Any]], Callable[..., Any]]]
     reached: Callable[[frozenset[int]], tuple[frozenset[int], frozenset[int]]]
     devices: Devices
-    added_up: set[int]
+    added_up: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,10 +231,10 @@ def _turns(body: _Body, part: Part) -> _Turns:
             body.devices.entry(n, one, place)
             for n, one in enumerate(reads[scan.constants :], first)
         ]
-        for n in body.added_up.intersection(range(first, first + len(entries))):
+        for n in body.added_up:
             # One array, which goes to its place in the stack. XLA for NVIDIA would put each
             # device's into another stack first, and add up all of that after the loop.
-            (entries[n - first],) = cotangents_together(entries[n - first])
+            (entries[n],) = cotangents_together(entries[n])
         outputs = run([*reads[: scan.constants], *carry, *entries])
         return outputs[: scan.carries], outputs[scan.carries :], list(reads)
 
