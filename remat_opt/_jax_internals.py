@@ -331,9 +331,28 @@ def at_most_communicates(equation: Any) -> bool:
     return not (has_side_effects(equation) or calls_back(equation))
 
 
+def maps_communicate(equation: Any) -> bool:
+    """Whether the equation is or holds a ``shard_map`` whose body has noted collectives.
+
+    The map has the axes of these itself, so it has no effect.
+    """
+    if equation.primitive.name == "shard_map" and _noted_within(equation.params):
+        return True
+    return any(
+        maps_communicate(step)
+        for _, jaxpr in inner_jaxprs(equation.params)
+        for step in parts(jaxpr)[3]
+    )
+
+
 def is_mutable(variable: Any) -> bool:
     """Whether a variable is a mutable array, as from ``jax.new_ref``: not a value itself."""
     return hasattr(variable.aval, "inner_aval")
+
+
+def reads_mutable(equation: Any) -> bool:
+    """Whether the equation is given a mutable array."""
+    return any(map(is_mutable, equation.invars))
 
 
 def calls_back(equation: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -164,6 +165,28 @@ def map_of(equation: Any) -> Map:
         axes=frozenset(params["newly_manual_axes"]),
         check_vma=bool(params["check_vma"]),
     )
+
+
+def parts_of(equation: Any, result: Any) -> int:
+    """Into how many parts maps split a result of an equation; 1 if none makes it.
+
+    Args:
+      equation: a ``shard_map``, or one with a program inside.
+      result: one of its variables.
+    """
+    position = equation.outvars.index(result)
+    if equation.primitive.name == "shard_map":
+        said = map_of(equation)
+        axes = (axis if isinstance(axis, tuple) else (axis,) for axis in said.out_specs[position])
+        names = (name for group in axes for name in group if name is not None)
+        return math.prod(said.mesh.shape[name] for name in names)
+    for _, jaxpr in inner_jaxprs(equation.params):
+        *_, equations, outputs = parts(jaxpr)
+        if len(outputs) == len(equation.outvars):
+            inside = outputs[position]
+            makers = (one for one in equations if any(inside is made for made in one.outvars))
+            return max((parts_of(one, inside) for one in makers), default=1)
+    return 1
 
 
 def within_map(equation: Any, run: Callable[[], _Result]) -> _Result:

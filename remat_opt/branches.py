@@ -20,17 +20,16 @@ Guarantee: none of optimality. Deterministic.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from remat_opt import _jax_internals as internals
+from remat_opt import named_chains
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opening
-from remat_opt.graph import Graph
 from remat_opt.program import bodies
 from remat_opt.program.record import Derivative, Program
-from remat_opt.schedule import Branch, Choice, Region, Schedule
+from remat_opt.schedule import Branch, Choice, Schedule
 from remat_opt.simulator import demand
 from remat_opt.solvers.base import Candidate, Overhead, thinned
 
@@ -63,16 +62,6 @@ class Way:
     def cost(self, measure: Overhead) -> float:
         """The total recomputation."""
         return self.seconds if measure is Overhead.SECONDS else float(self.flops)
-
-
-def can_be_opened(program: Program, root: int) -> bool:
-    """Whether an equation is a choice whose branches may run in another way."""
-    equation = program.equations[root]
-    return (
-        equation.operation.primitive == "cond"
-        and not equation.once
-        and not internals.is_choice_of_platform(equation.jax_equation)
-    )
 
 
 def openings(
@@ -172,13 +161,12 @@ def ways(body: Program, search: Search) -> tuple[list[Way], float]:
         as_it_is = Branch(stages=())
         return [Way(branch=as_it_is, kept={}, workspace_bytes=0, seconds=0.0, flops=0)], 0.0
     expected, candidates = search(body)
-    if any(expected.graph.pinned):
-        # All of it runs under checkpoints.
-        return [], 0.0
     schedules = dict.fromkeys(
         schedule
         for one in thinned(candidates, _MOST_SCHEDULES)
-        for schedule in _checkpointed(expected.graph_of(one.schedule), one.schedule)
+        for schedule in named_chains.under_checkpoints(
+            expected.graph_of(one.schedule), one.schedule
+        )
     )
     found = [_way(body, expected, schedule) for schedule in schedules]
     figures = [
@@ -196,27 +184,6 @@ def ways(body: Program, search: Search) -> tuple[list[Way], float]:
     return best, expected.graph.forward_seconds
 
 
-def _checkpointed(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
-    """The schedule with all regions under checkpoints; what was under none is kept by name.
-
-    Vertices with residuals that no name reaches, such as loops, stay under none.
-    """
-    stored = demand(graph, schedule).stored
-    for named in (stored, frozenset[int]()):
-        regions: list[Region] = []
-        for region in schedule.regions:
-            if region.checkpointed:
-                regions.append(region)
-                continue
-            for nameless, run in itertools.groupby(
-                region.vertices, lambda vertex: graph.internal_bytes[vertex] > 0
-            ):
-                vertices = tuple(run)
-                kept = () if nameless else tuple(v for v in vertices if v in named)
-                regions.append(Region(vertices=vertices, kept=kept, checkpointed=not nameless))
-        yield dataclasses.replace(schedule, regions=tuple(regions))
-
-
 def _way(body: Program, expected: Model, schedule: Schedule) -> Way:
     """A schedule of a branch, with its figures."""
     schedule = expected.admitted(schedule)
@@ -224,14 +191,15 @@ def _way(body: Program, expected: Model, schedule: Schedule) -> Way:
     wanted = demand(graph, schedule)
     again = list(wanted.all_recomputed())
     seconds, flops = expected.recomputation(schedule)
-    bare = [v for one in schedule.regions if not one.checkpointed for v in one.vertices]
     counts: Counter[tuple[Hashable, int]] = Counter(
         (tuple(body.types[value] for value in body.equations[expected.roots[v]].outputs), size)
         for v in wanted.stored
         if (size := graph.bytes[v])
     )
     # What loops keep has no type here; it is the same in branches that are alike.
-    counts.update(("inside", size) for v in bare if (size := graph.internal_bytes[v]))
+    counts.update(
+        ("inside", size) for v in schedule.under_none() if (size := graph.internal_bytes[v])
+    )
     kept: dict[Hashable, tuple[int, int]] = {
         kind: (count, kind[1]) for kind, count in counts.items()
     }

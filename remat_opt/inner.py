@@ -160,7 +160,7 @@ def _advice(program: Program, linearization: Linearization) -> Iterator[str]:
         told = f" ({_told(places)})" if places else ""
         yield (
             f"A shard_map{told} is planned as one piece, whatever it keeps, because it leaves axes "
-            "of the mesh to the compiler or has side effects inside. To plan what is in it, "
+            "of the mesh to the compiler or changes arrays from outside. To plan what is in it, "
             "decorate the function that it maps: jax.shard_map(optimal_remat(fn), ...)."
         )
     opened = [
@@ -172,11 +172,6 @@ def _advice(program: Program, linearization: Linearization) -> Iterator[str]:
         yield (
             f"Collectives ({_told(gathering)}) run once, and what they return is kept if the "
             'backward pass reads it: collectives="recompute" lets the plan run them again.'
-        )
-    if closed := tuple(dict.fromkeys(one for body in opened for one in _closed_loops(body))):
-        yield (
-            f"A loop in a shard_map ({_told(closed)}) is planned as one piece, because a loop or "
-            'branch inside it communicates: collectives="recompute" lets the plan open it.'
         )
 
 
@@ -203,17 +198,6 @@ def _gathering(body: Program) -> Iterator[str]:
             yield from _gathering(bodies.body_of(equation, frozenset()))
         elif equation.once and operation.output_bytes > operation.input_bytes:
             yield internals.source_line(equation.jax_equation) or operation.primitive
-
-
-def _closed_loops(body: Program) -> Iterator[str]:
-    """The source lines of loops in the body of an open map that stay closed for what they hold."""
-    for equation in body.equations:
-        if (
-            equation.once
-            and bodies.is_open_loop(equation)
-            and not bodies.runs_under_checkpoints(bodies.body_of(equation, frozenset()))
-        ):
-            yield internals.source_line(equation.jax_equation) or equation.operation.primitive
 
 
 def _with(program: Program, expected: Model, found: Mapping[int, _Inside]) -> Model:

@@ -195,6 +195,9 @@ class _Body:
                 )
                 start += inner.length
             return
+        if not part.checkpointed:
+            yield from self._of_chain(part.stages, part.loops, where, runs)
+            return
         graph = self.model.graph
         iteration = Stage(
             roots=self.model.roots,
@@ -236,14 +239,21 @@ class _Body:
           branch: how it runs.
           where: what to call it.
         """
-        schedule = Schedule(regions=self.model.regions(branch.stages), loops=branch.loops)
+        yield from self._of_chain(branch.stages, branch.loops, where, 1)
+
+    def _of_chain(
+        self, stages: Sequence[Stage], opened: Sequence[Inside], where: str, runs: int
+    ) -> Iterator[LoopValue]:
+        """The values of a chain of regions with no checkpoint around it, which runs so often."""
+        schedule = Schedule(regions=self.model.regions(stages), loops=tuple(opened))
         found = demand(self.model.graph_of(schedule), schedule)
         times = Counter(found.all_recomputed())
+        stored = found.stored | self.handed_on
         for vertex in sorted(schedule.region_of()):
             again = "recomputed" if times[vertex] else "not needed"
-            fate = "kept" if vertex in found.stored else again
-            yield self._value(vertex, where, fate, times[vertex], 1)
-        for loop in branch.loops:
+            fate = "kept" if vertex in stored else again
+            yield self._value(vertex, where, fate, times[vertex], runs)
+        for loop in opened:
             runs_again = times[self.model.roots.index(loop.root)]
             for value in _inside(self.program, self.model, self.names, loop, self.root):
                 needed = runs_again and value.fate != "not needed"
@@ -252,6 +262,7 @@ class _Body:
                     part=f"{where}; inside, {value.part}",
                     fate="recomputed" if needed else value.fate,
                     times=value.times + (runs_again if needed else 0),
+                    runs=value.runs * runs,
                     seconds=value.seconds * self.scale,
                 )
 

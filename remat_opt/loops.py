@@ -36,7 +36,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any
 
 from remat_opt import _jax_internals as internals
-from remat_opt import _jax_meshes, branches, gradient_places, inner, maps, policies
+from remat_opt import _jax_meshes, branches, gradient_places, inner, maps, named_chains, policies
 from remat_opt.compilers import operands, tiles
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
@@ -56,7 +56,7 @@ from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Equation, Linearization, Program, axis_names
 from remat_opt.schedule import Inside, Loop, Part, Region, Schedule, Split, Stage
-from remat_opt.simulator import demand
+from remat_opt.simulator import Demand, demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
@@ -86,10 +86,11 @@ class _Iteration:
     """One way to run an iteration.
 
     Attributes:
+      checkpointed: whether it is under a checkpoint of its own.
       kept: positions of the equations whose results are kept by name.
-      stages: the chain in which it runs again.
+      stages: the chain in which it runs again; without that checkpoint, in which it runs.
       loops: those inside it that are opened.
-      kept_bytes: of what is kept by name.
+      kept_bytes: of what it leaves for the backward pass.
       workspace_bytes: what its backward pass takes beside the stacks, in a loop that is a part.
       whole_bytes: likewise, where that is the whole loop.
       alone_bytes: likewise where it is in no loop, beside what it keeps.
@@ -98,6 +99,7 @@ class _Iteration:
       waiting: what of it and of its state would wait in the stacks of gradients.
     """
 
+    checkpointed: bool
     kept: tuple[int, ...]
     stages: tuple[Stage, ...]
     loops: tuple[Inside, ...]
@@ -123,6 +125,10 @@ class _Waiting:
     bytes: int
     entries: frozenset[int]
     workspace_bytes: int
+
+
+#: Where nothing may wait there.
+_NOT_WAITING = _Waiting(bytes=0, entries=frozenset(), workspace_bytes=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +218,7 @@ def ways(
     depth: int = _DEPTH,
     *,
     alike: bool = False,
+    stacked: bool = False,
     known: Known | None = None,
 ) -> list[tuple[Opening, ...]]:
     """For each loop, choice or map of a program that is worth it the ways to open it.
@@ -226,6 +233,8 @@ def ways(
       depth: how many loops in loops are looked into.
       alike: whether to give only those in which each iteration is under one checkpoint, all of
         them with the same policy, as one writes them by hand.
+      stacked: whether the program is the body of a loop, with no checkpoint around it, or a branch:
+        JAX alone decides then what waits of what is under no checkpoint.
       known: bodies and branches that were planned before, for the same compiler and measure.
     """
     known = {} if known is None else known
@@ -247,7 +256,7 @@ def ways(
             continue
         drafts: Iterable[Opening] = ()
         # By hand one writes a checkpoint around a body, and none into a branch.
-        if not alike and branches.can_be_opened(program, root):
+        if not alike and bodies.is_open_choice(equation):
             search = functools.partial(
                 _of_branch, compiler=expected.compiler, measure=measure, depth=depth, known=known
             )
@@ -264,24 +273,41 @@ def ways(
                 depth=depth,
                 known=known,
             )
-            drafts = maps.openings(program, vertex, root, expected, search)
+            drafts = maps.openings(program, vertex, root, expected, search, stacked=stacked)
         elif bodies.is_open_loop(equation) and internals.scan_of(equation.jax_equation).length > 1:
             body = bodies.body_of(equation, given)
             drafts = _openings(program, body, vertex, root, expected, measure, depth, known)
         if alike:
             drafts = (way for way in drafts if _is_alike(way.loop))
-        if of_loop := _best(drafts, measure):
+        if of_loop := list(drafts):
             found.append(of_loop)
-    return found
+    adds_up = stacked or len(found) > 1
+    return [_best(of_loop, measure, adds_up=adds_up) for of_loop in found]
 
 
-def _best(drafts: Iterable[Opening], measure: Overhead) -> tuple[Opening, ...]:
-    """The ways that no other beats in memory and recomputation, by ascending memory."""
+def _best(drafts: Sequence[Opening], measure: Overhead, *, adds_up: bool) -> tuple[Opening, ...]:
+    """The ways that no other beats in memory and recomputation, by ascending memory.
+
+    Args:
+      drafts: ways to open one loop.
+      measure: what recomputation is counted in.
+      adds_up: whether what is stacked counts for itself too: with that of other loops, or
+        iterations, it adds up, and workspaces do not.
+    """
+    in_order = sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure)))
     found: list[Opening] = []
-    for way in sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure))):
+    for way in in_order:
         if not found or _cost(way, measure) < _cost(found[-1], measure):
             found.append(way)
-    return tuple(_spread(found))
+    found = _spread(found)
+    more: list[Opening] = []
+    for way in in_order if adds_up else ():
+        if not any(
+            _cost(one, measure) <= _cost(way, measure) and one.stacked_bytes <= way.stacked_bytes
+            for one in (*found, *more)
+        ):
+            more.append(way)
+    return tuple(sorted([*found, *_spread(more)], key=_memory))
 
 
 def together(
@@ -330,25 +356,44 @@ def _with(graph: Graph, choice: Sequence[Opening]) -> Graph:
 
 
 def choices_of(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:
-    """One way for each loop, together best at some exchange rate; by ascending memory."""
+    """One way for each loop, together best at some exchange rate, or between two; by memory.
+
+    What loops stack is there at the same time, and only one at a time has its workspace. Between
+    two choices, the last loops change first: what they keep is free again first.
+    """
     if len(ways) == 1:
         return [(way,) for way in ways[0]]
-    rates: set[float] = set()
-    for of_loop in ways:
-        hull = _hull([(_memory(way), _cost(way, measure)) for way in of_loop])
-        for (less, more_cost), (more, less_cost) in itertools.pairwise(hull):
-            rates.add((more_cost - less_cost) / (more - less))
-    middles = [math.sqrt(a * b) for a, b in itertools.pairwise(sorted(rates)) if a > 0]
-    tried = sorted({0.0, *rates, *middles, 2 * max(rates, default=1.0)})
     found: dict[tuple[Opening, ...], None] = {}
-    for rate in reversed(thinned(tried, _MOST_CHOICES)):
-        found[
-            tuple(
-                min(of_loop, key=lambda way: _cost(way, measure) + rate * _memory(way))
+    for share in (1.0, 1 / len(ways)):
+
+        def memory(way: Opening, share: float = share) -> float:
+            return way.stacked_bytes + share * way.workspace_bytes
+
+        rates: set[float] = set()
+        for of_loop in ways:
+            hull = _hull([(memory(way), _cost(way, measure)) for way in of_loop])
+            for (small, more_cost), (large, less_cost) in itertools.pairwise(hull):
+                rates.add((more_cost - less_cost) / (large - small))
+        middles = [math.sqrt(a * b) for a, b in itertools.pairwise(sorted(rates)) if a > 0]
+        tried = sorted({0.0, *rates, *middles, 2 * max(rates, default=1.0)})
+        for rate in reversed(thinned(tried, _MOST_CHOICES // 2)):
+            chosen = (
+                min(of_loop, key=lambda way: _cost(way, measure) + rate * memory(way))
                 for of_loop in ways
             )
-        ] = None
-    return list(found)
+            found[tuple(chosen)] = None
+    by_memory = sorted(found, key=_memory_together)
+    most = (_MOST_CHOICES - len(by_memory)) // max(1, len(by_memory) - 1)
+    for less, more in itertools.pairwise(by_memory):
+        different = [n for n in range(len(ways)) if less[n] != more[n]]
+        for place in thinned(different[1:], max(0, most)):
+            found[(*less[:place], *more[place:])] = None
+    return sorted(found, key=_memory_together)
+
+
+def _memory_together(choice: Sequence[Opening]) -> int:
+    """What some loops stack, and the largest workspace."""
+    return sum(way.stacked_bytes for way in choice) + max(way.workspace_bytes for way in choice)
 
 
 def _memory(way: Opening) -> int:
@@ -359,9 +404,9 @@ def _cost(way: Opening | _Iteration, measure: Overhead) -> float:
     return way.seconds if measure is Overhead.SECONDS else float(way.flops)
 
 
-def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The lower convex hull of points that fall from left to right."""
-    hull: list[tuple[int, float]] = []
+    hull: list[tuple[float, float]] = []
     for x, y in sorted(points):
         if hull and (x == hull[-1][0] or y >= hull[-1][1]):
             continue
@@ -431,7 +476,10 @@ def _openings(
         - handed_in_bytes,
         gradient_bytes=tuple(compiler.buffer_bytes(body.types[one]) for one in entries),
         alone_bytes=total(entries) if takes_entries(compiler) else 0,
-        chunks=not any(one.once for one in body.equations),
+        # A chunk with a map in it has gradients of all stacks for itself.
+        chunks=not any(
+            one.once or one.operation.primitive == "shard_map" for one in body.equations
+        ),
         are_results=expected.gradients is Gradients.RESULTS
         and set(inputs) <= set(program.arguments),
         seconds=seconds,
@@ -439,8 +487,11 @@ def _openings(
     )
     iterations = [dataclasses.replace(one, seconds=one.seconds * scale) for one in iterations]
     closed_bytes = expected.inside.get(vertex, 0)
-    for in_gradients in (False, True) if any(one.waiting.bytes for one in iterations) else (False,):
-        for used, pieces in _drafts(shape, iterations, measure, in_gradients=in_gradients):
+    under = [one for one in iterations if one.checkpointed]
+    for in_gradients in (False, True) if any(one.waiting.bytes for one in under) else (False,):
+        single = under if in_gradients else iterations
+        drafts = _drafts(shape, single, under, measure, in_gradients=in_gradients)
+        for used, pieces in drafts:
             yield _opening(vertex, root, shape, used, pieces, closed_bytes, in_gradients, splits)
 
 
@@ -479,7 +530,7 @@ def _is_alike(loop: Inside) -> bool:
     if not isinstance(loop, Loop):
         return False
     part = loop.parts[0]
-    as_usual = not (loop.in_gradients or part.inside or part.loops)
+    as_usual = part.checkpointed and not (loop.in_gradients or part.inside or part.loops)
     return len(loop.parts) == 1 and as_usual and len(part.stages) == 1
 
 
@@ -496,12 +547,28 @@ def _spread(ways: Sequence[Opening]) -> list[Opening]:
 
 
 def _drafts(
-    shape: _Shape, iterations: Sequence[_Iteration], measure: Overhead, *, in_gradients: bool
+    shape: _Shape,
+    iterations: Sequence[_Iteration],
+    under: Sequence[_Iteration],
+    measure: Overhead,
+    *,
+    in_gradients: bool,
 ) -> Iterator[tuple[Sequence[_Iteration], tuple[Piece, ...]]]:
-    """Parts, in order of execution, with the iterations that they speak of."""
+    """Parts, in order of execution, with the iterations that they speak of.
+
+    Args:
+      shape: what they have in common.
+      iterations: those of which one can be the whole loop.
+      under: those that may be mixed, or in chunks: under checkpoints of their own. Outside of these
+        an entry that is read by index would wait for the backward pass.
+      measure: what recomputation is counted in.
+      in_gradients: whether what fits waits in gradients.
+    """
     for number in range(len(iterations)):
         yield iterations, (Piece(length=shape.length, way=number),)
-    used = _mixed(shape, iterations, measure, in_gradients=in_gradients)
+    if not under:
+        return
+    used = _mixed(shape, under, measure, in_gradients=in_gradients)
     for pieces in loop_nests.nests(shape.chain(used, measure, in_gradients=in_gradients)):
         yield used, pieces
 
@@ -524,7 +591,7 @@ def _mixed(
         zip(iterations, ways, strict=True), key=lambda pair: pair[1].workspace_bytes
     )
     for share in (0.0, 1 / shape.length, 1.0):
-        points: dict[tuple[int, float], _Iteration] = {}
+        points: dict[tuple[float, float], _Iteration] = {}
         for one, way in by_workspace:
             size = way.kept_bytes + math.ceil(share * way.workspace_bytes)
             points.setdefault((size, _cost(one, measure)), one)
@@ -581,6 +648,7 @@ def _part(iterations: Sequence[_Iteration], piece: Piece) -> Part:
     one = iterations[piece.way]
     return Part(
         length=piece.length,
+        checkpointed=one.checkpointed,
         kept=one.kept,
         kept_bytes=one.kept_bytes,
         stages=one.stages,
@@ -612,7 +680,7 @@ def _of_branch(
 ) -> tuple[Model, list[Candidate]]:
     # What happens to the gradients that a branch hands out is counted around it.
     linearization, expected = body_model(body, compiler, Gradients.RESULTS)
-    return _front(body, linearization, expected, measure, depth, known)
+    return _front(body, linearization, expected, measure, depth, known, stacked=True)
 
 
 def _of_map(
@@ -640,6 +708,8 @@ def _front(
     measure: Overhead,
     depth: int,
     known: Known,
+    *,
+    stacked: bool = False,
 ) -> tuple[Model, list[Candidate]]:
     """The model of a body that runs once, and candidates for all budgets, as of a whole program.
 
@@ -650,7 +720,7 @@ def _front(
     search = functools.partial(portfolio.frontier, measure=measure)
     alone = judged(graph, policies.alone(body, expected.roots, graph))
     front = pareto([*search(graph), *alone], measure)
-    inside = ways(body, linearization, expected, measure, depth - 1, known=known)
+    inside = ways(body, linearization, expected, measure, depth - 1, stacked=stacked, known=known)
     if inside:
         expected = opened(expected, inside)
         front = pareto([*front, *together(graph, inside, front, search, measure)], measure)
@@ -691,25 +761,34 @@ def _iterations(
       known: bodies and branches that were planned before.
     """
     linearization, expected = body_model(body, compiler)
+    expected = expected.in_loop()
+    read = stacks(body, carry, entries, expected)
+    inside = functools.partial(
+        ways, body, linearization, measure=measure, depth=depth - 1, known=known
+    )
+    found: dict[_Iteration, None] = {}
     once = frozenset(v for v, pinned in enumerate(expected.graph.pinned) if pinned)
     pinned = (body.equations[expected.roots[vertex]] for vertex in once)
-    if not (bodies.runs_under_checkpoints(body) and all(map(bodies.is_collective, pinned))):
-        return [], _Forward(seconds=0.0, flops=0)
-    expected = _kept_by_name(expected.in_loop(), once)
-    graph = expected.graph
-    inside = ways(body, linearization, expected, measure, depth - 1, known=known)
-    choices: list[tuple[Opening, ...]] = [()]
-    if inside:
-        expected = opened(expected, inside)
-        choices += thinned(choices_of(inside, measure), _MOST_INSIDE)
-    read = stacks(body, carry, entries, expected)
-    found: dict[_Iteration, None] = {}
-    for choice in choices:
-        loops = tuple(way.loop for way in choice)
-        for schedule in _schedules(body, expected, _with(graph, choice), measure, once):
-            schedule = dataclasses.replace(schedule, loops=loops)
-            if once.isdisjoint(demand(graph, schedule).all_recomputed()):
-                found[_iteration(body, expected, schedule, read, carry, hosts)] = None
+    under = bodies.runs_under_checkpoints(body) and all(map(bodies.is_collective, pinned))
+    if under:
+        named = _kept_by_name(expected, once)
+        for graph, loops, own in _with_each(named, inside(named), measure):
+            for schedule in _schedules(body, own, graph, measure, once):
+                schedule = dataclasses.replace(schedule, loops=loops)
+                if once.isdisjoint(demand(named.graph, schedule).all_recomputed()):
+                    found[_iteration(body, own, schedule, read, carry, hosts)] = None
+    if not under or any(expected.graph.internal_bytes):
+        opening = inside(expected, stacked=True)
+        for graph, loops, own in _with_each(expected, opening, measure, stacked=True):
+            # As it is, a map hands out more here than where the compiler may leave it out.
+            if not loops and read.maps:
+                continue
+            chains = named_chains.chains(
+                graph, measure, most_cuts=_MOST_KEPT, most_chains=_MOST_INSIDE
+            )
+            for schedule in chains:
+                schedule = dataclasses.replace(schedule, loops=loops)
+                found[_bare_iteration(own, schedule, read)] = None
     best: list[_Iteration] = []
     for one in found:
         figures = _figures(one, measure)
@@ -721,7 +800,49 @@ def _iterations(
             for other in best
         ):
             best.append(one)
-    return best, _Forward(seconds=graph.forward_seconds, flops=graph.forward_flops)
+    forward = expected.graph
+    return best, _Forward(seconds=forward.forward_seconds, flops=forward.forward_flops)
+
+
+def _with_each(
+    expected: Model,
+    inside: Sequence[Sequence[Opening]],
+    measure: Overhead,
+    *,
+    stacked: bool = False,
+) -> Iterator[tuple[Graph, tuple[Inside, ...], Model]]:
+    """The graph of a body with nothing in it opened, and with some choices of what is.
+
+    Args:
+      expected: the model of the body.
+      inside: for each loop in it the ways to open it.
+      measure: what recomputation is counted in.
+      stacked: whether what these loops keep waits in stacks.
+
+    Yields:
+      The graph, what is opened, and the body's model, which knows all of that.
+    """
+    graph = expected.graph
+    yield graph, (), expected
+    if inside:
+        expected = opened(expected, inside)
+        choices = choices_of(inside, measure)
+        chosen = thinned(choices, _MOST_INSIDE)
+        if stacked:
+            chosen += thinned(_least_stacked(choices, measure), _MOST_INSIDE)
+        for choice in dict.fromkeys(chosen):
+            yield _with(graph, choice), tuple(way.loop for way in choice), expected
+
+
+def _least_stacked(
+    choices: Sequence[tuple[Opening, ...]], measure: Overhead
+) -> list[tuple[Opening, ...]]:
+    """The choices that are best at some exchange rate between what is stacked and recomputation."""
+    points: dict[tuple[float, float], tuple[Opening, ...]] = {}
+    for choice in sorted(choices, key=_memory_together):
+        size = sum(way.stacked_bytes for way in choice)
+        points.setdefault((size, math.fsum(_cost(way, measure) for way in choice)), choice)
+    return [points[point] for point in _hull(list(points))]
 
 
 def _kept_by_name(expected: Model, once: frozenset[int]) -> Model:
@@ -740,6 +861,7 @@ def _kept_by_name(expected: Model, once: frozenset[int]) -> Model:
 
 def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
     return (
+        not way.checkpointed,  # which cannot be mixed
         way.kept_bytes - way.waiting.bytes,
         way.waiting.workspace_bytes,
         way.kept_bytes,
@@ -876,19 +998,19 @@ def _iteration(
     carry: Sequence[int],
     hosts: Mapping[int, int],
 ) -> _Iteration:
-    """A schedule of a body, with its figures."""
+    """A schedule of a body, one region around all of it, with its figures."""
     schedule = expected.admitted(schedule)
     graph = expected.graph_of(schedule)
     wanted = demand(graph, schedule)
-    again = list(wanted.all_recomputed())
-    seconds, flops = expected.recomputation(schedule)
     (region,) = schedule.regions
     inside = expected.stages(Schedule(regions=region.inside))
     if not inside:
         inside = (Stage(roots=expected.roots, kept=(), checkpointed=False),)
     kept_bytes = sum(graph.bytes[vertex] for vertex in wanted.stored)
-    beside = beside_stacks(expected, schedule, read)
+    beside = beside_stacks(expected, schedule, read, region.inside)
+    seconds, flops = _again(expected, graph, schedule, wanted)
     return _Iteration(
+        checkpointed=True,
         kept=tuple(expected.roots[vertex] for vertex in region.kept if vertex in wanted.stored),
         stages=inside,
         loops=schedule.loops,
@@ -896,7 +1018,41 @@ def _iteration(
         workspace_bytes=beside.part_bytes,
         whole_bytes=beside.whole_bytes,
         alone_bytes=beside.alone_bytes,
-        seconds=math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
-        flops=sum(graph.flops[vertex] for vertex in again) + flops,
+        seconds=seconds,
+        flops=flops,
         waiting=_waiting(body, expected, schedule, read, carry, hosts),
+    )
+
+
+def _bare_iteration(expected: Model, schedule: Schedule, read: Read) -> _Iteration:
+    """A schedule of a body, a chain of regions with nothing around it, with its figures."""
+    schedule = expected.admitted(schedule)
+    graph = expected.graph_of(schedule)
+    wanted = demand(graph, schedule)
+    kept_bytes = sum(graph.bytes[vertex] for vertex in wanted.stored)
+    kept_bytes += sum(graph.internal_bytes[vertex] for vertex in schedule.under_none())
+    beside = beside_stacks(expected, schedule, read, schedule.regions)
+    seconds, flops = _again(expected, graph, schedule, wanted)
+    return _Iteration(
+        checkpointed=False,
+        kept=(),
+        stages=expected.stages(schedule),
+        loops=schedule.loops,
+        kept_bytes=kept_bytes,
+        workspace_bytes=beside.whole_bytes,
+        whole_bytes=beside.whole_bytes,
+        alone_bytes=beside.whole_bytes,
+        seconds=seconds,
+        flops=flops,
+        waiting=_NOT_WAITING,
+    )
+
+
+def _again(expected: Model, graph: Graph, schedule: Schedule, wanted: Demand) -> tuple[float, int]:
+    """Seconds and FLOPs of what an iteration computes again."""
+    again = list(wanted.all_recomputed())
+    seconds, flops = expected.recomputation(schedule)
+    return (
+        math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
+        sum(graph.flops[vertex] for vertex in again) + flops,
     )

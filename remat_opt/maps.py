@@ -16,12 +16,14 @@ Guarantee: none of optimality. Deterministic.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from remat_opt import _jax_meshes, inner
+from remat_opt import _jax_meshes, inner, named_chains
 from remat_opt.compilers.model import Model, computes_nothing
 from remat_opt.compilers.opened import Opening
+from remat_opt.compilers.stacks import beside_stacks, stacks
 from remat_opt.program import bodies
 from remat_opt.program.record import Program
 from remat_opt.schedule import Branch, Mapped
@@ -36,7 +38,13 @@ _MOST_SCHEDULES = 96
 
 
 def openings(
-    program: Program, vertex: int, root: int, expected: Model, search: Search
+    program: Program,
+    vertex: int,
+    root: int,
+    expected: Model,
+    search: Search,
+    *,
+    stacked: bool,
 ) -> Iterator[Opening]:
     """Ways to open one map, in any order; none if it cannot be.
 
@@ -46,6 +54,8 @@ def openings(
       root: position of its equation.
       expected: the program's model.
       search: gives the model of its body, and candidates.
+      stacked: whether what it keeps waits in stacks, as in the body of a loop. Then all that can
+        be is under checkpoints (``named_chains``).
     """
     equation = program.equations[root]
     body = bodies.mapped_of(equation, bodies.varying(program))
@@ -58,17 +68,25 @@ def openings(
     # The cotangent it starts from, and gradients that the rest counts, are there in both.
     counted = expected.graph.cotangent_bytes[vertex]
     counted += inner.gradients_inside_bytes(program, vertex, expected)
-    for candidate in thinned(candidates, _MOST_SCHEDULES):
-        schedule = own.admitted(candidate.schedule)
+    drafts = [one.schedule for one in thinned(candidates, _MOST_SCHEDULES)]
+    read = stacks(body, (), body.arguments, own) if stacked else None
+    if stacked:
+        found = (named_chains.under_checkpoints(own.graph_of(one), one) for one in drafts)
+        drafts = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+    for schedule in drafts:
+        schedule = own.admitted(schedule)
         if schedule.unchanged:
             continue
         graph = own.graph_of(schedule)
         wanted = demand(graph, schedule)
         again = list(wanted.all_recomputed())
-        bare = [v for one in schedule.regions if not one.checkpointed for v in one.vertices]
         kept_bytes = sum(graph.bytes[v] for v in wanted.stored)
-        kept_bytes += sum(graph.internal_bytes[v] for v in bare)
+        kept_bytes += sum(graph.internal_bytes[v] for v in schedule.under_none())
         seconds, flops = own.recomputation(schedule)
+        if read is None:
+            workspace_bytes = own.peak_bytes(schedule) - kept_bytes
+        else:
+            workspace_bytes = beside_stacks(own, schedule, read, schedule.regions).whole_bytes
         yield Opening(
             vertex=vertex,
             loop=Mapped(
@@ -78,7 +96,7 @@ def openings(
                 ),
             ),
             stacked_bytes=kept_bytes,
-            workspace_bytes=own.peak_bytes(schedule) - kept_bytes - counted,
+            workspace_bytes=workspace_bytes - counted,
             closed_bytes=expected.inside.get(vertex, 0),
             seconds=scale * (math.fsum(graph.seconds[v] for v in again) + seconds),
             flops=sum(graph.flops[v] for v in again) + flops,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from remat_opt.export.source import Source
 
 #: Changes when files of an older version can no longer be read.
-FORMAT = "remat_opt plan 11"
+FORMAT = "remat_opt plan 12"
 #: How deep the JSON of a plan may nest: two levels for each nested region, and a few more. On a
 #: chain of 400 equal layers the planner's regions nest 26 deep.
 _MOST_DEPTH = 210

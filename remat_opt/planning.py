@@ -744,9 +744,8 @@ def _side_effects(of: Problem) -> Iterator[str]:
     yield (
         "These run once, in the order of the function, and under no checkpoint, because they "
         "have side effects, call back to Python or communicate with other devices: "
-        f"{'; '.join([*told, *more])}. What their derivatives read is kept. A loop with one "
-        "inside is planned as one piece, except for collectives (but not in a loop or branch of "
-        "its own): iterations keep their results."
+        f"{'; '.join([*told, *more])}. What their derivatives read is kept. No iterations of a "
+        "loop with one inside share a checkpoint."
         + (' collectives="recompute" lets collectives run again.' if collectives else "")
     )
 

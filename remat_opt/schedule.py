@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from remat_opt.errors import GraphError
 from remat_opt.graph import Graph
@@ -57,6 +57,12 @@ class Schedule:
             for number, region in enumerate(self.regions)
             for vertex in region.vertices
         }
+
+    def under_none(self) -> Iterator[int]:
+        """The vertices that are under no checkpoint."""
+        for region in self.regions:
+            if not region.checkpointed:
+                yield from region.vertices
 
     def check(self, graph: Graph) -> None:
         """Raises GraphError unless the schedule can be executed on ``graph``."""
@@ -179,9 +185,9 @@ class Stage:
 class Part:
     """Iterations of a loop, one after the other, that run alike.
 
-    Either each iteration runs under its own checkpoint, or they run in chunks. A chunk's checkpoint
-    keeps what its first iteration receives and runs all its iterations again, as a loop with parts
-    of its own.
+    Either each iteration runs under its own checkpoint, or as a chain of regions without one around
+    it, or they run in chunks. A chunk's checkpoint keeps what its first iteration receives and runs
+    all its iterations again, as a loop with parts of its own.
 
     Equations are those of the loop's body, numbered as a separate program.
 
@@ -189,14 +195,18 @@ class Part:
       length: how many iterations.
       inside: the parts of a chunk, in order of execution; ``length`` is a multiple of their total
         length. Empty without chunks; with them, the fields below are empty.
-      kept: positions of the equations whose results are saved by name in every iteration.
-      kept_bytes: their size, in one iteration.
+      checkpointed: whether a checkpoint is around every iteration. A part in which it is not is
+        all of its loop.
+      kept: positions of the equations whose results are saved by name in every iteration; none
+        without a checkpoint around it.
+      kept_bytes: the size of what one iteration leaves for the backward pass, besides its inputs.
       stages: the chain in which the body runs, and runs again.
       loops: what is opened in the body.
     """
 
     length: int
     inside: tuple[Part, ...] = ()
+    checkpointed: bool = True
     kept: tuple[int, ...] = ()
     kept_bytes: int = 0
     stages: tuple[Stage, ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -208,13 +209,40 @@ def test_a_plan_file_with_wrong_branches_is_refused(field: str, value: Any) -> N
 
 def test_what_cannot_be_opened_stays_as_it_is() -> None:
     def telling(w: Any, x: jax.Array, which: Any) -> jax.Array:
+        seen = jax.new_ref(jnp.zeros(()))
+
         def told(w: Any, x: jax.Array) -> jax.Array:
-            jax.debug.callback(lambda: None)
+            seen[...] = lax.stop_gradient(x[0, 0])
             return block(jnp.tanh, 0, 2)(w, x)
 
         return jnp.mean(lax.cond(which > 0, told, block(jnp.tanh, 0, 2), w, x))
 
     assert make_plan(telling).loops == ()
+
+
+@pytest.mark.versions
+def test_a_branch_with_effects_is_opened_and_has_them_once() -> None:
+    told: list[float] = []
+
+    def telling(w: Any, x: jax.Array, which: Any) -> jax.Array:
+        def one(w: Any, x: jax.Array) -> jax.Array:
+            x = block(jnp.tanh, 0, 2)(w, x)
+            jax.debug.callback(lambda mean: told.append(float(mean)), jnp.mean(x))
+            return block(jnp.tanh, 0, 2)(w, x)
+
+        return jnp.mean(lax.cond(which > 0, one, block(jnp.sin, 0, 2), w, x))
+
+    plan = make_plan(telling)
+    assert [type(one) for one in plan.loops] == [Choice]
+    expected = jax.jit(jax.value_and_grad(telling))(W, X, 1)
+    jax.effects_barrier()
+    before = list(told)
+    found = jax.jit(jax.value_and_grad(remat_opt.apply_plan(plan, telling)))(W, X, 1)
+    jax.effects_barrier()
+    assert len(before) == 1
+    assert told == pytest.approx(2 * before, rel=1e-4)
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
 def test_the_inputs_of_branches_are_copied_by_old_jax_alone() -> None:

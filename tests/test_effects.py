@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from jax import lax
 from jax.experimental import checkify, io_callback
 
 import remat_opt
-from remat_opt.errors import BudgetError
+from remat_opt.errors import BudgetError, PlanFileError
+from remat_opt.schedule import Loop
 
 pytestmark = pytest.mark.usefixtures("quick_search")
 
@@ -123,10 +125,10 @@ def least(loss: Callable[..., Any], device: str) -> int:
     return told.value.least_peak_bytes
 
 
-def run(log: Log, loss: Callable[..., Any]) -> Any:
+def run(log: Log, loss: Callable[..., Any], weights: Any = WEIGHTS) -> Any:
     """The gradient, and what was called for it."""
     log.lines.clear()
-    result = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(WEIGHTS, BATCH))
+    result = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(weights, BATCH))
     jax.effects_barrier()
     return result, list(log.lines)
 
@@ -186,9 +188,8 @@ def test_the_plan_says_so() -> None:
         f"have side effects, call back to Python or communicate with other devices: {place}"
     )
     assert note.endswith(
-        "(steps.<locals>.debug), 3 times. What their derivatives read is kept. A loop with "
-        "one inside is planned as one piece, except for collectives (but not in a loop or branch "
-        "of its own): iterations keep their results."
+        "(steps.<locals>.debug), 3 times. What their derivatives read is kept. No iterations of "
+        "a loop with one inside share a checkpoint."
     )
     # And it still gains.
     assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes
@@ -199,6 +200,56 @@ def test_the_plan_says_so() -> None:
 def quiet() -> remat_opt.Plan:
     """A plan for a function without side effects."""
     return remat_opt.make_plan(loss_of(lambda x, _: jnp.sin(x)), WEIGHTS, BATCH, device="h200")
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "ordered debug callback" else pytest.mark.slow)
+        for name in steps(Log())
+    ],
+)
+def test_a_loop_with_effects_is_opened_and_has_them_once(name: str) -> None:
+    log = Log()
+    step = steps(log)[name]
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            x = step(x, 0)
+            for _ in range(4):
+                x = x + jnp.sin(jnp.tanh(x) @ w)
+            return x / 2, None
+
+        return jnp.mean(lax.scan(layer, x, weights)[0] ** 2)
+
+    weights = jnp.stack([WEIGHTS[0]] * 5)
+    args = weights, BATCH
+    expected, lines = run(log, loss, weights)
+    ours = remat_opt.optimal_remat(
+        loss, device="cpu", gradients="results", max_overhead=1.0, errors="raise"
+    )
+    found, found_lines = run(log, ours, weights)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, expected, found)
+    assert found_lines == lines if "ordered" in name else sorted(found_lines) == sorted(lines)
+    plan = ours.plan(*args)
+    (loop,) = plan.loops
+    assert isinstance(loop, Loop)
+    assert [(part.length, part.checkpointed) for part in loop.parts] == [(5, False)]
+    assert plan.predicted.temporary_bytes < plan.predicted.plain_temporary_bytes
+    assert "5 that keep" in repr(plan)
+    # A file that says to repeat them is refused.
+    broken = dataclasses.replace(
+        plan,
+        loops=(
+            dataclasses.replace(
+                loop, parts=(dataclasses.replace(loop.parts[0], checkpointed=True),)
+            ),
+        ),
+    )
+    with pytest.raises(PlanFileError, match="repeats the side effects of the loop"):
+        jax.grad(remat_opt.apply_plan(broken, loss))(*args)
 
 
 @pytest.mark.slow

@@ -84,7 +84,14 @@ def test_tells_how_loops_differ():
 
 
 def test_loops_that_keep_as_much_of_other_values_differ(plans):
-    part = {"length": 8, "inside": [], "kept": [3], "kept_bytes": 2**20, "loops": []}
+    part = {
+        "length": 8,
+        "inside": [],
+        "checkpointed": True,
+        "kept": [3],
+        "kept_bytes": 2**20,
+        "loops": [],
+    }
     data = plans[0].to_dict()
     first, second = (
         {**data, "loops": [{"root": 0, "in_gradients": [], "parts": [{**part, "kept": [kept]}]}]}

@@ -32,11 +32,13 @@ class Place(enum.Enum):
 
     TOP: by itself.
     ITERATION: in a loop that is opened, under a checkpoint around all of it.
+    LOOP: in one, without that.
     BRANCH: in a ``cond`` that is opened.
     """
 
     TOP = enum.auto()
     ITERATION = enum.auto()
+    LOOP = enum.auto()
     BRANCH = enum.auto()
 
 
@@ -74,6 +76,8 @@ class Rewrites:
       draws_in_turn: draws of random bits that are to run one by one in a region.
       in_turn: whether every product waits until the parts of its weight's gradient from later
         products are added.
+      stacked: whether what waits for the backward pass does so in stacks. What a barrier returns
+        would wait there beside what it was given, and forward and backward pass are apart anyway.
     """
 
     apart: frozenset[int]
@@ -100,6 +104,7 @@ class Rewrites:
     starts_in_turn: frozenset[int]
     draws_in_turn: frozenset[int]
     in_turn: bool
+    stacked: bool
 
 
 def rewrites(
@@ -151,7 +156,7 @@ def rewrites(
         parts_added=rules.has("parts_added"),
         ordered=ordered,
         before_loops=rules.has("loops_in_turn"),
-        twice=transcendental.twice(program, rules, in_loop=runs_again)
+        twice=transcendental.twice(program, rules, in_loop=place in (Place.ITERATION, Place.LOOP))
         if recomputes or runs_again
         else {},
         stored=rules.has("boundaries_stored"),
@@ -160,6 +165,7 @@ def rewrites(
         starts_in_turn=starts if rules.has("starts_in_turn") else frozenset(),
         draws_in_turn=draws.draws(program) if rules.has("draws_in_turn") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
+        stacked=place is Place.LOOP,
     )
 
 

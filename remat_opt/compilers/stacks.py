@@ -67,6 +67,8 @@ class Read:
       by_library: likewise of what a library's kernels read there, by value.
       converted: the bytes of gradients that are computed as they are put into their stacks, entry
         by entry, and the vertices in whose backward steps they would be complete.
+      maps: the vertices that are maps. The compiler sees through them, and reads their residuals
+        where they lie.
     """
 
     stacks: Stacks
@@ -74,6 +76,7 @@ class Read:
     in_place: Mapping[int, tuple[int, Sequence[int]]]
     by_library: Mapping[int, tuple[int, Sequence[int]]]
     converted: Sequence[tuple[int, int]]
+    maps: Sequence[int]
 
     def under(self, regions: Sequence[Region], taken: Set[int] = frozenset()) -> Stacks:
         """What is copied where an iteration consists of regions.
@@ -178,6 +181,11 @@ def stacks(body: Program, carries: Sequence[int], entries: Sequence[int], expect
         in_place=own,
         by_library=taken,
         converted=converted,
+        maps=[
+            vertex
+            for vertex, root in enumerate(expected.roots)
+            if body.equations[root].operation.primitive == "shard_map"
+        ],
     )
 
 
@@ -197,13 +205,16 @@ def _workspace_bytes(compiler: Compiler) -> int:
     return _WORKSPACE_BYTES // 8 if older else _WORKSPACE_BYTES
 
 
-def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
+def beside_stacks(
+    expected: Model, schedule: Schedule, read: Read, chain: Sequence[Region]
+) -> Beside:
     """What the backward pass of an iteration takes beside the stacks.
 
     Args:
       expected: the model of the body.
       schedule: what it keeps, and how it runs again.
       read: what it reads of stacks.
+      chain: the regions in which it runs again, if not as it is.
     """
     graph = expected.graph_of(schedule)
     if not expected.compiler.has("entries_sliced"):
@@ -220,8 +231,8 @@ def beside_stacks(expected: Model, schedule: Schedule, read: Read) -> Beside:
             whole_bytes = min(in_loop, in_place_bytes + read.stacks.carried_bytes)
         return Beside(whole_bytes=whole_bytes, part_bytes=in_loop, alone_bytes=peak_bytes)
     graph = _without(expected, graph, read.converted)
-    (region,) = schedule.regions
-    whole = read.under(region.inside)
+    graph = _without_residuals(graph, schedule, read.maps)
+    whole = read.under(chain)
     at_once = [(size, readers, True) for size, readers, _ in whole.inputs]
     if (library := whole.library) is not None:
         # There they are read by index, under the checkpoint.
@@ -258,6 +269,17 @@ def _without(expected: Model, graph: Graph, gradients: Sequence[tuple[int, int]]
     return figures.put_into(graph)
 
 
+def _without_residuals(graph: Graph, schedule: Schedule, maps: Sequence[int]) -> Graph:
+    """The graph, in which the residuals of maps that lie in stacks are not counted."""
+    in_stacks = set(maps).intersection(schedule.under_none())
+    if not in_stacks:
+        return graph
+    figures = Figures.of(graph)
+    for vertex in in_stacks:
+        figures.internal_bytes[vertex] = 0
+    return figures.put_into(graph)
+
+
 def as_written_bytes(
     body: Program,
     carries: Sequence[int],
@@ -283,6 +305,7 @@ def as_written_bytes(
     # Gradients of entries are written where they belong.
     graph = expected.graph_of(schedule)
     graph = _without(expected, graph, [*read.stacks.gradients, *read.converted])
+    graph = _without_residuals(graph, schedule, read.maps)
     found = dataclasses.replace(read.stacks, gradients=())
     if found.library is not None and not reads_copies:
         in_place = [(0, readers) for _, readers in found.library.inputs]

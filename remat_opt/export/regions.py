@@ -159,7 +159,7 @@ class Printer:
                 part.stages,
                 part.loops,
                 frozenset(part.kept),
-                place=Place.ITERATION,
+                place=Place.ITERATION if part.checkpointed else Place.LOOP,
             )
             for number, part in enumerate(parts)
             if not part.inside
@@ -174,7 +174,8 @@ class Printer:
             told = "One iteration: constants, carry and entries -> carry and entries made."
             function, labels = self._inner(chains[number], own, label, told)
             kept = [quoted(name) for index in sorted(part.kept) for name in labels[index]]
-            found.append(f"({part.length}, [], {listed(kept)}, {function})")
+            names = listed(kept) if part.checkpointed else None
+            found.append(f"({part.length}, [], {names}, {function})")
         return found
 
 

@@ -291,7 +291,7 @@ def flat_scan(
 
 
 def planned_scan(
-    parts: Sequence[tuple[int, Any, Sequence[str], Any]],
+    parts: Sequence[tuple[int, Any, Any, Any]],
     constants: Sequence[Any],
     carry: Sequence[Any],
     stacked: Sequence[Any],
@@ -304,8 +304,8 @@ def planned_scan(
 
     Args:
       parts: for each, its length; the parts of a chunk, if it runs in chunks, each under one
-        checkpoint; the names that every iteration keeps; and the body, which takes constants, carry
-        and entries to the next carry and new entries.
+        checkpoint; the names that every iteration keeps, or None if no checkpoint is around one;
+        and the body, which takes constants, carry and entries to the next carry and new entries.
       constants: what every iteration reads.
       carry: what the first iteration receives.
       stacked: inputs of which each iteration reads one entry.
@@ -325,13 +325,14 @@ def planned_scan(
         return made[: len(carry)], made[len(carry) :]
 
     unrolled = min(unroll, length)
-    checkpointed = jax.checkpoint(
-        iteration,
-        prevent_cse=unrolled >= length,
-        policy=jax.checkpoint_policies.save_only_these_names(*names),
-    )
+    if names is not None:
+        iteration = jax.checkpoint(
+            iteration,
+            prevent_cse=unrolled >= length,
+            policy=jax.checkpoint_policies.save_only_these_names(*names),
+        )
     carry, made = lax.scan(
-        checkpointed, list(carry), list(stacked), length=length, reverse=reverse, unroll=unrolled
+        iteration, list(carry), list(stacked), length=length, reverse=reverse, unroll=unrolled
     )
     return [*carry, *made]
 

@@ -89,26 +89,38 @@ def is_collective(equation: Equation) -> bool:
 
 
 def runs_under_checkpoints(body: Program) -> bool:
-    """Whether the iterations of a loop with this body may be under checkpoints.
+    """Whether the iterations of a loop with this body may each be under a checkpoint.
 
-    No checkpoint repeats a collective whose results are kept by name. What is in a program inside
-    an equation has no name there.
+    It repeats all side effects, but no collective whose results are kept by name. What is in a
+    program inside an equation has no name there.
     """
     return all(is_collective(one) for one in body.equations if one.once)
 
 
 def is_open_loop(equation: Equation) -> bool:
-    """Whether an equation is a ``scan`` that at most computes and communicates."""
-    return equation.operation.primitive == "scan" and internals.at_most_communicates(
+    """Whether an equation is a ``scan`` without mutable arrays from outside."""
+    return equation.operation.primitive == "scan" and not internals.reads_mutable(
         equation.jax_equation
     )
 
 
+def is_open_choice(equation: Equation) -> bool:
+    """Whether an equation is a ``cond`` without mutable arrays from outside, or for a platform."""
+    return (
+        equation.operation.primitive == "cond"
+        and not internals.reads_mutable(equation.jax_equation)
+        and not internals.is_choice_of_platform(equation.jax_equation)
+    )
+
+
 def is_open_map(equation: Equation) -> bool:
-    """Whether an equation is a ``shard_map`` whose body sees one device's part of everything."""
+    """Whether an equation is a ``shard_map`` whose body sees one device's part of everything.
+
+    Without mutable arrays from outside, too.
+    """
     return (
         equation.operation.primitive == "shard_map"
-        and not equation.once
+        and not internals.reads_mutable(equation.jax_equation)
         and _jax_meshes.map_of(equation.jax_equation).over_all_axes
     )
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from remat_opt import _jax_internals as internals
-from remat_opt import costs
+from remat_opt import _jax_meshes, costs
 from remat_opt.operation import ArrayType
 from remat_opt.program.propagation import share_inside
 from remat_opt.program.record import Constant, Derivative, Equation, Linearization, Program
@@ -260,7 +260,7 @@ def _read_residuals(
     own = {id(makers[variable]) for variable in output_position if variable in makers}
     read_inputs: set[int] = set()
     read_outputs: set[int] = set()
-    internal_bytes = 0
+    internal_bytes = 0.0
     for residual in residuals:
         if isinstance(residual, internals.Literal):
             continue
@@ -293,11 +293,13 @@ def _read_residuals(
             read_inputs |= reached_inputs
             read_outputs |= reached_outputs
         else:
-            internal_bytes += array_type(residual.aval).bytes
+            split = equation.placement and _jax_meshes.parts_of(makers[residual], residual)
+            share = 1 / split if split and split > 1 else share_inside(equation)
+            internal_bytes += share * array_type(residual.aval).bytes
     return Derivative(
         inputs=tuple(sorted(read_inputs)),
         outputs=tuple(sorted(read_outputs)),
-        internal_bytes=math.ceil(share_inside(equation) * internal_bytes),
+        internal_bytes=math.ceil(internal_bytes),
         active_outputs=tuple(
             position
             for position, kind in enumerate(equation.operation.outputs)

@@ -99,7 +99,8 @@ def share_inside(equation: Equation) -> float:
 
 
 def _made_inside(one: Operation) -> int:
-    if not one.bodies:
+    # The body of a map is one device's part in any case.
+    if not one.bodies or one.primitive == "shard_map":
         return one.output_bytes
     return sum(_made_inside(inner) for body in one.bodies for inner in body.operations)
 

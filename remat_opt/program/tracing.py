@@ -610,7 +610,9 @@ class _Flattener:
             inputs=inputs,
             outputs=outputs,
             effects=internals.has_effects(equation),
-            once=internals.has_effects(equation) or internals.calls_back(equation),
+            once=internals.has_effects(equation)
+            or internals.calls_back(equation)
+            or internals.maps_communicate(equation),
             parameters=internals.describe_parameters(equation.params),
             module=str(stack),
             jax_equation=equation,

@@ -9,6 +9,7 @@ from jax import lax
 
 from remat_opt import _jax_internals as internals
 from remat_opt.errors import PlanFileError
+from remat_opt.program import bodies
 from remat_opt.program.record import Equation
 from remat_opt.schedule import Choice
 from remat_opt.transform.equations import arrays_of
@@ -16,7 +17,7 @@ from remat_opt.transform.equations import arrays_of
 
 def check_choice(equation: Equation, choice: Choice) -> None:
     """Raises PlanFileError unless the branches can be those of the equation."""
-    if equation.operation.primitive != "cond" or equation.once:
+    if not bodies.is_open_choice(equation):
         raise PlanFileError(
             f"The plan opens equation {choice.root}, which is not a choice that can be opened. "
             "Make the plan again."

@@ -3,7 +3,8 @@
 Every iteration runs under its own checkpoint, whose policy keeps some values by name: a ``scan``
 stacks these, and its carry. A chunk is a checkpoint around a few iterations, which again form
 parts. Parts follow one another. They read stacked inputs by index, inside the checkpoint: nothing
-is cut up, and gradients are written where they belong. A single part is a plain ``scan``.
+is cut up, and gradients are written where they belong. A single part is a plain ``scan``. In one,
+iterations may be without that checkpoint, and have regions of their own.
 """
 
 from __future__ import annotations
@@ -40,9 +41,18 @@ def check_loop(equation: Equation, loop: Loop) -> None:
             f"The plan opens equation {loop.root}, which is not a loop that can be opened. Make "
             "the plan again."
         )
+    once = not internals.at_most_communicates(equation.jax_equation)
+    if once and any(part.inside or part.checkpointed for part in loop.parts):
+        raise PlanFileError(
+            f"The plan repeats the side effects of the loop at equation {loop.root}. Make the plan "
+            "again."
+        )
     length = internals.scan_of(equation.jax_equation).length
-    if not _fit(loop.parts, length) or (
-        loop.in_gradients and any(part.inside for part in loop.parts)
+    bare = any(not part.checkpointed for part in loop.parts)
+    if (
+        not _fit(loop.parts, length)
+        or (loop.in_gradients and any(part.inside for part in loop.parts))
+        or (bare and (len(loop.parts) > 1 or loop.in_gradients))
     ):
         raise PlanFileError(
             f"The parts of the loop at equation {loop.root} of the plan do not add up to its "
@@ -55,9 +65,11 @@ def _fit(parts: Sequence[Part], length: int) -> bool:
     return sum(part.length for part in parts) == length and all(
         part.length >= 1
         and (
-            not part.inside
+            (not part.inside and (part.checkpointed or not part.kept))
             or (
                 part.chunk >= 1
+                and part.checkpointed
+                and all(one.checkpointed for one in part.inside)
                 and not part.length % part.chunk
                 and not (part.kept or part.stages or part.loops)
                 and _fit(part.inside, part.chunk)
@@ -254,14 +266,14 @@ def _run_alike(
     turns = _turns(body, part)
     first = scan.constants + scan.carries
 
-    @turns.checkpointed
     def iteration(carry: Sequence[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        entries = [body.devices.as_stored(n, one) for n, one in enumerate(entries, first)]
+        if part.checkpointed:  # without, what is made here would wait beside the stack
+            entries = [body.devices.as_stored(n, one) for n, one in enumerate(entries, first)]
         outputs = run([*reads[: scan.constants], *carry, *entries])
         return outputs[: scan.carries], outputs[scan.carries :]
 
     return lax.scan(
-        iteration,
+        turns.checkpointed(iteration) if part.checkpointed else iteration,
         list(carry),
         list(reads[scan.constants :]),
         length=scan.length,

@@ -93,7 +93,8 @@ def rewrite(
         if isinstance(loop, Choice):
             return functools.partial(_run_choice, loop, *given)
         if isinstance(loop, Mapped):
-            return functools.partial(_run_map, loop, *given)
+            own = Place.LOOP if place is Place.LOOP else Place.TOP
+            return functools.partial(_run_map, loop, own, *given)
         return functools.partial(_run_loop, loop, platform, mesh, *given)
 
     opened = {loop.root: running(loop) for loop in loops}
@@ -141,7 +142,7 @@ def _run_loop(
             loops=part.loops,
             named=frozenset(part.kept),
             within=inside,
-            place=Place.ITERATION,
+            place=Place.ITERATION if part.checkpointed else Place.LOOP,
         )
         return functools.partial(run, program.constant_values), _policy(program, part.kept, inside)
 
@@ -175,15 +176,20 @@ def _run_choice(
 
 def _run_map(
     mapped: Mapped,
+    place: Place,
     equation: Equation,
     summed: Set[int],
     rewritten: Callable[..., Callable[..., list[Any]]],
     inside: str,
     inputs: Sequence[Any],
 ) -> list[Any]:
-    """Runs a map, its body by its own plan; see ``_run_loop``."""
+    """Runs a map, its body by its own plan; see ``_run_loop``.
+
+    It counts as a part of the program around it, which runs at ``place``.
+    """
+    body = mapped.body
     program = bodies.mapped_of(equation, summed)
-    run = rewritten(program, mapped.body.stages, loops=mapped.body.loops, within=inside)
+    run = rewritten(program, body.stages, loops=body.loops, within=inside, place=place)
     return run_map(equation, inputs, lambda *given: run(program.constant_values, given))
 
 
@@ -231,9 +237,10 @@ def _run(
       environment: the values known before.
       around: the number of the region that contains the steps.
     """
+    barrier = cotangents_together if rewriting.ways.stacked and not around else behind_barrier
     for number, (step, before, after) in enumerate(in_turn(rewriting, steps)):
         for values in before:
-            _pass_on(behind_barrier, values, environment)
+            _pass_on(barrier, values, environment)
         given = [environment[value] for value in step.inputs]
         # A sum where regions meet has only the region's name.
         with jax.named_scope(region_scope((*around, number))):
@@ -241,7 +248,7 @@ def _run(
         _check_types(rewriting.program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
         for values in after:
-            _pass_on(behind_barrier, values, environment)
+            _pass_on(barrier, values, environment)
 
 
 def _pass_on(

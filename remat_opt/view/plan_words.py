@@ -403,7 +403,10 @@ def _part(part: Mapping[str, Any]) -> str:
         return f"{said} in chunks of {_length(part['inside'])} ({_parts(part['inside'])})"
     kept = counted(len(part["kept"]), "value")
     keep, each, their = ("keeps", "", "its") if part["length"] == 1 else ("keep", " each", "their")
-    if part["kept"]:
+    if not part["checkpointed"]:
+        regions = counted(len(part["stages"]), "region")
+        said += f" that {keep} {format_bytes(part['kept_bytes'])} in {regions}{each}"
+    elif part["kept"]:
         said += f" that {keep} {format_bytes(part['kept_bytes'])} in {kept}{each}"
     else:
         said += f" that {keep} only {their} inputs"

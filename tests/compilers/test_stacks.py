@@ -50,7 +50,7 @@ def body_of(
         vertices = tuple(range(len(told)))
         chosen = tuple(v for v in vertices if told[v] in kept)
         region = Region(vertices=vertices, kept=chosen)
-        return beside_stacks(found, Schedule(regions=(region,)), read)
+        return beside_stacks(found, Schedule(regions=(region,)), read, region.inside)
 
     return found, read, beside
 

@@ -184,7 +184,15 @@ def test_what_is_amiss_comes_with_a_remedy():
 
 
 def test_loops_say_what_their_iterations_keep() -> None:
-    inner = {"length": 4, "inside": [], "kept": [], "kept_bytes": 0, "stages": [], "loops": []}
+    inner = {
+        "length": 4,
+        "inside": [],
+        "checkpointed": True,
+        "kept": [],
+        "kept_bytes": 0,
+        "stages": [],
+        "loops": [],
+    }
     last = {**inner, "length": 8, "kept": [3], "kept_bytes": 2**20}
     last["loops"] = [{"root": 5, "parts": [inner], "in_gradients": []}]
     first = {**inner, "length": 40, "inside": [inner, {**last, "length": 6, "loops": []}]}
@@ -197,7 +205,15 @@ def test_loops_say_what_their_iterations_keep() -> None:
 
 
 def test_loops_say_where_it_waits() -> None:
-    part = {"length": 4, "inside": [], "kept": [], "kept_bytes": 0, "stages": [], "loops": []}
+    part = {
+        "length": 4,
+        "inside": [],
+        "checkpointed": True,
+        "kept": [],
+        "kept_bytes": 0,
+        "stages": [],
+        "loops": [],
+    }
     assert plan_words.loop_words({"root": 0, "parts": [part], "in_gradients": [0]}) == (
         "scan of 4: 4 that keep only their inputs, in the stacks of gradients where it fits"
     )
@@ -205,7 +221,7 @@ def test_loops_say_where_it_waits() -> None:
 
 def test_parts_in_a_row_of_which_the_same_is_said_are_told_as_one() -> None:
     """The last iteration, under no checkpoint, keeps what the others do."""
-    part = {"inside": [], "kept": [3], "kept_bytes": 2**20, "loops": []}
+    part = {"inside": [], "checkpointed": True, "kept": [3], "kept_bytes": 2**20, "loops": []}
     other = {**part, "length": 2, "kept": [3, 4]}
     parts = [{**part, "length": 5}, {**part, "length": 1}, other, {**part, "length": 1}]
     chunks = [
