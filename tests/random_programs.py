@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import remat_opt
 from remat_opt.errors import BudgetError
@@ -434,6 +434,58 @@ def scattered_in_a_loop(a: jax.Array, w: jax.Array) -> jax.Array:
     return lax.scan(step, varying(a), None, length=3)[0]
 
 
+def one_device() -> Mesh:
+    """Several on few cores may wait for each other's threads. To JAX it is the same."""
+    return jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+
+
+def mapped(step: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A step of a value and a weight as a ``shard_map`` over rows; the weight is gathered in it."""
+    rows = PartitionSpec("i")
+
+    def body(a: jax.Array, w: jax.Array) -> jax.Array:
+        return step(a, lax.all_gather(w, "i", tiled=True))
+
+    return jax.shard_map(body, mesh=one_device(), in_specs=(rows, rows), out_specs=rows)
+
+
+def summed_map(a: jax.Array, w: jax.Array) -> jax.Array:
+    return mapped(lambda a, w: jnp.tanh(a @ w) + lax.psum(jnp.sin(a).mean(), "i"))(a, w)
+
+
+def maps_in_a_loop(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Two maps in the body, one of them with a loop in it."""
+
+    def step(c: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c = c + mapped(lambda a, w: jnp.tanh(jnp.sin(a @ w) @ w))(jnp.cos(c), own)
+        c = mapped(summed_in_a_loop)(c, own) / 4
+        return c, c.sum()
+
+    c, sums = lax.scan(step, a, jnp.stack([w, w / 2, jnp.sin(w)]))
+    return c + sums.mean() / a.size
+
+
+def map_in_a_branch(a: jax.Array, w: jax.Array) -> jax.Array:
+    layers = mapped(lambda a, w: jnp.tanh(jnp.sin(a @ w) @ w) + lax.pmean(a, "i"))
+    return lax.cond(chance_of(a) < 0.6, layers, lambda a, w: jnp.sin(a @ w), a, w)
+
+
+def told_in_a_loop(a: jax.Array, w: jax.Array) -> jax.Array:
+    """Something is called in each iteration, and something else in a branch of it."""
+
+    def tells(a: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda _: None, a.mean())
+        return jnp.tanh(a @ w) @ w
+
+    def step(c: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        jax.debug.callback(lambda _: None, scale, ordered=False)
+        c = c + lax.cond(chance_of(c) < 0.5, tells, jnp.sin, jnp.sin(c @ w)) * scale
+        return c, c[0]
+
+    c, rows = lax.scan(step, a, jnp.linspace(0, 1, 4).astype(a.dtype), reverse=True)
+    return c + rows.mean()
+
+
 SMOOTH: list[Callable[..., jax.Array]] = [
     jnp.tanh,
     jnp.sin,
@@ -576,7 +628,15 @@ COLLECTIVES: list[Callable[..., jax.Array]] = [
     lambda a, w: lax.ppermute(varying(a) @ w, "i", [(0, 0)]),
 ]
 COMMUNICATING_FROM = 3_500_000
-#: Programs from ``SHARDED_FROM`` on are not, but their arguments lie on a mesh; some in stacks.
+#: Those from ``MAPPING_FROM`` on are not, but have maps, also in loops and branches, and callbacks.
+MAPS: list[Callable[..., jax.Array]] = [
+    summed_map,
+    maps_in_a_loop,
+    map_in_a_branch,
+    told_in_a_loop,
+]
+MAPPING_FROM = 3_700_000
+#: In those from ``SHARDED_FROM`` on, arguments lie on a mesh; some in stacks.
 STACKED: list[Callable[..., jax.Array]] = [scanned_stack, scanned_layers]
 SHARDED_FROM = 4_000_000
 TERMS: list[Callable[..., jax.Array]] = [
@@ -683,6 +743,8 @@ def draw(seed: int) -> RandomProgram:
         products = products + LOOKUPS * 6
     if seed >= SHARDED_FROM:
         products = products + STACKED * 20
+    elif seed >= MAPPING_FROM:
+        products = products + MAPS * 8
     elif seed >= COMMUNICATING_FROM:
         products = products + COLLECTIVES * 6
     rows, columns = chance.choice([(8, 8), (16, 8), (12, 12), (64, 16)])
@@ -729,7 +791,7 @@ def draw(seed: int) -> RandomProgram:
 
     collectives = "keep"
     if SHARDED_FROM > seed >= MAPPED_FROM:
-        loss = _mapped(loss, chance)
+        loss = _mapped(loss, chance) if seed < MAPPING_FROM else loss
         collectives = chance.choice(["keep", "recompute"])
     weights, x = [array(columns, columns) for _ in range(depth)], array(rows, columns)
     if seed >= SHARDED_FROM:
@@ -753,11 +815,7 @@ def draw(seed: int) -> RandomProgram:
 
 
 def _mapped(loss: Callable[..., Any], chance: random.Random) -> Callable[..., Any]:
-    """The loss in a ``shard_map``.
-
-    Over one device: several on few cores may wait for each other's threads. To JAX it is the same.
-    """
-    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    """The loss in a ``shard_map``."""
     splits_x, gathers, check_vma = (chance.random() < 0.5 for _ in range(3))
 
     def everywhere(one: jax.Array) -> jax.Array:
@@ -773,7 +831,11 @@ def _mapped(loss: Callable[..., Any], chance: random.Random) -> Callable[..., An
     specs = PartitionSpec("i") if gathers else PartitionSpec()
     of_x = PartitionSpec("i") if splits_x else PartitionSpec()
     return jax.shard_map(
-        body, mesh=mesh, in_specs=(specs, of_x), out_specs=PartitionSpec(), check_vma=check_vma
+        body,
+        mesh=one_device(),
+        in_specs=(specs, of_x),
+        out_specs=PartitionSpec(),
+        check_vma=check_vma,
     )
 
 

@@ -25,6 +25,7 @@ from tests.random_programs import (
     DEVICES,
     LOOKING_UP_FROM,
     MAPPED_FROM,
+    MAPPING_FROM,
     SHARDED_FROM,
     UNSTEADY,
     attention,
@@ -77,6 +78,13 @@ def test_random_programs_in_maps(seed: int) -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("seed", range(COMMUNICATING_FROM, COMMUNICATING_FROM + 6))
 def test_random_programs_with_collectives_in_loops(seed: int) -> None:
+    assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+@pytest.mark.parametrize("seed", range(MAPPING_FROM, MAPPING_FROM + 6))
+def test_random_programs_with_maps_and_callbacks(seed: int) -> None:
     assert not failures(draw(seed), DEVICES[seed % 3 :][:1])
 
 
