@@ -713,12 +713,13 @@ def _front(
 ) -> tuple[Model, list[Candidate]]:
     """The model of a body that runs once, and candidates for all budgets, as of a whole program.
 
-    Those of the policies are all there: what is best where residuals go one by one need not be in a
-    branch.
+    Those of the policies and of minimum cuts are all there: what is best where residuals go one by
+    one need not be in a branch, or beside other maps.
     """
     graph = expected.graph
     search = functools.partial(portfolio.frontier, measure=measure)
-    alone = judged(graph, policies.alone(body, expected.roots, graph))
+    cuts = named_chains.of_minimum_cuts(graph, measure, _MOST_KEPT)
+    alone = judged(graph, [*policies.alone(body, expected.roots, graph), *cuts])
     front = pareto([*search(graph), *alone], measure)
     inside = ways(body, linearization, expected, measure, depth - 1, stacked=stacked, known=known)
     if inside:

@@ -34,7 +34,7 @@ from remat_opt.solvers.base import Candidate, thinned
 Search = Callable[[Program], tuple[Model, list[Candidate]]]
 
 #: How many schedules of a body are looked at.
-_MOST_SCHEDULES = 96
+_MOST_SCHEDULES = 128
 
 
 def openings(

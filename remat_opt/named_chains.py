@@ -31,7 +31,7 @@ from remat_opt.solvers.base import Overhead, priced, thinned
 def chains(
     graph: Graph, measure: Overhead, *, most_cuts: int, most_chains: int
 ) -> Iterator[Schedule]:
-    """Such chains, from those that keep the least to those that keep the most, and others.
+    """Such chains: those of the minimum cuts, and others.
 
     Args:
       graph: what to plan.
@@ -39,17 +39,26 @@ def chains(
       most_cuts: how many kept sets of minimum cuts are taken.
       most_chains: how many chains of the default solver.
     """
+    yield from of_minimum_cuts(graph, measure, most_cuts)
+    for one in thinned(portfolio.frontier(graph, measure), most_chains):
+        yield from under_checkpoints(graph, one.schedule)
+
+
+def of_minimum_cuts(graph: Graph, measure: Overhead, most: int) -> Iterator[Schedule]:
+    """Chains that keep what minimum cuts do.
+
+    Args:
+      graph: what to plan.
+      measure: what recomputation is counted in.
+      most: how many kept sets are taken.
+    """
     everything = range(len(graph))
     apart = frozenset(v for v in everything if graph.pinned[v] or graph.internal_bytes[v])
     # What is under no checkpoint is kept in any case, and takes nothing more.
     sizes = (min(size, 1) if v in apart else size for v, size in enumerate(graph.bytes))
-    cuts = min_cut.breakpoints(
-        priced(graph.with_bytes(bytes=tuple(sizes)), measure), most_cuts=most_cuts
-    )
-    for cut in cuts:
+    free = priced(graph.with_bytes(bytes=tuple(sizes)), measure)
+    for cut in min_cut.breakpoints(free, most_cuts=most):
         yield Schedule(regions=tuple(_regions(everything, apart, frozenset(cut.kept))))
-    for one in thinned(portfolio.frontier(graph, measure), most_chains):
-        yield from under_checkpoints(graph, one.schedule)
 
 
 def under_checkpoints(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
