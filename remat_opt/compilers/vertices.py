@@ -255,7 +255,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
                 multiplies = True
                 copied += copies.copied_for(member.operation)
             flops += flow.costs[index].flops
-            estimated += flow.costs[index].flops if flow.costs[index].estimated else 0
+            estimated += costs.estimated_flops(member.operation)
             for value in {flow.source[value] for value in member.value_inputs}:
                 if value in storage.vertex_of:
                     predecessors.add(storage.vertex_of[value])

@@ -23,6 +23,7 @@ from remat_opt.costs import (  # noqa: F401  (imported for the rules they regist
     sorting,
     window,
 )
+from remat_opt.costs.bodies import estimated_flops
 from remat_opt.costs.records import Cost, Fusion
 from remat_opt.costs.registry import (
     MissingParameterError,
@@ -44,6 +45,7 @@ __all__ = [
     "Rule",
     "combiner_cost",
     "cost",
+    "estimated_flops",
     "parameter",
     "register",
     "registered",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat_opt.costs.records import Cost, Fusion
 from remat_opt.costs.registry import cost
-from remat_opt.operation import Body
+from remat_opt.operation import Body, Operation
 
 
 def body_cost(body: Body) -> Cost:
@@ -40,3 +40,16 @@ def costliest(bodies: tuple[Body, ...]) -> Cost:
         (body_cost(body) for body in bodies),
         key=lambda each: (each.flops, each.bytes_read + each.bytes_written),
     )
+
+
+def estimated_flops(operation: Operation) -> int:
+    """The FLOPs of an operation whose figures are a guess; of those inside it only such."""
+    own = cost(operation)
+    if not own.estimated:
+        return 0
+    if not operation.bodies or any(body.guessed for body in operation.bodies):
+        return own.flops
+    inside = sum(
+        body.repeats * sum(map(estimated_flops, body.operations)) for body in operation.bodies
+    )
+    return min(own.flops, inside)

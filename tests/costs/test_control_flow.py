@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.costs import Fusion, cost
+from remat_opt.costs import Fusion, cost, estimated_flops
 from remat_opt.operation import GUESSED_TURNS, ArrayType, Body, Operation
 
 MATRIX = jax.ShapeDtypeStruct((10, 10), jnp.float32)
@@ -135,3 +135,19 @@ def test_a_linear_solve_is_what_solves(symmetric: bool, only: Any) -> None:
     assert answer.flops == 3 * DOT
     assert answer.fusion is Fusion.OPAQUE
     assert not answer.estimated
+
+
+def test_of_a_loop_with_a_guess_inside_only_that_is_a_guess(only: Any) -> None:
+    def scanned(x: jax.Array) -> Any:
+        def step(c: jax.Array, _: None) -> Any:
+            return c @ x + jnp.sum(lax.top_k(c, 2)[0]), None
+
+        return lax.scan(step, x, None, length=3)[0]
+
+    operation = only(scanned, MATRIX)
+    assert cost(operation).estimated
+    assert 0 < estimated_flops(operation) < cost(operation).flops / 2
+    exact = only(lambda x: lax.scan(lambda c, _: (c @ x, None), x, None, length=3)[0], MATRIX)
+    assert estimated_flops(exact) == 0
+    guessed = only(lambda x: lax.while_loop(lambda c: c[0, 0] < 1, lambda c: c @ x, x), MATRIX)
+    assert estimated_flops(guessed) == cost(guessed).flops > 0
