@@ -472,14 +472,10 @@ def _openings(
         length=scan.length,
         carry_bytes=total(carry),
         result_bytes=total([value for value in results if value in varying]),
-        beside_bytes=scan.length * operands.rounded_entries_bytes(body, entries, compiler)
-        - handed_in_bytes,
+        beside_bytes=scan.length * _rounded_bytes(body, entries, compiler) - handed_in_bytes,
         gradient_bytes=tuple(compiler.buffer_bytes(body.types[one]) for one in entries),
         alone_bytes=total(entries) if takes_entries(compiler) else 0,
-        # A chunk with a map in it has gradients of all stacks for itself.
-        chunks=not any(
-            one.once or one.operation.primitive == "shard_map" for one in body.equations
-        ),
+        chunks=not any(one.once for one in body.equations),
         are_results=expected.gradients is Gradients.RESULTS
         and set(inputs) <= set(program.arguments),
         seconds=seconds,
@@ -493,6 +489,18 @@ def _openings(
         drafts = _drafts(shape, single, under, measure, in_gradients=in_gradients)
         for used, pieces in drafts:
             yield _opening(vertex, root, shape, used, pieces, closed_bytes, in_gradients, splits)
+
+
+def _rounded_bytes(body: Program, entries: Sequence[int], compiler: Compiler) -> int:
+    """Bytes of one entry of the stacks that are rounded ahead of the loop, for maps in it too."""
+    found = operands.rounded_entries_bytes(body, entries, compiler)
+    for equation in body.equations:
+        if bodies.is_open_map(equation):
+            inside = bodies.mapped_of(equation, frozenset())
+            given = zip(equation.inputs, inside.arguments, strict=True)
+            own = [argument for atom, argument in given if atom in entries]
+            found += operands.rounded_entries_bytes(inside, own, compiler)
+    return found
 
 
 def _hosts(body: Program, entries: Sequence[int], compiler: Compiler) -> dict[int, int]:

@@ -104,6 +104,24 @@ def is_open_loop(equation: Equation) -> bool:
     )
 
 
+def spread_by_maps(scan: internals.Scan) -> frozenset[int]:
+    """The inputs of a loop's body of which a ``shard_map`` in it gives several devices a part.
+
+    By position; only of those that it is given as they are.
+    """
+    _, _, inputs, equations, _ = internals.parts(scan.body)
+    return frozenset(
+        position
+        for equation in equations
+        if equation.primitive.name == "shard_map"
+        for variable, spread in zip(
+            equation.invars, _jax_meshes.map_of(equation).spread, strict=True
+        )
+        for position, one in enumerate(inputs)
+        if spread and variable is one
+    )
+
+
 def is_open_choice(equation: Equation) -> bool:
     """Whether an equation is a ``cond`` without mutable arrays from outside, or for a platform."""
     return (

@@ -106,16 +106,15 @@ def run_loop(
     devices = _devices(loop, given, mesh, platform)
     varying = [_jax_meshes.varying_over(internals.type_of(one)) for one in given]
     everywhere = frozenset().union(*varying)
+    first = scan.constants + scan.carries
+    added_up = {n for n, axes in enumerate(varying[first:]) if axes < everywhere}
+    added_up |= {n - first for n in bodies.spread_by_maps(scan) if n >= first}
     whole = _Body(
         scan=scan,
         of=functools.cache(body),
         reached=functools.cache(functools.partial(bodies.reached, equation)),
         devices=devices or Devices(platform=platform),
-        added_up=[
-            n
-            for n, axes in enumerate(varying[scan.constants + scan.carries :])
-            if axes < everywhere
-        ],
+        added_up=sorted(added_up),
     )
     plain = functools.partial(_run_plain, whole, loop.parts)
     with internals.context_of(equation.jax_equation, equation.name_stack):
@@ -182,7 +181,8 @@ class _Body:
       reached: what derivatives along some inputs of the equation reach (``bodies.reached``).
       devices: the devices that run it.
       added_up: the stacked inputs, by position among them, whose gradients are added up over the
-        devices of a ``shard_map``: they vary over fewer of its axes than other inputs.
+        devices of a ``shard_map``: they vary over fewer of its axes than other inputs, or one in
+        the body gives the same part to several devices.
     """
 
     scan: internals.Scan
