@@ -972,3 +972,12 @@ row("Calls", "`named_call`", layers(lambda x, _: jax.named_call(jnp.sin, name="s
 row("Calls", "`pure_callback`", layers(_callback))
 row("Calls", "`debug.callback`, as in `debug.print`", layers(_printing))
 row("Calls", "`io_callback(ordered=True)`", layers(_telling))
+row("Calls", "`debug.print(ordered=True)` in `scan`", _scan_of(lambda x, w: _talking(x @ w, w)))
+row("Calls", "`pure_callback` in `scan`", _scan_of(lambda x, w: _callback(x @ w, w)))
+row(
+    "Calls",
+    "`io_callback` in a branch",
+    layers(
+        lambda x, w: jax.lax.cond(x[0, 0] < 9, lambda x: _telling_in_any_order(x, w), jnp.sin, x)
+    ),
+)

@@ -98,6 +98,22 @@ def _mapped_around() -> Built:
     return loss, _split()()[1]
 
 
+def _mapped_in_a_scan(gathers: bool = False) -> Built:
+    own = P("data") if gathers else P()
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        w = jax.lax.all_gather(w, "data", tiled=True) if gathers else w
+        return jnp.tanh(x @ w) + x
+
+    def loss(stack: jax.Array, x: jax.Array) -> jax.Array:
+        run = jax.shard_map(layer, mesh=_mesh(), in_specs=(own, P("data")), out_specs=P("data"))
+        return jnp.mean(jax.lax.scan(lambda x, w: (run(w, x), None), x, stack)[0] ** 2)
+
+    _, (params, x) = _split()()
+    stack = jax.device_put(jnp.stack(params), NamedSharding(_mesh(), P(None, *own)))
+    return loss, (stack, x)
+
+
 def _gathered_in_a_map() -> Built:
     def body(params: list[jax.Array], x: jax.Array) -> jax.Array:
         gathered = [jax.lax.all_gather(w, "data", tiled=True) for w in params]
@@ -177,6 +193,8 @@ row("Meshes", "`shard_map` around each layer", _mapped_inside)
 row("Meshes", "`shard_map` around the whole network", _mapped_around)
 row("Meshes", "collectives in a `shard_map`", _gathered_in_a_map)
 row("Meshes", "collectives in a `scan` in a `shard_map`", _gathered_in_a_scan)
+row("Meshes", "`shard_map` in a `scan`", _mapped_in_a_scan)
+row("Meshes", "collectives in a `shard_map` in a `scan`", lambda: _mapped_in_a_scan(gathers=True))
 row(
     "Meshes",
     "collectives in a `shard_map`, run again",
