@@ -246,13 +246,14 @@ def main(arguments: list[str] | None = None) -> int:
     for case in cases(options, lines):
         for row in case.rows(options.budgets):
             errors.append(abs(row["predicted_bytes"] / row["temporary_bytes"] - 1))
-            print(json.dumps(row) if options.json else _line(row), flush=True)
+            print(json.dumps(row) if options.json else line(row), flush=True)
     if not options.json:
         print(f"error: {statistics.median(errors):.1%} in the median, {max(errors):.1%} at worst")
     return 0
 
 
-def _line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
+    """A row as text."""
     return (
         f"{row['split']:<11} {row['how']:<9} {row['label']:<14} "
         f"{format_bytes(row['temporary_bytes']):>10} {format_bytes(row['predicted_bytes']):>10} "
