@@ -28,7 +28,7 @@ from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Equation, Linearization, Program
 from remat_opt.program.tracing import inner_program
-from remat_opt.schedule import Region, Schedule, plain, unchanged
+from remat_opt.schedule import Region, Schedule, unchanged
 from remat_opt.simulator import demand
 from remat_opt.units import format_share
 
@@ -320,9 +320,7 @@ def _of_loop(equation: Equation, given: Set[int], compiler: Compiler, depth: int
     if computes_nothing(inside) or not inside.differentiated:
         return found
     expected = model(inside, linearize(inside), compiler, Gradients.CONSUMED, depth - 1)
-    if any(expected.graph.pinned):
-        return found
-    expected = expected.without_updates().as_written()
+    expected = _running_again(expected).without_updates().as_written()
     workspace_bytes = as_written_bytes(
         inside,
         [inside.arguments[p] for p, atom in enumerate(inputs) if atom in carries],
@@ -375,13 +373,12 @@ def _backward(
     if checkpoint is None:
         # Nothing in it is rewritten.
         expected, schedule = expected.under(unchanged(expected.graph))
+        kept_bytes = sum(expected.graph.internal_bytes)
     else:
-        schedule = plain(expected.graph)
-    graph = expected.graph
-    kept_bytes = sum(graph.internal_bytes)
-    if checkpoint is not None and not any(graph.pinned):
+        expected = _running_again(expected)
         schedule = _region(checkpoint, body, expected)
         kept_bytes = 0
+    graph = expected.graph
     wanted = demand(graph, schedule)
     again_seconds = sum(graph.seconds[vertex] for vertex in wanted.all_recomputed())
     kept_bytes += sum(graph.bytes[vertex] for vertex in wanted.stored)
@@ -393,6 +390,16 @@ def _backward(
     return _Inside(
         workspace_bytes=workspace_bytes,
         again_share=again_seconds / (graph.forward_seconds or 1.0) + _again_share(expected, deeper),
+    )
+
+
+def _running_again(expected: Model) -> Model:
+    """The model of what is under a checkpoint by hand, which repeats everything in it."""
+    graph = expected.graph
+    if not any(graph.pinned):
+        return expected
+    return dataclasses.replace(
+        expected, graph=dataclasses.replace(graph, pinned=(False,) * len(graph))
     )
 
 
