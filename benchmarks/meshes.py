@@ -23,7 +23,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +194,17 @@ class Case:
             yield self.row(f"budget {number + 1} of {budgets}", self.plan(budget=budget))
 
 
+def mesh_of(device: str, axes: Mapping[str, int]) -> Mesh:
+    """A mesh of a device's kind, attached or not, with these axes."""
+    sizes, names = tuple(axes.values()), tuple(axes)
+    if get_device(device).attached:
+        return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    return remat_opt.make_mesh(device, sizes, names)
+
+
 def cases(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[Case]:
     """All ways to split and to write the layers."""
-    sizes, names = tuple(AXES.values()), tuple(AXES)
-    if get_device(options.device).attached:
-        mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    else:
-        mesh = remat_opt.make_mesh(options.device, sizes, names)
+    mesh = mesh_of(options.device, AXES)
 
     def shape(extents: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(extents, jnp.float32, sharding=NamedSharding(mesh, spec))

@@ -26,12 +26,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import remat_opt
 from benchmarks.json_lines import JsonLines
-from benchmarks.meshes import Case, line
-from remat_opt.device import get_device
+from benchmarks.meshes import Case, line, mesh_of
 
 P = PartitionSpec
 DEVICES, AXIS = 8, "devices"
@@ -183,10 +181,7 @@ def rows(
     options: argparse.Namespace, name: str, lines: JsonLines | None
 ) -> Iterator[dict[str, Any]]:
     """All rows of one program."""
-    if get_device(options.device).attached:
-        mesh = jax.make_mesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
-    else:
-        mesh = remat_opt.make_mesh(options.device, (DEVICES,), (AXIS,))
+    mesh = mesh_of(options.device, {AXIS: DEVICES})
     program = PROGRAMS[name]
 
     def shape(extents: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:

@@ -56,7 +56,7 @@ from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Equation, Linearization, Program, axis_names
 from remat_opt.schedule import Inside, Loop, Part, Region, Schedule, Split, Stage
-from remat_opt.simulator import Demand, demand
+from remat_opt.simulator import demand
 from remat_opt.solvers import loop_nests, min_cut, portfolio
 from remat_opt.solvers.base import Candidate, Overhead, judged, pareto, priced, thinned
 from remat_opt.solvers.loop_nests import Chain, Piece, Way
@@ -1017,7 +1017,7 @@ def _iteration(
         inside = (Stage(roots=expected.roots, kept=(), checkpointed=False),)
     kept_bytes = sum(graph.bytes[vertex] for vertex in wanted.stored)
     beside = beside_stacks(expected, schedule, read, region.inside)
-    seconds, flops = _again(expected, graph, schedule, wanted)
+    seconds, flops = expected.run_again(graph, schedule, wanted)
     return _Iteration(
         checkpointed=True,
         kept=tuple(expected.roots[vertex] for vertex in region.kept if vertex in wanted.stored),
@@ -1041,7 +1041,7 @@ def _bare_iteration(expected: Model, schedule: Schedule, read: Read) -> _Iterati
     kept_bytes = sum(graph.bytes[vertex] for vertex in wanted.stored)
     kept_bytes += sum(graph.internal_bytes[vertex] for vertex in schedule.under_none())
     beside = beside_stacks(expected, schedule, read, schedule.regions)
-    seconds, flops = _again(expected, graph, schedule, wanted)
+    seconds, flops = expected.run_again(graph, schedule, wanted)
     return _Iteration(
         checkpointed=False,
         kept=(),
@@ -1054,14 +1054,4 @@ def _bare_iteration(expected: Model, schedule: Schedule, read: Read) -> _Iterati
         seconds=seconds,
         flops=flops,
         waiting=_NOT_WAITING,
-    )
-
-
-def _again(expected: Model, graph: Graph, schedule: Schedule, wanted: Demand) -> tuple[float, int]:
-    """Seconds and FLOPs of what an iteration computes again."""
-    again = list(wanted.all_recomputed())
-    seconds, flops = expected.recomputation(schedule)
-    return (
-        math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
-        sum(graph.flops[vertex] for vertex in again) + flops,
     )

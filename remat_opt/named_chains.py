@@ -53,7 +53,7 @@ def of_minimum_cuts(graph: Graph, measure: Overhead, most: int) -> Iterator[Sche
       most: how many kept sets are taken.
     """
     everything = range(len(graph))
-    apart = frozenset(v for v in everything if graph.pinned[v] or graph.internal_bytes[v])
+    apart = _apart(graph)
     # What is under no checkpoint is kept in any case, and takes nothing more.
     sizes = (min(size, 1) if v in apart else size for v, size in enumerate(graph.bytes))
     free = priced(graph.with_bytes(bytes=tuple(sizes)), measure)
@@ -68,7 +68,7 @@ def under_checkpoints(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
       graph: what it is a schedule of.
       schedule: regions and fates.
     """
-    apart = frozenset(v for v in range(len(graph)) if graph.pinned[v] or graph.internal_bytes[v])
+    apart = _apart(graph)
     stored = demand(graph, schedule).stored
     for named in (stored, frozenset[int]()):
         regions: list[Region] = []
@@ -78,6 +78,11 @@ def under_checkpoints(graph: Graph, schedule: Schedule) -> Iterator[Schedule]:
             else:
                 regions += _regions(region.vertices, apart, named)
         yield dataclasses.replace(schedule, regions=tuple(regions), unchanged=False)
+
+
+def _apart(graph: Graph) -> frozenset[int]:
+    """The vertices that are under no checkpoint."""
+    return frozenset(v for v in range(len(graph)) if graph.pinned[v] or graph.internal_bytes[v])
 
 
 def _regions(

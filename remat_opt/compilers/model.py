@@ -24,6 +24,7 @@ from remat_opt.graph import Graph
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, Stage, unchanged
+from remat_opt.simulator import Demand
 from remat_opt.spans import Spans, Stacks, spans
 
 
@@ -195,6 +196,21 @@ class Model:
         """Seconds and FLOPs of what runs again inside vertices, in opened loops."""
         found = [effect.recomputation(schedule) for effect in self.effects]
         return math.fsum(seconds for seconds, _ in found), sum(flops for _, flops in found)
+
+    def run_again(self, graph: Graph, schedule: Schedule, wanted: Demand) -> tuple[float, int]:
+        """Seconds and FLOPs of all that runs again, in opened loops, too.
+
+        Args:
+          graph: the graph as it is under the schedule.
+          schedule: regions and fates.
+          wanted: what its backward pass demands.
+        """
+        again = list(wanted.all_recomputed())
+        seconds, flops = self.recomputation(schedule)
+        return (
+            math.fsum(graph.seconds[vertex] for vertex in again) + seconds,
+            sum(graph.flops[vertex] for vertex in again) + flops,
+        )
 
     def notes(self, schedule: Schedule) -> Iterator[str]:
         """What a user should know."""

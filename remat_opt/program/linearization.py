@@ -260,7 +260,7 @@ def _read_residuals(
     own = {id(makers[variable]) for variable in output_position if variable in makers}
     read_inputs: set[int] = set()
     read_outputs: set[int] = set()
-    internal_bytes = 0.0
+    internal_bytes, usual_share = 0.0, share_inside(equation)
     for residual in residuals:
         if isinstance(residual, internals.Literal):
             continue
@@ -294,7 +294,7 @@ def _read_residuals(
             read_outputs |= reached_outputs
         else:
             split = equation.placement and _jax_meshes.parts_of(makers[residual], residual)
-            share = 1 / split if split and split > 1 else share_inside(equation)
+            share = 1 / split if split and split > 1 else usual_share
             internal_bytes += share * array_type(residual.aval).bytes
     return Derivative(
         inputs=tuple(sorted(read_inputs)),

@@ -94,8 +94,8 @@ class Equation:
       outputs: the numbers of the values it makes, in order.
       effects: whether it does more than compute its outputs.
       once: whether it must run exactly once: it has effects, communicates in a map inside it, or
-        calls back to Python, which takes
-        long and may well be meant to happen once, whatever JAX was promised.
+        calls back to Python, which takes long and may well be meant to happen once, whatever JAX
+        was promised.
       parameters: text of its parameters, the same in every process.
       module: the name stack it was traced under, e.g. ``ResNet/block_3/conv``.
       jax_equation: JAX's own equation, for running it again.

@@ -183,16 +183,20 @@ def test_what_is_amiss_comes_with_a_remedy():
     ]
 
 
+#: Iterations of a loop.
+PART = {
+    "length": 4,
+    "inside": [],
+    "checkpointed": True,
+    "kept": [],
+    "kept_bytes": 0,
+    "stages": [],
+    "loops": [],
+}
+
+
 def test_loops_say_what_their_iterations_keep() -> None:
-    inner = {
-        "length": 4,
-        "inside": [],
-        "checkpointed": True,
-        "kept": [],
-        "kept_bytes": 0,
-        "stages": [],
-        "loops": [],
-    }
+    inner = PART
     last = {**inner, "length": 8, "kept": [3], "kept_bytes": 2**20}
     last["loops"] = [{"root": 5, "parts": [inner], "in_gradients": []}]
     first = {**inner, "length": 40, "inside": [inner, {**last, "length": 6, "loops": []}]}
@@ -205,16 +209,7 @@ def test_loops_say_what_their_iterations_keep() -> None:
 
 
 def test_loops_say_where_it_waits() -> None:
-    part = {
-        "length": 4,
-        "inside": [],
-        "checkpointed": True,
-        "kept": [],
-        "kept_bytes": 0,
-        "stages": [],
-        "loops": [],
-    }
-    assert plan_words.loop_words({"root": 0, "parts": [part], "in_gradients": [0]}) == (
+    assert plan_words.loop_words({"root": 0, "parts": [PART], "in_gradients": [0]}) == (
         "scan of 4: 4 that keep only their inputs, in the stacks of gradients where it fits"
     )
 
