@@ -510,6 +510,25 @@ def _tie_batched(values: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
     return _tie_p.bind(*values), axes
 
 
+def _tie_without_unused(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
+    """Drops what nothing reads.
+
+    Else it would keep alive what it ties. A loop none of whose results has a cotangent would be run
+    backward, and pass zeros on to where the function as written has no derivative: times an
+    infinite slope, they are no numbers.
+
+    Args:
+      used: whether each output is read.
+      given: the equation; JAX 0.12 has something before it.
+    """
+    kept, equation = list(used), given[-1]
+    if not any(kept):
+        return kept, None
+    inputs = [one for one, wanted in zip(equation.invars, kept, strict=True) if wanted]
+    outputs = [one for one, wanted in zip(equation.outvars, kept, strict=True) if wanted]
+    return kept, equation.replace(invars=inputs, outvars=outputs)
+
+
 def _of_those(
     values: Sequence[Any], chosen: Sequence[bool], run: Callable[..., Sequence[Any]]
 ) -> list[Any]:
@@ -524,6 +543,7 @@ _tie_p.def_abstract_eval(_tie_abstract)
 ad.primitive_jvps[_tie_p] = _tie_jvp
 ad.primitive_transposes[_tie_p] = _tie_transpose
 batching.primitive_batchers[_tie_p] = _tie_batched
+partial_eval.dce_rules[_tie_p] = _tie_without_unused
 mlir.register_lowering(_tie_p, mlir.lower_fun(_tie_run, multiple_results=True))
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import remat_opt
 from remat_opt import _jax_internals as internals
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, RewriteError
@@ -428,6 +429,31 @@ def test_for_tpu_gradients_come_before_the_loop_that_runs_backward(
         assert ({(8, 5), (4, 8)} in tied) == (platform == "tpu"), platform
         for found, right in zip(gradient(*args), jax.grad(loop_and_head)(*args), strict=True):
             assert jnp.allclose(found, right, rtol=1e-6)
+
+
+def test_what_has_no_cotangent_gets_none_where_gradients_come_before_a_loop() -> None:
+    """A loop that only a derivative rule reads, which passes nothing on to it, is not run backward.
+
+    Zeros that it would pass on meet the slope of a norm at zero, which is infinite.
+    """
+
+    @jax.custom_jvp
+    def gated(gate: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.tanh(gate) * value
+
+    @gated.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return gated(*primals), jnp.tanh(primals[0]) * tangents[1]
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        nothing = jnp.sin((x - x) @ w)
+        start = nothing + jnp.linalg.norm(nothing)
+        gate = jax.lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w) + i * 0.1, start)
+        return jnp.sum(jnp.cos(gated(gate, jnp.sin(x @ w)) @ w) ** 2)
+
+    w, x = jnp.eye(8) / 2, jnp.ones((8, 8))
+    planned = remat_opt.optimal_remat(loss, device="v5e", errors="raise")
+    np.testing.assert_allclose(jax.grad(planned)(w, x), jax.grad(loss)(w, x), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kept", [(), (0,)])
