@@ -27,7 +27,6 @@ from remat_opt.program import bodies
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Equation, Linearization, Program
-from remat_opt.program.tracing import inner_program
 from remat_opt.schedule import Region, Schedule, unchanged
 from remat_opt.simulator import demand
 from remat_opt.units import format_share
@@ -279,7 +278,7 @@ def _inside(
     depth: int,
 ) -> _Inside:
     if checkpoint is not None:
-        body = inner_program(checkpoint.body, sorted(varying), "what is under a checkpoint")
+        body = bodies.under_checkpoint(equation, given)
         return _backward(body, compiler, depth, checkpoint)
     if equation.operation.primitive == "scan":
         return _of_loop(equation, given, compiler, depth)
@@ -315,8 +314,7 @@ def _of_loop(equation: Equation, given: Set[int], compiler: Compiler, depth: int
     # All that an iteration does is under one checkpoint.
     inputs = computing[0].inputs
     varying = bodies.varying(body)
-    positions = [p for p, atom in enumerate(inputs) if atom in varying]
-    inside = inner_program(checkpoint.body, positions, "what is under a checkpoint")
+    inside = bodies.under_checkpoint(computing[0], varying)
     if computes_nothing(inside) or not inside.differentiated:
         return found
     expected = model(inside, linearize(inside), compiler, Gradients.CONSUMED, depth - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import socket
@@ -89,6 +90,28 @@ def test_predictions_are_what_a_device_takes(fn: Callable[..., Any], auto: Mesh)
     plain = remat_opt.measure(jax.grad(fn), *args)
     assert plan.predicted.plain_temporary_bytes == pytest.approx(plain.temporary_bytes, rel=0.3)
     assert "All figures are for one of the 8 devices of the mesh (data 8)." in plan.notes
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_is_under_a_checkpoint_by_hand_is_one_device_s_part(mapped: bool, auto: Mesh) -> None:
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x + jax.nn.gelu(x @ w) @ w.T
+
+    split = P("data")
+    run = jax.shard_map(layer, mesh=auto, in_specs=(split, P()), out_specs=split)
+    body = jax.checkpoint(run if mapped else layer, prevent_cse=False)
+
+    def loss(body: Callable[..., jax.Array], weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(lambda x, w: (body(x, w), None), x, weights)[0] ** 2)
+
+    def predicted(body: Callable[..., jax.Array], *args: Any) -> int:
+        plan = remat_opt.make_plan(functools.partial(loss, body), *args, max_overhead=0.0)
+        return plan.predicted.plain_temporary_bytes
+
+    weights = jnp.ones((4, 32, 256))
+    found = predicted(body, on(auto, weights), on(auto, X, "data"))
+    alone = predicted(jax.checkpoint(layer, prevent_cse=False), weights, X[: len(X) // 8])
+    assert found == pytest.approx(alone, rel=0.02)
 
 
 @pytest.mark.slow

@@ -79,6 +79,20 @@ def branches_of(equation: Equation, given: Set[int]) -> tuple[Program, ...]:
     )
 
 
+def under_checkpoint(equation: Equation, given: Set[int]) -> Program:
+    """What is under a ``jax.checkpoint``: takes its inputs to its outputs.
+
+    Args:
+      equation: such a checkpoint.
+      given: the values, in the program around it, that depend on a differentiated argument.
+    """
+    checkpoint = internals.checkpoint_of(equation.jax_equation)
+    assert checkpoint is not None, "the equation is a checkpoint"
+    positions = _among(equation.inputs, given)
+    body = inner_program(checkpoint.body, positions, "what is under a checkpoint")
+    return body_per_device(body, equation)
+
+
 def is_collective(equation: Equation) -> bool:
     """Whether an equation must run once only because it communicates with other devices."""
     return (
