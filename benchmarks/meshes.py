@@ -9,17 +9,18 @@ hidden values in two. Each is written so that the compiler splits it (``compiler
 its name, the layers are in a loop, and such a map is around the loop or in it. With
 ``--collectives recompute`` plans may run collectives again.
 
-Each is compiled in a step of Adam, with parameters and state donated: as it is, and with plans for
-budgets from the least memory to what it takes unchanged, evenly on a logarithmic scale. All bytes
-are those of one device. Recomputation is a share of a forward pass's FLOPs. Each row is appended to
-``--rows`` as soon as it is known, and existing ones with the same version of JAX are not computed
-again.
+Each is compiled in a step of Adam, with parameters and state donated: as it is, with policies of
+``jax.checkpoint`` on each layer, and with plans for budgets from the least memory to what it takes
+unchanged, evenly on a logarithmic scale. All bytes are those of one device. Recomputation is a
+share of a forward pass's FLOPs. Each row is appended to ``--rows`` as soon as it is known, and
+existing ones with the same version of JAX are not computed again.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -56,7 +57,14 @@ CASES = tuple(
     for how in ("compiler", "map", "layers")
 )
 _OPTIMIZER = optax.adam(1e-3)
+#: What is put on layers by hand, by label.
+POLICIES: dict[str, Callable[..., Any] | None] = {
+    "nothing_saveable": None,
+    "dots_saveable": jax.checkpoint_policies.dots_saveable,
+}
 Loss = Callable[[Any, jax.Array], jax.Array]
+#: Takes its input and its weights to its output.
+Layer = Callable[[jax.Array, Any], jax.Array]
 
 
 def layer(h: jax.Array, w: Any, split: str = "") -> jax.Array:
@@ -69,16 +77,16 @@ def layer(h: jax.Array, w: Any, split: str = "") -> jax.Array:
     return h + (lax.psum(more, "model") if split == "tensor" else more)
 
 
-def network(w: Any, x: jax.Array, split: str = "") -> jax.Array:
+def network(w: Any, x: jax.Array, run: Layer) -> jax.Array:
     """All layers."""
     if isinstance(w, tuple):
-        return lax.scan(lambda h, w: (layer(h, w, split), None), x, w)[0]
+        return lax.scan(lambda h, w: (run(h, w), None), x, w)[0]
     for one in w:
-        x = layer(x, one, split)
+        x = run(x, one)
     return x
 
 
-def loss_of(mesh: Mesh, split: str, how: str, layers: int) -> Loss:
+def loss_of(mesh: Mesh, split: str, how: str, layers: int, policy: str | None = None) -> Loss:
     """The loss, written in one of the ways.
 
     Args:
@@ -86,37 +94,28 @@ def loss_of(mesh: Mesh, split: str, how: str, layers: int) -> Loss:
       split: one of ``SPLITS``, with ``scan`` before it if the layers are in a loop.
       how: ``compiler``, ``map`` or ``layers``.
       layers: how many layers there are.
+      policy: one of ``POLICIES``, to put on each layer.
     """
     own, in_a_loop = split.removeprefix(_SCAN), split.startswith(_SCAN)
     of_x, of_w = SPLITS[own]
+    local = functools.partial(layer, split=own)
+    run: Layer = layer if how == "compiler" else local
+    if how == "layers":
+        run = jax.shard_map(local, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_x)
+    if policy is not None:
+        run = jax.checkpoint(run, policy=POLICIES[policy], prevent_cse=not in_a_loop)
 
-    def by_compiler(w: Any, x: jax.Array) -> jax.Array:
-        if split == "fsdp":
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        if how == "compiler" and split == "fsdp":
             whole = NamedSharding(mesh, P())
             w = [tuple(lax.with_sharding_constraint(one, whole) for one in pair) for pair in w]
-        return jnp.mean(network(w, x) ** 2)
+        found = jnp.mean(network(w, x, run) ** 2)
+        return lax.pmean(found, of_x[0]) if how == "map" else found
 
-    if how == "compiler":
-        return by_compiler
-    if how == "layers":
-        run: Callable[..., jax.Array] = jax.shard_map(
-            lambda h, w: layer(h, w, own), mesh=mesh, in_specs=(of_x, of_w), out_specs=of_x
-        )
-
-        def layer_by_layer(w: Any, x: jax.Array) -> jax.Array:
-            if in_a_loop:
-                return jnp.mean(lax.scan(lambda h, w: (run(h, w), None), x, w)[0] ** 2)
-            for one in w:
-                x = run(x, one)
-            return jnp.mean(x**2)
-
-        return layer_by_layer
+    if how != "map":
+        return loss
     specs: Any = _stacked(of_w) if in_a_loop else [of_w] * layers
-
-    def body(w: Any, x: jax.Array) -> jax.Array:
-        return lax.pmean(jnp.mean(network(w, x, own) ** 2), of_x[0])
-
-    return jax.shard_map(body, mesh=mesh, in_specs=(specs, of_x), out_specs=P())
+    return jax.shard_map(loss, mesh=mesh, in_specs=(specs, of_x), out_specs=P())
 
 
 def _stacked(specs: tuple[PartitionSpec, ...]) -> tuple[PartitionSpec, ...]:
@@ -131,12 +130,14 @@ class Case:
     Attributes:
       heading: the entries that all its rows begin with.
       loss: the function.
+      by_hand: the same with each of ``POLICIES`` on its layers.
       arguments: its parameters and batch, as shapes on the mesh.
       lines: existing rows, and where to write more; None to keep none.
     """
 
     heading: dict[str, Any]
     loss: Loss
+    by_hand: Mapping[str, Loss]
     arguments: tuple[Any, Any]
     lines: JsonLines | None
 
@@ -184,9 +185,15 @@ class Case:
 
         return row_of(self.lines, {**self.heading, "label": label}, make)
 
+    def unplanned(self) -> Iterator[dict[str, Any]]:
+        """The rows of the function as it is, and with policies, which repeat collectives."""
+        yield self.row("plain")
+        for policy, loss in self.by_hand.items():
+            yield dataclasses.replace(self, loss=loss).row(policy)
+
     def rows(self, budgets: int) -> Iterator[dict[str, Any]]:
         """All its rows."""
-        yield self.row("plain")
+        yield from self.unplanned()
         found = self.plan(max_overhead=4.0).predicted
         least, most = found.temporary_bytes, found.plain_temporary_bytes
         for number in range(budgets):
@@ -219,6 +226,7 @@ def cases(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[Case
             w: Any = tuple(map(shape, stacks, _stacked(of_w)))
         else:
             w = [tuple(map(shape, extents, of_w))] * options.layers
+        written = functools.partial(loss_of, mesh, split, how, options.layers)
         parts = AXES["data"] if split.endswith("tensor") else AXES["data"] * AXES["model"]
         yield Case(
             heading={
@@ -226,7 +234,8 @@ def cases(options: argparse.Namespace, lines: JsonLines | None) -> Iterator[Case
                 **{"batch": options.rows_of_batch, "device": options.device},
                 **{"collectives": options.collectives, "jax": jax.__version__},
             },
-            loss=loss_of(mesh, split, how, options.layers),
+            loss=written(),
+            by_hand={policy: written(policy) for policy in POLICIES},
             arguments=(w, shape((parts * options.rows_of_batch, options.width), of_x)),
             lines=lines,
         )

@@ -29,16 +29,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.json_lines import JsonLines
-from benchmarks.meshes import Case, line, mesh_of
+from benchmarks.meshes import POLICIES, Case, line, mesh_of
 
 P = PartitionSpec
 DEVICES, AXIS = 8, "devices"
 _HEADS = 8
-#: What is on the body of the loop, by label.
-POLICIES: dict[str, Callable[..., Any] | None] = {
-    "nothing_saveable": None,
-    "dots_saveable": jax.checkpoint_policies.dots_saveable,
-}
 #: A layer: takes the mesh, its weights and its input to its output.
 Layer = Callable[[Mesh, Any, jax.Array], jax.Array]
 
@@ -192,23 +187,22 @@ def rows(
         for extents, spec in program.weights(options.width)
     )
     x = shape((DEVICES * options.rows_of_batch, options.width), jnp.bfloat16, AXIS)
-    case = functools.partial(
-        Case,
+    written = functools.partial(loss_of, mesh, program.layer)
+    case = Case(
         heading={
             **{"split": name, "how": "scan of maps", "layers": options.layers},
             **{"width": options.width, "batch": options.rows_of_batch, "device": options.device},
             **{"collectives": options.collectives, "jax": jax.__version__},
         },
+        loss=written(),
+        by_hand={policy: written(policy) for policy in POLICIES},
         arguments=(w, x),
         lines=lines,
     )
-    whole = case(loss=loss_of(mesh, program.layer))
-    yield whole.row("plain")
-    for policy in POLICIES:
-        yield case(loss=loss_of(mesh, program.layer, policy)).row(policy)
+    yield from case.unplanned()
     for share in options.shares:
-        plan = whole.plan(max_overhead=share)
-        yield whole.row(f"at most {share:g} of a forward pass", plan)
+        plan = case.plan(max_overhead=share)
+        yield case.row(f"at most {share:g} of a forward pass", plan)
 
 
 def main(arguments: list[str] | None = None) -> int:

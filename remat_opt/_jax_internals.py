@@ -27,6 +27,7 @@ from jax.extend import core as jax_core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from remat_opt.naming import file_title
+from remat_opt.operation import CHECKPOINTS
 
 Literal = jax_core.Literal
 Primitive = jax_core.Primitive
@@ -104,8 +105,6 @@ def without_compiler_options(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 #: Primitives that call a Python function.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
-#: Names of ``jax.checkpoint`` in a jaxpr.
-_CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,7 @@ class Checkpoint:
 
 def checkpoint_of(equation: Any) -> Checkpoint | None:
     """Reads an equation that is a ``jax.checkpoint``; None for any other."""
-    if equation.primitive.name not in _CHECKPOINTS:
+    if equation.primitive.name not in CHECKPOINTS:
         return None
     params = equation.params
     return Checkpoint(

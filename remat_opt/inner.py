@@ -18,6 +18,7 @@ from typing import Any
 from remat_opt import _jax_internals as internals
 from remat_opt import _jax_meshes, policies
 from remat_opt.compilers import model as models
+from remat_opt.compilers import put_off
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.model import Model, computes_nothing
@@ -44,11 +45,13 @@ class _Inside:
       kept_bytes: what is kept for it, if that is not what JAX hands from one pass to the other.
       again_share: what the function's own checkpoints compute again in it, as a share of its
         forward time.
+      put_off_bytes: what waits from then on in the unchanged function.
     """
 
     workspace_bytes: int = 0
     kept_bytes: int | None = None
     again_share: float = 0.0
+    put_off_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,9 +140,12 @@ def _with_insides(
     found = _insides(program, linearization, compiler, gradients, depth)
     if not found:
         return expected
-    if expected.as_it_is is not None:
-        expected = dataclasses.replace(expected, as_it_is=_with(program, expected.as_it_is, found))
+    as_it_is = expected.as_it_is
     expected = _with(program, expected, found)
+    if as_it_is is not None:
+        expected = dataclasses.replace(expected, as_it_is=_with(program, as_it_is, found))
+    if any(one.put_off_bytes for one in found.values()):
+        expected = dataclasses.replace(expected, as_it_is=_putting_off(expected, found))
     again_share = _again_share(expected, found)
     if not again_share:
         return expected
@@ -215,6 +221,17 @@ def _with(program: Program, expected: Model, found: Mapping[int, _Inside]) -> Mo
     return dataclasses.replace(expected, graph=figures.put_into(expected.graph), inside=inside)
 
 
+def _putting_off(expected: Model, found: Mapping[int, _Inside]) -> Model:
+    """The model of the unchanged function, where something waits that checkpoints compute again."""
+    as_it_is = expected.as_it_is or expected
+    figures, waiting = Figures.of(as_it_is.graph), 0
+    for vertex, root in reversed([*enumerate(as_it_is.roots)]):
+        figures.workspace_bytes[vertex] += waiting
+        if root in found:
+            waiting += found[root].put_off_bytes
+    return dataclasses.replace(as_it_is, graph=figures.put_into(as_it_is.graph))
+
+
 def gradients_inside_bytes(program: Program, vertex: int, expected: Model) -> int:
     """Bytes of gradients that the program counts, though the program inside a vertex does too.
 
@@ -249,20 +266,26 @@ def _insides(
         return found
     known: dict[Any, _Inside] = {}
     given = bodies.varying(program)
+    # An iteration's carry is no parameter.
+    outermost = depth == _DEPTH or not program.is_part
+    parameters = put_off.parameters(program) if outermost else {}
     for index, derivative in linearization.derivatives.items():
         equation = program.equations[index]
         if derivative.assumed or not equation.operation.bodies:
             continue
         checkpoint = internals.checkpoint_of(equation.jax_equation)
-        varying = frozenset(
-            p for p, atom in enumerate(equation.inputs) if isinstance(atom, int) and atom in given
+        read = tuple(
+            (atom in given, parameters.get(atom)) if isinstance(atom, int) else None
+            for atom in equation.inputs
         )
         # Policies are functions: the parameters' text has only their names.
         policy = id(checkpoint.policy) if checkpoint is not None else 0
         operation = equation.operation
-        key = (operation.primitive, equation.parameters, operation.inputs, varying, policy)
+        key = (operation.primitive, equation.parameters, operation.inputs, read, policy)
         if key not in known:
-            known[key] = _inside(equation, checkpoint, varying, given, compiler, gradients, depth)
+            known[key] = _inside(
+                equation, checkpoint, given, parameters, compiler, gradients, depth
+            )
         if known[key] != _Inside():
             found[index] = known[key]
     return found
@@ -271,15 +294,17 @@ def _insides(
 def _inside(
     equation: Equation,
     checkpoint: internals.Checkpoint | None,
-    varying: Set[int],
     given: Set[int],
+    parameters: Mapping[int, put_off.Form],
     compiler: Compiler,
     gradients: Gradients,
     depth: int,
 ) -> _Inside:
     if checkpoint is not None:
         body = bodies.under_checkpoint(equation, given)
-        return _backward(body, compiler, depth, checkpoint)
+        waiting = put_off.put_off_bytes(equation, body, parameters, compiler)
+        found = _backward(body, compiler, depth, checkpoint)
+        return dataclasses.replace(found, put_off_bytes=waiting)
     if equation.operation.primitive == "scan":
         return _of_loop(equation, given, compiler, depth)
     if equation.operation.primitive == "cond":

@@ -51,6 +51,9 @@ def _element_bits(dtype: str) -> int:
 #: Matrix products and convolutions: their derivatives are products too.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
+#: Names of ``jax.checkpoint`` in a jaxpr.
+CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+
 #: Equations that put arrays side by side.
 ASSEMBLED = frozenset({"concatenate", "stack"})
 

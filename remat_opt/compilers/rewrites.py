@@ -24,6 +24,7 @@ from remat_opt.compilers import (
     turns,
 )
 from remat_opt.compilers.compiler import Rules
+from remat_opt.operation import CHECKPOINTS
 from remat_opt.program.record import Program
 
 
@@ -65,6 +66,7 @@ class Rewrites:
       weight_place: for products the place of the input that is an argument, of some form.
       parts_added: whether the parts of a weight's gradient are added one by one.
       ordered: whether no gradient of a product or a bias may be put off.
+      by_hand: checkpoints by hand none of whose cotangents may be put off.
       before_loops: whether gradients of what follows a loop must exist before it runs backward.
       twice: by their last, equations that run again once for a product and once for their own
         derivatives.
@@ -96,6 +98,7 @@ class Rewrites:
     weight_place: Mapping[int, int]
     parts_added: bool
     ordered: bool
+    by_hand: frozenset[int]
     before_loops: bool
     twice: Mapping[int, tuple[int, ...]]
     stored: bool
@@ -155,6 +158,13 @@ def rewrites(
         weight_place=turns.weight_places(program) if ordered else {},
         parts_added=rules.has("parts_added"),
         ordered=ordered,
+        by_hand=frozenset(
+            index
+            for index, equation in enumerate(program.equations)
+            if equation.operation.primitive in CHECKPOINTS
+        )
+        if rules.has("checkpoints_in_turn")
+        else frozenset(),
         before_loops=rules.has("loops_in_turn"),
         twice=transcendental.twice(program, rules, in_loop=place in (Place.ITERATION, Place.LOOP))
         if recomputes or runs_again

@@ -364,6 +364,18 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "scheduling",
             "Updates of gradients that devices add up wait for the end of the backward pass.",
         ),
+        "sums_put_off": _rule(
+            _NVIDIA,
+            "beside",
+            "put_off",
+            "Behind checkpoints by hand, what sums over devices are computed from waits.",
+        ),
+        "scattered_put_off": _rule(
+            _TPU,
+            "beside",
+            "put_off",
+            "Behind checkpoints by hand, what scattered sums are computed from waits.",
+        ),
         "updates_fused": _rule(
             _TPU,
             "beside",
@@ -427,6 +439,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Gradients of weights and biases come in turn."
+        ),
+        "checkpoints_in_turn": _rule(
+            _NVIDIA | _TPU,
+            "rewrite",
+            "rewrites",
+            "Gradients of what is under a checkpoint by hand come in turn.",
         ),
         "products_apart": _rule(
             _NVIDIA, "rewrite", "turns", "Products of one operand are not merged into one."

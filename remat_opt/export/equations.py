@@ -30,7 +30,7 @@ from remat_opt.export.reading import (
     scan_options,
     where_from,
 )
-from remat_opt.operation import PRODUCTS
+from remat_opt.operation import CHECKPOINTS, PRODUCTS
 from remat_opt.program.record import Atom, Equation, Program
 from remat_opt.schedule import Inside
 from remat_opt.transform.equations import exchanged, has_mode, stands_in
@@ -367,7 +367,7 @@ class Equations:
         if primitive in ("while", "cond"):
             write = self._while if primitive == "while" else self._cond
             return write(params, inputs), True
-        if primitive in ("checkpoint", "remat2", "remat"):
+        if primitive in CHECKPOINTS:
             return self._checkpoint(params, inputs), True
         if primitive == "name":
             return Call("checkpoint_name", (*inputs, quoted(params["name"]))), False

@@ -48,13 +48,13 @@ def ties(rewriting: Rewriting, step: Step) -> Ties:
 
 
 def _tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]:
-    """For each product whose gradients must not be put off, the positions of those inputs."""
-    if not rewriting.ways.ordered:
-        return {}
+    """For each equation whose gradients must not be put off, the positions of those inputs."""
+    ways = rewriting.ways
     found = {}
     for index in step.equations:
         equation = rewriting.program.equations[index]
-        if equation.operation.primitive in PRODUCTS and index not in rewriting.ways.squares:
+        product = equation.operation.primitive in PRODUCTS and index not in ways.squares
+        if (product and ways.ordered) or index in ways.by_hand:
             places = [p for p, atom in enumerate(equation.inputs) if atom in rewriting.summed]
             if len(places) > 1:
                 found[index] = tuple(places)

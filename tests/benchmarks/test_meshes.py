@@ -24,9 +24,9 @@ def test_a_run_appends_its_rows_and_goes_on(
     assert [(row["how"], row["label"]) for row in rows] == [
         (how, label)
         for how in ("compiler", "map", "layers")
-        for label in ("plain", "budget 1 of 1")
+        for label in ("plain", *meshes.POLICIES, "budget 1 of 1")
     ]
-    plain, planned = rows[::2], rows[1::2]
+    plain, planned = rows[::4], rows[3::4]
     assert len({row["temporary_bytes"] for row in plain}) <= 2
     for one, other in zip(plain, planned, strict=True):
         assert one["recomputed_share"] == 0 < other["recomputed_share"]
@@ -41,5 +41,5 @@ def test_a_run_appends_its_rows_and_goes_on(
 def test_all_ways_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert meshes.main([*SMALL, "--collectives", "recompute"]) == 0
     *rows, last = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 * len(meshes.CASES)
+    assert len(rows) == 4 * len(meshes.CASES)
     assert last.startswith("error: ")

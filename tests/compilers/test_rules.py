@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from remat_opt import compilers, loops
 from remat_opt.compilers.compiler import Compiler, Rules
-from remat_opt.compilers.model import model
 from remat_opt.compilers.rules import RULES
 from remat_opt.device import get_device
 from remat_opt.errors import RematError
 from remat_opt.gradients import Gradients
+from remat_opt.inner import model
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
 from remat_opt.program.linearization import linearize
@@ -414,6 +414,13 @@ def similarities_first(weights, x):
 
 
 #: For each rule, devices and a program with arguments.
+def by_hand(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    layer = jax.checkpoint(lambda x, w: jnp.sin(jnp.sin(x) @ w))
+    for w in weights:
+        x = layer(x, w)
+    return jnp.sum(x**2)
+
+
 def split(*extents: int, by: Any = "data") -> jax.ShapeDtypeStruct:
     """The shape of an array on a mesh of four devices, split by rows."""
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -493,6 +500,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "conversions_first": ("h200", similarities_first, ([SQUARE] * 4, narrow(ROWS))),
     "logits_apart": ("cpu", log_softmax_loss, (ones(8, 64), ones(2, 16, 8))),
     "starts_first": ("cpu", bags, ([SQUARE] * 2, [ones(64, 128)] * 2, ones(2, 256, 4, dtype=int))),
+    "sums_put_off": ("h200", by_hand, ([whole(8, 8)] * 3, split(4096, 8))),
+    "scattered_put_off": ("v5e", by_hand, ([split(8, 8)] * 3, split(4096, 8))),
     "updates_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
     "updates_wait": ("h200", two_layers, ([SQUARE] * 4, ROWS[:8])),
     "results_lend": ("h200 cpu", two_layers, ([SQUARE] * 2, SQUARE)),
@@ -507,6 +516,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "pieces_apart": ("v5e", joined_skips, ([SQUARE] + [ones(256, 128)] * 2, ROWS)),
     "picked_stored": ("v5e", rounded_logits, (W, X)),
     "parts_added": ("h200 v5e cpu", recurrent, (W, X)),
+    "checkpoints_in_turn": ("h200 v5e", by_hand, ([W, W], X)),
     "gradients_in_turn": ("h200", biased, ((W, W[0]), X)),
     "products_apart": ("h200", gated_products, ([SQUARE] * 3, ROWS)),
     "starts_wait": ("h200 v5e cpu", towers, ([SQUARE] * 4, ROWS)),
@@ -551,7 +561,7 @@ def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...
     """What the program that shows a rule is expected to take on a device."""
     program, linearization = traced(rule), linearized(rule)
     compiler = Compiler(device=get_device(device).told(RULES[rule].told), off=frozenset(off))
-    found = model(program, linearization, compiler)
+    found = model(program, linearization, compiler, gradients=Gradients.RESULTS)
     in_step = model(program, linearization, compiler, gradients=Gradients.CONSUMED)
     schedules = plain(found.graph), halves(len(found.graph))
     ways = loops.ways(program, linearization, found, Overhead.SECONDS)
