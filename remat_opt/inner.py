@@ -302,7 +302,7 @@ def _inside(
 ) -> _Inside:
     if checkpoint is not None:
         body = bodies.under_checkpoint(equation, given)
-        waiting = put_off.put_off_bytes(equation, body, parameters, compiler)
+        waiting = _put_off_bytes(body, put_off.inside(equation, body, parameters), compiler)
         found = _backward(body, compiler, depth, checkpoint)
         return dataclasses.replace(found, put_off_bytes=waiting)
     if equation.operation.primitive == "scan":
@@ -321,6 +321,16 @@ def _inside(
             lambda: _of_map(bodies.mapped_of(equation, given), compiler, gradients, depth),
         )
     return _Inside()
+
+
+def _put_off_bytes(body: Program, forms: Mapping[int, put_off.Form], compiler: Compiler) -> int:
+    """What waits from the turn of a checkpoint by hand on, in maps under it, too."""
+    found = put_off.put_off_bytes(body, forms, compiler) if forms else 0
+    for equation in body.equations if forms else ():
+        if bodies.is_open_map(equation):
+            mapped = bodies.mapped_of(equation, bodies.varying(body))
+            found += _put_off_bytes(mapped, put_off.inside(equation, mapped, forms), compiler)
+    return found
 
 
 def _of_loop(equation: Equation, given: Set[int], compiler: Compiler, depth: int) -> _Inside:

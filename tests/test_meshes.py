@@ -212,7 +212,8 @@ def test_one_plan_for_every_mesh(auto: Mesh) -> None:
         "eight": (on(auto, WEIGHTS), on(auto, X, "data")),
         "four": (on(small, WEIGHTS, None, "columns"), on(small, X, "rows")),
     }
-    plans = {name: remat_opt.make_plan(loss, *args, budget=0.5) for name, args in places.items()}
+    # With weights split by columns, whole rows are gathered for products, whatever is recomputed.
+    plans = {name: remat_opt.make_plan(loss, *args, budget=0.75) for name, args in places.items()}
     assert len({plan.fingerprint for plan in plans.values()}) == 1
     for name, other in (("one device", "eight"), ("eight", "four"), ("four", "one device")):
         planned = jax.jit(jax.grad(remat_opt.apply_plan(plans[name], loss)))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
-from remat_opt.compilers import convolutions, scheduling
+from remat_opt.compilers import convolutions, gathers, scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results, vector_memory_bytes
@@ -280,6 +281,9 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
             for one, step in found.tables.items()
             if step <= until
         ]
+    running = Counter(dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)))
+    for one in gathers.gathered(storage):
+        running.update(one.bytes)
     stored = storage.softmaxes if storage.stores_maxima else ()
     row_statistics = (value for one in stored for value in (one.maxima, one.sums))
     return Model(
@@ -299,7 +303,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         else (),
         early=tuple(early),
         converted=tuple(converted),
-        running=dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)),
+        running=running,
         waits=found.waits if gradients is Gradients.CONSUMED else (),
         siblings=found.siblings,
     )

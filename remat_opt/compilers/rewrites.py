@@ -27,6 +27,9 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.operation import CHECKPOINTS
 from remat_opt.program.record import Program
 
+#: What computes all its cotangents at once, as its user wrote it.
+_CALLS = CHECKPOINTS | {"custom_vjp_call"}
+
 
 class Place(enum.Enum):
     """Where a program runs.
@@ -66,7 +69,8 @@ class Rewrites:
       weight_place: for products the place of the input that is an argument, of some form.
       parts_added: whether the parts of a weight's gradient are added one by one.
       ordered: whether no gradient of a product or a bias may be put off.
-      by_hand: checkpoints by hand none of whose cotangents may be put off.
+      calls: checkpoints by hand, and calls with a derivative rule of their own, none of whose
+        cotangents may be put off.
       before_loops: whether gradients of what follows a loop must exist before it runs backward.
       twice: by their last, equations that run again once for a product and once for their own
         derivatives.
@@ -98,7 +102,7 @@ class Rewrites:
     weight_place: Mapping[int, int]
     parts_added: bool
     ordered: bool
-    by_hand: frozenset[int]
+    calls: frozenset[int]
     before_loops: bool
     twice: Mapping[int, tuple[int, ...]]
     stored: bool
@@ -158,12 +162,12 @@ def rewrites(
         weight_place=turns.weight_places(program) if ordered else {},
         parts_added=rules.has("parts_added"),
         ordered=ordered,
-        by_hand=frozenset(
+        calls=frozenset(
             index
             for index, equation in enumerate(program.equations)
-            if equation.operation.primitive in CHECKPOINTS
+            if equation.operation.primitive in _CALLS
         )
-        if rules.has("checkpoints_in_turn")
+        if rules.has("calls_in_turn")
         else frozenset(),
         before_loops=rules.has("loops_in_turn"),
         twice=transcendental.twice(program, rules, in_loop=place in (Place.ITERATION, Place.LOOP))

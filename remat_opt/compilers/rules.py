@@ -364,6 +364,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "scheduling",
             "Updates of gradients that devices add up wait for the end of the backward pass.",
         ),
+        "operands_gathered": _rule(
+            _NVIDIA | _TPU | _CPU,
+            "beside",
+            "gathers",
+            "An operand split along an axis that splits the result elsewhere is gathered.",
+        ),
         "sums_put_off": _rule(
             _NVIDIA,
             "beside",
@@ -440,11 +446,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "gradients_in_turn": _rule(
             _NVIDIA, "rewrite", "rewrites", "Gradients of weights and biases come in turn."
         ),
-        "checkpoints_in_turn": _rule(
+        "calls_in_turn": _rule(
             _NVIDIA | _TPU,
             "rewrite",
             "rewrites",
-            "Gradients of what is under a checkpoint by hand come in turn.",
+            "Gradients of checkpoints by hand and custom rules come in turn.",
         ),
         "products_apart": _rule(
             _NVIDIA, "rewrite", "turns", "Products of one operand are not merged into one."

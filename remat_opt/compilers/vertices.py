@@ -12,6 +12,7 @@ from remat_opt.compilers import (
     convolutions,
     copies,
     cpu_sums,
+    gathers,
     joins,
     logits,
     lookups,
@@ -439,6 +440,7 @@ def _effects(
         yield OutsideCheckpoints(workspace_bytes=outside)
     if added:
         yield Unchanged(workspace_bytes=added)
+    yield from gathers.gathered(storage)
     yield from joins.effects(storage, readers, [draft.active for draft in drafts])
     yield from logits.effects(storage)
     yield from squares.effects(storage)

@@ -54,7 +54,7 @@ def _tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]
     for index in step.equations:
         equation = rewriting.program.equations[index]
         product = equation.operation.primitive in PRODUCTS and index not in ways.squares
-        if (product and ways.ordered) or index in ways.by_hand:
+        if (product and ways.ordered) or index in ways.calls:
             places = [p for p, atom in enumerate(equation.inputs) if atom in rewriting.summed]
             if len(places) > 1:
                 found[index] = tuple(places)
