@@ -206,6 +206,38 @@ def test_the_compiler_does_recompute_what_was_planned(fn: Callable[..., Any], ar
     assert again == pytest.approx(plan.predicted.recomputed_flops, rel=0.1)
 
 
+def test_what_a_custom_rule_both_returns_and_keeps_is_one_array() -> None:
+    @jax.custom_vjp
+    def activated(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    def forward(x: jax.Array, w: jax.Array) -> Any:
+        made = jnp.tanh(x @ w)
+        return made, (x, w, made)
+
+    def backward(kept: Any, cotangent: jax.Array) -> Any:
+        x, w, made = kept
+        moved = cotangent * (1 - made * made)
+        return moved @ w.T, x.T @ moved
+
+    activated.defvjp(forward, backward)
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for a, b in weights:
+            x = x + activated(jnp.sin(x), a) @ b
+        return jnp.mean(x**2)
+
+    args = (
+        [(Array((64, 256), "float32"), Array((256, 64), "float32"))] * 6,
+        Array((4096, 64), "float32"),
+    )
+    for share in (1.0, 0.6):
+        plan = remat_opt.make_plan(loss, *args, device="cpu", budget=share, verify=True)
+        assert plan.measured is not None
+        compiled = plan.measured.temporary_bytes
+        assert plan.predicted.temporary_bytes == pytest.approx(compiled, rel=0.08), share
+
+
 def test_less_budget_is_less_compiled_memory() -> None:
     args = residual_net_arguments(4096, 64)
     compiled = [

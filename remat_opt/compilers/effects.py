@@ -128,6 +128,31 @@ class OutsideCheckpoints(Effect):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedResults(Effect):
+    """Results that are residuals, too: one array, unless a checkpoint hands the result on.
+
+    Then the backward pass reads that, and the residual is computed again beside it.
+
+    Attributes:
+      bytes: by vertex.
+      readers: for each of these vertices, those that read it.
+    """
+
+    bytes: Mapping[int, int]
+    readers: Mapping[int, Sequence[int]]
+
+    def change(self, figures: Figures, schedule: Schedule) -> None:
+        """Counts them once."""
+        around = dict(checkpoints(schedule.regions))
+        kept = set(kept_by_name(schedule.regions))
+        for vertex, size in self.bytes.items():
+            here = around[vertex]
+            inside = all(around[reader] == here for reader in self.readers[vertex])
+            if not here or (inside and vertex not in kept):
+                figures.internal_bytes[vertex] -= size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unchanged(Effect):
     """What is larger in the unchanged function.
 

@@ -8,8 +8,8 @@ been computed again, for all layers one after the other. (Eight checkpoints by h
 layers each, on eight H200s: 3,648 MiB, or 976 if cotangents come in turn.)
 
 Products that are put off run between later ones, from the end of the backward pass on, while there
-are any: so not all of them wait at once, and we count ``_AT_ONCE`` of what they read. (In twelve own
-programs, layers in a row for both compilers, it was from a fifth to everything, in the median 0.6.)
+are any. So not all of them wait at once, and we count ``_AT_ONCE`` of what they read. (Of twelve
+own programs, layers in a row for both compilers, from a fifth to everything, in the median 0.6.)
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from remat_opt.compilers import (
     turns,
 )
 from remat_opt.compilers.cotangents import Cotangents, HandedIn, cotangents, hands_on
-from remat_opt.compilers.effects import Effect, OutsideCheckpoints, Unchanged
+from remat_opt.compilers.effects import Effect, OutsideCheckpoints, SharedResults, Unchanged
 from remat_opt.compilers.lookups import Zeros
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
@@ -50,6 +50,7 @@ class _Draft:
       predecessors: the vertices that it reads, ascending.
       needs: those that its backward step reads, ascending.
       internal_bytes: size of residuals that only running it provides.
+      own_bytes: those of them that are its value, too, if nothing runs again.
       active: its values that have a cotangent.
       estimated_flops: those of ``flops`` that come from an estimate.
       copied_products: how many products it computes whose arrays are copied.
@@ -64,6 +65,7 @@ class _Draft:
     predecessors: tuple[int, ...]
     needs: tuple[int, ...]
     internal_bytes: int
+    own_bytes: int
     active: tuple[int, ...]
     estimated_flops: int
     copied_products: int
@@ -248,7 +250,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
         read_values: set[int] = set()
         needs: set[int] = set()
         parameters: set[int] = set()
-        internal_bytes = flops = estimated = copied = 0
+        internal_bytes = own_bytes = flops = estimated = copied = 0
         multiplies = False
         for index in storage.cone(root):
             member = program.equations[index]
@@ -285,7 +287,8 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
                 if not own:
                     needs.update(storage.holders(value))
                 elif not elementwise:
-                    internal_bytes += storage.bytes_of(value)
+                    own_bytes += storage.bytes_of(value)
+        internal_bytes += own_bytes
         needs = {needed for needed in needs if needed <= vertex}
         if internal_bytes:
             # The residuals are remade by running the vertex again.
@@ -309,6 +312,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             predecessors=tuple(sorted(predecessors)),
             needs=tuple(sorted(needs)),
             internal_bytes=internal_bytes + found_places.get(root, 0),
+            own_bytes=own_bytes,
             active=tuple(v for v in held if v in flow.linearization.active_values),
             estimated_flops=estimated,
             copied_products=copied,
@@ -430,6 +434,8 @@ def _effects(
     if transposed:
         yield cpu_sums.Transposed(pairs=transposed)
     readers = graph.successors()
+    if shared := dict(_read_twice(drafts)):
+        yield SharedResults(bytes=shared, readers={vertex: readers[vertex] for vertex in shared})
     if copied := convolutions.copied(program, derivatives, compiler, storage.vertex_of):
         yield convolutions.CopiedOperands(
             copies=copied,
@@ -451,6 +457,17 @@ def _effects(
     if compiler.has("copies") and any(products):
         yield copies.Copies(products=products)
     yield from copies.handed_on(storage, readers)
+
+
+def _read_twice(drafts: Sequence[_Draft]) -> Iterator[tuple[int, int]]:
+    """Results that a vertex's own backward step reads, and those of later ones, with their bytes.
+
+    Those are one array for both, as what a custom derivative rule both returns and keeps.
+    """
+    read = {needed for vertex, one in enumerate(drafts) for needed in one.needs if needed < vertex}
+    for vertex, one in enumerate(drafts):
+        if vertex in read and one.own_bytes:
+            yield vertex, min(one.own_bytes, one.bytes)
 
 
 def _outside_checkpoints(storage: Storage, of_cotangents: Cotangents) -> dict[int, int]:
