@@ -31,10 +31,12 @@ class Gathered(Effect):
     Attributes:
       bytes: by vertex, what is gathered.
       kept: whether, outside checkpoints, it is kept for the backward pass.
+      in_loops: whether loops gather, too. XLA for TPU multiplies part by part there.
     """
 
     bytes: Mapping[int, int]
     kept: bool = True
+    in_loops: bool
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
         """Adds it."""
@@ -52,7 +54,7 @@ class Gathered(Effect):
 
     def in_loop(self) -> Effect:
         """The backward pass is another loop, which gathers again."""
-        return dataclasses.replace(self, kept=False)
+        return dataclasses.replace(self, kept=False) if self.in_loops else Effect()
 
     def as_written(self) -> Effect:
         """Likewise."""
@@ -82,7 +84,7 @@ def gathered(storage: Storage) -> Iterator[Gathered]:
             if vertex is not None:
                 sizes[vertex] += parts * compiler.buffer_bytes(program.types[value])
     if sizes:
-        yield Gathered(bytes=sizes)
+        yield Gathered(bytes=sizes, in_loops=compiler.device.platform != "tpu")
 
 
 def _operands(program: Program, equation: Equation) -> Iterator[tuple[int, int]]:
