@@ -325,8 +325,10 @@ def _inside(
 
 def _put_off_bytes(body: Program, forms: Mapping[int, put_off.Form], compiler: Compiler) -> int:
     """What waits from the turn of a checkpoint by hand on, in maps under it, too."""
-    found = put_off.put_off_bytes(body, forms, compiler) if forms else 0
-    for equation in body.equations if forms else ():
+    if not forms:
+        return 0
+    found = put_off.put_off_bytes(body, forms, compiler)
+    for equation in body.equations:
         if bodies.is_open_map(equation):
             mapped = bodies.mapped_of(equation, bodies.varying(body))
             found += _put_off_bytes(mapped, put_off.inside(equation, mapped, forms), compiler)

@@ -282,8 +282,9 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
             if step <= until
         ]
     running = Counter(dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)))
-    for one in gathers.gathered(storage):
-        running.update(one.bytes)
+    for effect in found.effects:
+        if isinstance(effect, gathers.Gathered):
+            running.update(effect.bytes)
     stored = storage.softmaxes if storage.stores_maxima else ()
     row_statistics = (value for one in stored for value in (one.maxima, one.sums))
     return Model(

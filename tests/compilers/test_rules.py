@@ -413,7 +413,6 @@ def similarities_first(weights, x):
     return jnp.sum(x.astype("float32"))
 
 
-#: For each rule, devices and a program with arguments.
 def by_hand(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     layer = jax.checkpoint(lambda x, w: jnp.sin(jnp.sin(x) @ w))
     for w in weights:
@@ -433,6 +432,7 @@ def whole(*extents: int) -> jax.ShapeDtypeStruct:
     return split(*extents, by=None)
 
 
+#: For each rule, devices and a program with arguments.
 PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "operands_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
     "operands_rounded": ("v5e", pooled_rows, ([SQUARE], ROWS)),
