@@ -31,7 +31,7 @@ class Gathered(Effect):
     Attributes:
       bytes: by vertex, what is gathered.
       kept: whether, outside checkpoints, it is kept for the backward pass.
-      in_loops: whether loops gather, too. XLA for TPU multiplies part by part there.
+      in_loops: whether loops gather, too; others multiply part by part there.
     """
 
     bytes: Mapping[int, int]
@@ -84,7 +84,7 @@ def gathered(storage: Storage) -> Iterator[Gathered]:
             if vertex is not None:
                 sizes[vertex] += parts * compiler.buffer_bytes(program.types[value])
     if sizes:
-        yield Gathered(bytes=sizes, in_loops=compiler.device.platform != "tpu")
+        yield Gathered(bytes=sizes, in_loops=compiler.has("gathered_in_loops"))
 
 
 def _operands(program: Program, equation: Equation) -> Iterator[tuple[int, int]]:

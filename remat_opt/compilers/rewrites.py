@@ -79,6 +79,8 @@ class Rewrites:
       starts: products that read nothing of those before them, and must wait for them all the same.
       starts_in_turn: such products and lookups that are to run one by one in a region, as are their
         gradients.
+      branches_in_turn: whether what a region and later ones read waits for what it passes on, as do
+        its cotangents for one another.
       draws_in_turn: draws of random bits that are to run one by one in a region.
       in_turn: whether every product waits until the parts of its weight's gradient from later
         products are added.
@@ -109,6 +111,7 @@ class Rewrites:
     together: bool
     starts: frozenset[int]
     starts_in_turn: frozenset[int]
+    branches_in_turn: bool
     draws_in_turn: frozenset[int]
     in_turn: bool
     stacked: bool
@@ -177,6 +180,7 @@ def rewrites(
         together=rules.has("outputs_together"),
         starts=starts if recomputes and rules.has("starts_wait") else frozenset(),
         starts_in_turn=starts if rules.has("starts_in_turn") else frozenset(),
+        branches_in_turn=rules.has("branches_in_turn"),
         draws_in_turn=draws.draws(program) if rules.has("draws_in_turn") else frozenset(),
         in_turn=rules.has("parts_in_turn"),
         stacked=place is Place.LOOP,

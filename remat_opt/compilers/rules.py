@@ -172,6 +172,30 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "slices_read_parts": _rule(
             _NVIDIA | _TPU, "stored", "storage", "Recomputing a slice reads only a part."
         ),
+        "spectra_whole": _rule(
+            _TPU,
+            "stored",
+            "spectra",
+            "A Fourier transform of real numbers is stored with both halves.",
+        ),
+        "places_stored": _rule(
+            _TPU, "stored", "places", "What is read at two places, one through a slice, is stored."
+        ),
+        "places_apart": _rule(
+            _NVIDIA,
+            "stored",
+            "places",
+            "All slices but one of an expensive function that a kernel reads in slices are.",
+        ),
+        "strides_stored": _rule(
+            _TPU, "stored", "strides", "A slice with strides along either of the last two axes is."
+        ),
+        "strides_spread": _rule(
+            _TPU,
+            "beside",
+            "strides",
+            "The cotangent of a slice with strides is as large as what was sliced.",
+        ),
         "readers_recounted": _rule(
             _NVIDIA | _TPU, "stored", "storage", "A value that ends up in one array has one reader."
         ),
@@ -370,6 +394,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "gathers",
             "An operand split along an axis that splits the result elsewhere is gathered.",
         ),
+        "gathered_in_loops": _rule(
+            _NVIDIA | _CPU, "beside", "gathers", "Loops gather such operands, too."
+        ),
         "sums_put_off": _rule(
             _NVIDIA,
             "beside",
@@ -475,6 +502,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "rewrite",
             "turns",
             "What starts from arguments waits for what is before it in the plan.",
+        ),
+        "branches_in_turn": _rule(
+            _NVIDIA | _TPU,
+            "rewrite",
+            "rewrites",
+            "Branches that begin at a value run backward in turn.",
         ),
         "starts_in_turn": _rule(
             _CPU,

@@ -30,10 +30,13 @@ from remat_opt.compilers import (
     flat_products,
     joins,
     operands,
+    places,
     product_sums,
     row_gathers,
     softmax,
+    spectra,
     squares,
+    strides,
     sums,
     transcendental,
 )
@@ -50,12 +53,6 @@ _REREAD_LIMIT = 1.25
 
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
-
-#: Equations that read no more than they return.
-_SLICES = frozenset({"slice", "split", "unstack", "dynamic_slice"})
-
-#: Equations that read entries elsewhere than they write them.
-_MOVED = _SLICES | {"concatenate", "pad", "rev"}
 
 #: Equations that write, or add up, updates at computed places.
 _SCATTERS = frozenset(
@@ -157,6 +154,7 @@ class Storage:
         flat = flat_products.with_operands(flow, compiler)
         twice |= {value for value, always in flat.items() if always or not unchanged}
         self._times = dict.fromkeys(twice, 2)
+        self._spectra = spectra.whole(program, compiler)
         picked = row_gathers.stored(flow, compiler.rules)
         looked_up_flat = bool(entry_gathers.flattening(program, compiler.rules))
         # For gathers as they are.
@@ -188,14 +186,15 @@ class Storage:
 
     def bytes_of(self, value: int) -> int:
         """Bytes of a value if it is stored."""
-        kind = self.flow.program.types[value]
+        kind = self._spectra.get(value, self.flow.program.types[value])
         if value in self._rounded:
             kind = operands.as_operand(kind)
         return self._laid_out_bytes(value, kind) * self._times.get(value, 1)
 
     def named_bytes(self, value: int) -> int:
         """Bytes of a value if a checkpoint keeps it by name."""
-        if value in self._times or any(map(self.compiler.has, ("widened", "divisors"))):
+        alone = value in self._times or value in self._spectra
+        if alone or any(map(self.compiler.has, ("widened", "divisors"))):
             return self.compiler.buffer_bytes(self.flow.program.types[value])
         return self.bytes_of(value)
 
@@ -212,7 +211,7 @@ class Storage:
 
     def _cotangent_type(self, value: int) -> ArrayType:
         flow = self.flow
-        kind = flow.program.types[value]
+        kind = self._spectra.get(value, flow.program.types[value])
         weights = self.weights_of.get(value)
         if weights is not None and not batched_products.rows_lie_apart(
             flow, weights, self.compiler
@@ -315,6 +314,7 @@ class Storage:
         forced |= transcendental.stored(self.flow, self.compiler)
         forced |= sums.stored(self.flow, self.compiler)
         forced |= draws.stored(self.flow, self.compiler)
+        forced |= strides.stored(self.flow, self.compiler)
         forced |= self.pieces
         forced |= self._gathered
         for index in self.product_sums:
@@ -351,6 +351,10 @@ class Storage:
         """
         forced = self._forced()
         stored, leaves = self._with_shared(forced, self._reader_counts(forced))
+        apart = places.apart(self.flow, stored, self.compiler)
+        if apart:
+            forced |= apart
+            stored, leaves = self._with_shared(forced, self._reader_counts(forced))
         if self.compiler.has("readers_recounted"):
             readers = self._reader_counts(stored)
             if any(readers.get(value, 0) < 2 for value in stored - forced):
@@ -368,6 +372,7 @@ class Storage:
         """
         stored = set(forced)
         direct = self.flow.reader_counts()
+        moved = places.moved(self.flow, self.compiler)
         # Fused values that are computed from rows of something larger.
         looked_up: set[int] = set()
         # For each leaf, the bytes that are read, and how many equations lie in between.
@@ -400,6 +405,7 @@ class Storage:
                 total = sum(read_bytes[value].values())
                 if (
                     self._put_together(equation.operation)
+                    or (value in moved and total and not self._replaces(value, found, direct))
                     or (wide and direct[value] > 1)
                     or total > _REREAD_LIMIT * types[value].bytes
                     or size > _CONE_LIMIT
@@ -407,10 +413,17 @@ class Storage:
                     stored.add(value)
         return stored, {value: frozenset(found) for value, found in read_bytes.items()}
 
+    def _replaces(self, value: int, leaves: Iterable[int], readers: Mapping[int, int]) -> bool:
+        """Whether a value would be stored in the place of something as large that it is made of."""
+        types = self.flow.program.types
+        return any(
+            readers[leaf] == 1 and types[leaf].bytes >= types[value].bytes for leaf in leaves
+        )
+
     def _part(self, operation: Operation, result: ArrayType) -> float:
         """The part of its operand that an operation reads for a result."""
         of_part = (
-            self.compiler.has("slices_read_parts") and operation.primitive in _SLICES
+            self.compiler.has("slices_read_parts") and operation.primitive in places.SLICES
         ) or self._looks_up(operation)
         if not of_part or not operation.inputs[0].bytes:
             return 1.0
@@ -445,7 +458,7 @@ class Storage:
                 reached = {index, ~index} if index in squared else {index}
             else:
                 reached = set().union(*(roots.get(value, ()) for value in outputs))
-                if self.flow.program.equations[index].operation.primitive in _MOVED:
+                if self.flow.program.equations[index].operation.primitive in places.MOVES:
                     # In one kernel too, an entry is computed again wherever it is read.
                     reached = {(index, one) for one in reached}
             for value in self.flow.reads(index):

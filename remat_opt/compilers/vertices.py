@@ -22,6 +22,7 @@ from remat_opt.compilers import (
     scheduling,
     shared_weights,
     squares,
+    strides,
     transcendental,
     turns,
 )
@@ -353,6 +354,8 @@ def _workspaces(
     for read in storage.batched_reads:
         own[storage.vertex_of[storage.result(read.product)]] += read.workspace_bytes
     for vertex, size in lookups.beside(storage):
+        own[vertex] += size
+    for vertex, size in strides.spread(storage):
         own[vertex] += size
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.compiler import Rules
@@ -477,15 +478,18 @@ class _Chain:
         """The calls that run steps, as ``rewriting._run`` runs them."""
         items: list[Item] = []
 
-        def behind(values: Sequence[int]) -> Item:
-            barrier = self.functions.helper(support.behind_barrier)
-            return Item(function=barrier, reads=tuple(values), writes=tuple(values), unpack=False)
+        def behind(barrier: Callable[..., Any], *groups: Sequence[int]) -> Iterator[Item]:
+            for values in map(tuple, filter(None, groups)):
+                function = self.functions.helper(barrier)
+                yield Item(function=function, reads=values, writes=values, unpack=False)
 
-        for number, (step, before, after) in enumerate(in_turn(self.rewriting, steps)):
+        for number, turn in enumerate(in_turn(self.rewriting, steps)):
+            step = turn.step
             own = f"{label}{number + 1}." if _is_apart(steps, step) else label
-            items += map(behind, before)
+            items += behind(support.stored, turn.delayed)
+            items += behind(support.behind_barrier, turn.before)
             items += self._step(step, (*around, number), own)
-            items += map(behind, after)
+            items += behind(support.behind_barrier, *turn.after)
         return items
 
     def _step(self, step: Step, place: tuple[int, ...], label: str) -> list[Item]:

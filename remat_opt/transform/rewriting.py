@@ -238,23 +238,26 @@ def _run(
       around: the number of the region that contains the steps.
     """
     barrier = cotangents_together if rewriting.ways.stacked and not around else behind_barrier
-    for number, (step, before, after) in enumerate(in_turn(rewriting, steps)):
-        for values in before:
-            _pass_on(barrier, values, environment)
+    for number, turn in enumerate(in_turn(rewriting, steps)):
+        step = turn.step
+        _pass_on(stored, turn.delayed, environment)
+        _pass_on(barrier, turn.before, environment)
         given = [environment[value] for value in step.inputs]
         # A sum where regions meet has only the region's name.
         with jax.named_scope(region_scope((*around, number))):
             results = _runner(rewriting, step, (*around, number))(*given)
         _check_types(rewriting.program, step, results)
         environment.update(zip(step.outputs, results, strict=True))
-        for values in after:
+        for values in turn.after:
             _pass_on(barrier, values, environment)
 
 
 def _pass_on(
     barrier: Callable[..., tuple[Any, ...]], values: Sequence[int], environment: dict[int, Any]
 ) -> None:
-    """Puts what a barrier makes of some values in their place."""
+    """Puts what a barrier makes of some values, if any, in their place."""
+    if not values:
+        return
     passed = barrier(*(environment[value] for value in values))
     environment.update(zip(values, passed, strict=True))
 

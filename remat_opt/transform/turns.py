@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -139,9 +140,24 @@ def _before_draws(rewriting: Rewriting, step: Step) -> dict[int, int]:
     return found
 
 
-def in_turn(
-    rewriting: Rewriting, steps: Sequence[Step]
-) -> Iterator[tuple[Step, list[list[int]], list[list[int]]]]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A step, and the groups of values that pass a barrier around it.
+
+    Attributes:
+      step: the step.
+      delayed: a group before it whose cotangents pass none.
+      before: a group before it.
+      after: groups after it.
+    """
+
+    step: Step
+    delayed: Sequence[int]
+    before: Sequence[int]
+    after: Sequence[Sequence[int]]
+
+
+def in_turn(rewriting: Rewriting, steps: Sequence[Step]) -> Iterator[Turn]:
     """Steps in order, each with the groups of values that pass a barrier before and after it.
 
     What both a step and later ones read passes a barrier before the later ones, if it has a
@@ -153,14 +169,14 @@ def in_turn(
     """
     last_reader = {value: number for number, step in enumerate(steps) for value in step.inputs}
     for number, step in enumerate(steps):
-        before = _in_order(rewriting, steps[number - 1], step) if number else []
+        delayed, before = _in_order(rewriting, steps[number - 1], step) if number else ([], [])
         after = _renewed(rewriting, step, number, last_reader)
         made = [v for v in step.outputs if last_reader.get(v, 0) > number]
         if rewriting.ways.stored and step.checkpointed:
             after[:0] = [[v] for v in made]
         elif rewriting.ways.together and len(made) > 1:
             after[:0] = [made]
-        yield step, [before] if before else [], after
+        yield Turn(step=step, delayed=delayed, before=before, after=after)
 
 
 def _renewed(
@@ -170,6 +186,8 @@ def _renewed(
 
     It is what both the step and later steps read, if it has a cotangent. Arguments pass together
     with what the step passes on: their gradients from later steps exist before the step's own turn.
+    So do other values where a rule says so, which else pass alone: of two branches that begin at a
+    value and end in the loss, the compiler might run the first one first, backward too.
     If the step has a loop, so do all arguments that later steps read.
 
     Args:
@@ -184,18 +202,22 @@ def _renewed(
 
     arguments = set(rewriting.program.arguments)
     groups = [[value] for value in step.inputs if value not in arguments and is_read_later(value)]
+    passed_on = list(filter(is_read_later, step.outputs))
+    if groups and passed_on and rewriting.ways.branches_in_turn:
+        groups = [[*itertools.chain(*groups), *passed_on]]
     own = arguments if list(_loops(rewriting, step)) else arguments.intersection(step.inputs)
     weights = [v for v in rewriting.program.arguments if v in own and is_read_later(v)]
     if weights:
-        groups.append([*weights, *filter(is_read_later, step.outputs)])
+        groups.append([*weights, *passed_on])
     return groups
 
 
-def _in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
+def _in_order(rewriting: Rewriting, before: Step, step: Step) -> tuple[list[int], list[int]]:
     """What passes a barrier between two steps, so that what starts in the second waits.
 
     It is what the second step's starts (``Rewrites.starts``) read, together with something that the
-    first passes on. Backward, they have their gradients before it is the first step's turn. If
+    first passes on. Backward, they have their gradients before it is the first step's turn; but not
+    where what is read is larger than what the start makes of it, as a table is than its rows. If
     something starts in the first, all that it passes on is computed before the second runs: the end
     of a tower, too, which only a later step reads.
 
@@ -203,20 +225,25 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> list[int]:
       rewriting: what holds for all steps.
       before: a step.
       step: the one after it.
+
+    Returns:
+      What waits while its cotangents do not, and what waits as its cotangents do.
     """
-    starts = rewriting.ways.starts
+    starts, program = rewriting.ways.starts, rewriting.program
     passed_on = [value for value in before.outputs if value in rewriting.summed]
     if not (starts and passed_on):
-        return []
+        return [], []
     waited_for = passed_on[-1:] if starts.isdisjoint(before.all_equations()) else passed_on
-    here = starts.intersection(step.all_equations())
-    read = [
-        v
-        for v in (step.inputs_for(rewriting.program, here) if here else ())
-        if is_inexact(rewriting.program.types[v]) and v not in waited_for
-    ]
-    together = [*read, *waited_for]
-    return together if len(together) > 1 else []
+    read: set[int] = set()
+    larger: set[int] = set()
+    for start in starts.intersection(step.all_equations()):
+        made = sum(program.types[value].bytes for value in program.equations[start].outputs)
+        for value in step.inputs_for(program, {start}):
+            kind = program.types[value]
+            if is_inexact(kind) and value not in waited_for:
+                (larger if kind.bytes > made else read).add(value)
+    delayed, both = [*sorted(larger - read), *waited_for], [*sorted(read), *waited_for]
+    return (delayed if larger - read else []), (both if len(both) > 1 else [])
 
 
 def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:

@@ -336,6 +336,27 @@ def skips(weights, x):
     return jnp.sum(jnp.sin(jnp.tanh(added) @ weights[0]))
 
 
+def crossed(weights, x):
+    """Two branches that begin at one value and end in the loss."""
+    x = jnp.sin(x @ weights[0])
+    cross = jnp.sin(x * (x @ weights[1]))
+    return jnp.sum(jnp.sin(jnp.sin(x @ weights[2]) @ weights[2])) + jnp.sum(cross)
+
+
+def halves_multiplied(w, x):
+    z = jax.nn.sigmoid((x @ w)[:, None] * jnp.arange(1.0, 17.0)[:, None])
+    return jnp.sum(z[:8] * z[8:])
+
+
+def pairs_turned(w, x):
+    y = x @ w
+    return jnp.sum(jnp.concatenate([y[:, ::2] * y[:, 1::2], y[:, ::2]], 1) @ w)
+
+
+def filtered(w, x):
+    return jnp.sum(jnp.abs(jnp.fft.rfft(x @ w)))
+
+
 def stacked_layers(weights, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0]
 
@@ -420,16 +441,16 @@ def by_hand(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     return jnp.sum(x**2)
 
 
-def split(*extents: int, by: Any = "data") -> jax.ShapeDtypeStruct:
+def split(*extents: int, by: Any = ("data",)) -> jax.ShapeDtypeStruct:
     """The shape of an array on a mesh of four devices, split by rows."""
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec(by))
+    sharding = NamedSharding(mesh, PartitionSpec(*by))
     return jax.ShapeDtypeStruct(extents, "float32", sharding=sharding)
 
 
 def whole(*extents: int) -> jax.ShapeDtypeStruct:
     """The shape of an array that all of these devices have."""
-    return split(*extents, by=None)
+    return split(*extents, by=())
 
 
 #: For each rule, devices and a program with arguments.
@@ -501,6 +522,13 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "logits_apart": ("cpu", log_softmax_loss, (ones(8, 64), ones(2, 16, 8))),
     "starts_first": ("cpu", bags, ([SQUARE] * 2, [ones(64, 128)] * 2, ones(2, 256, 4, dtype=int))),
     "operands_gathered": ("h200 v5e cpu", two_layers, ([split(8, 8)] * 2, split(4096, 8))),
+    "spectra_whole": ("v5e", filtered, (SQUARE, ROWS)),
+    "places_stored": ("v5e", halves_multiplied, (W, X)),
+    "places_apart": ("h200", halves_multiplied, (W, X)),
+    "strides_stored": ("v5e", pairs_turned, (SQUARE, ROWS)),
+    "strides_spread": ("v5e", pairs_turned, (SQUARE, ROWS)),
+    "branches_in_turn": ("h200 v5e", crossed, ([SQUARE] * 3, ROWS)),
+    "gathered_in_loops": ("h200 cpu", stacked, (split(6, 8, 8, by=(None, "data")), split(4096, 8))),
     "sums_put_off": ("h200", by_hand, ([whole(8, 8)] * 3, split(4096, 8))),
     "scattered_put_off": ("v5e", by_hand, ([split(8, 8)] * 3, split(4096, 8))),
     "updates_fused": ("v5e", two_layers, ([SQUARE] * 2, ROWS)),
@@ -549,13 +577,16 @@ def linearized(rule: str) -> Linearization:
     return linearize(traced(rule))
 
 
-def halves(count: int) -> Schedule:
-    """Two regions, the first under a checkpoint that keeps nothing."""
-    middle = (count + 1) // 2
-    every = tuple(range(count))
-    last = Region(vertices=every[middle:], checkpointed=False)
-    first = Region(vertices=every[:middle])
-    return Schedule(regions=(first, last) if last.vertices else (first,))
+def in_parts(count: int, regions: int = 2) -> Schedule:
+    """Regions of about equal size, all but the last under a checkpoint that keeps nothing."""
+    size = (count + regions - 1) // regions
+    parts = [tuple(range(start, min(start + size, count))) for start in range(0, count, size)]
+    return Schedule(
+        regions=tuple(
+            Region(vertices=part, checkpointed=number == 0 or number < regions - 1)
+            for number, part in enumerate(parts)
+        )
+    )
 
 
 def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...]:
@@ -564,7 +595,7 @@ def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...
     compiler = Compiler(device=get_device(device).told(RULES[rule].told), off=frozenset(off))
     found = model(program, linearization, compiler, gradients=Gradients.RESULTS)
     in_step = model(program, linearization, compiler, gradients=Gradients.CONSUMED)
-    schedules = plain(found.graph), halves(len(found.graph))
+    schedules = plain(found.graph), in_parts(len(found.graph))
     ways = loops.ways(program, linearization, found, Overhead.SECONDS)
     inside = [(way.stacked_bytes, way.workspace_bytes) for of_loop in ways for way in of_loop]
     peaks = *map(found.peak_bytes, schedules), found.unchanged_peak_bytes()
@@ -572,10 +603,14 @@ def figures(rule: str, device: str, off: Collection[str] = ()) -> tuple[Any, ...
 
 
 def gradient(program: Program, device: str, off: Collection[str] = ()) -> str:
-    """The jaxpr of the gradient of a program in two regions."""
+    """The jaxprs of the gradient of a program in two regions and in three."""
+    return "".join(_gradient(program, device, frozenset(off), regions) for regions in (2, 3))
+
+
+def _gradient(program: Program, device: str, off: frozenset[str], regions: int) -> str:
     found = model_of(program, device)
-    stages = found.stages(halves(len(found.graph)))
-    run = rewriting.rewrite(program, stages, get_device(device).platform, frozenset(off))
+    stages = found.stages(in_parts(len(found.graph), regions))
+    run = rewriting.rewrite(program, stages, get_device(device).platform, off)
     arguments = [
         jax.ShapeDtypeStruct(program.types[value].shape, program.types[value].dtype)
         for value in program.arguments

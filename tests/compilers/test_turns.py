@@ -87,12 +87,39 @@ def test_a_second_tower_waits_for_the_first() -> None:
         )
     )
     rewriting_, steps = prepared(program, found.stages(halves), NVIDIA)
-    (first, before_first, _), (_, (tied,), _) = list(turns.in_turn(rewriting_, steps))[:2]
-    assert not before_first
+    first, second = list(turns.in_turn(rewriting_, steps))[:2]
+    assert not first.before
+    assert not second.delayed
+    tied = second.before
     # Its weight and its input pass a barrier with the first tower's result.
     assert {program.arguments.index(v) for v in tied if v in program.arguments} == {2, 5}
     assert len(tied) == 3
-    assert tied[-1] in first.outputs
+    assert tied[-1] in first.step.outputs
+
+
+def test_no_gradient_of_a_table_waits_for_that_of_another() -> None:
+    """Each is larger than the rows that are looked up."""
+
+    def loss(weights, x, rows):
+        *tables, w = weights
+        y = jnp.sin(x @ w)
+        return jnp.sum(y * sum(table[rows] for table in tables))
+
+    program, found, graph = graph_of(loss, [*[jnp.ones((256, 8))] * 3, W], X, jnp.arange(16))
+    lookups = [i for i, one in enumerate(program.equations) if one.operation.primitive == "gather"]
+    assert starts(program) == {*lookups}
+    first = [v for v, root in enumerate(found.roots) if root < lookups[0]]
+    chain = Schedule(
+        regions=(
+            Region(vertices=tuple(first)),
+            Region(vertices=tuple(range(len(first), len(graph))), checkpointed=False),
+        )
+    )
+    rewriting_, steps = prepared(program, found.stages(chain), NVIDIA)
+    _, second = turns.in_turn(rewriting_, steps)
+    # They are looked up behind the first region, but their gradients do not wait.
+    assert {program.arguments.index(v) for v in second.delayed[:-1]} == {0, 1, 2}
+    assert not second.before
 
 
 def test_where_a_tower_starts_inside_a_region_the_next_waits_for_the_first_towers_end() -> None:
@@ -110,7 +137,8 @@ def test_where_a_tower_starts_inside_a_region_the_next_waits_for_the_first_tower
         )
     )
     rewriting_, steps = prepared(program, found.stages(chain), NVIDIA)
-    (step, *_), (_, (tied,), _) = list(turns.in_turn(rewriting_, steps))[:2]
+    first_turn, turn = list(turns.in_turn(rewriting_, steps))[:2]
+    step, tied = first_turn.step, turn.before
     assert len(step.outputs) == 2
     # The end of the first tower, which only the last region reads, and the start of the second.
     assert set(tied) == set(step.outputs)

@@ -635,12 +635,12 @@ def test_cotangents_are_summed_region_by_region() -> None:
     )
     _, call, closed = rewritten(stages, loss, *args)
     found = own_barriers(closed)
-    # The first product, and the weight with the outputs. Not x: it is not differentiated.
+    # The first product and the weight, each with the outputs. Not x: it is not differentiated.
     assert [sorted(read.aval.shape for read in e.invars) for e in found] == [
         [(4, 8), (8, 8)],
-        [(4, 8)],
+        [(), (4, 8)],
         [(), (8, 8)],
-        [(4, 8)],
+        [(), (4, 8)],
         [(), (8, 8)],
     ]
     assert jnp.allclose(jax.grad(call)(*args), jax.grad(loss)(*args), rtol=1e-6)
