@@ -2,9 +2,9 @@
 
 There an entry would be computed once for each place. XLA for TPU stores what is read so
 (``places_stored``), however little it is made of: of ``p, q = z[:, ::2], z[:, 1::2]`` and ``p * q``
-with an ``f32[4,1024,16,256]`` that is computed from one a sixteenth as large, ``z`` is an array. So
-do its predecessors not matter in an associative scan of states, as in Mamba. (Three layers of
-these, unchanged: 240 MiB, predicted before 34.) XLA for NVIDIA computes it once for each place, if
+with an ``f32[4,1024,16,256]`` that is computed from one a sixteenth as large, ``z`` is an array,
+and so is each level of an associative scan of states, as in Mamba. (Three layers of the former,
+unchanged: 240 MiB, predicted before 34.) XLA for NVIDIA computes it once for each place, if
 none of the functions is expensive; if one is, the slice is stored, for all places but one
 (``places_apart``; with a sigmoid there, 194 MiB, predicted before 40; without, 42 and 40).
 """
@@ -48,15 +48,19 @@ def apart(flow: Dataflow, stored: set[int], compiler: Compiler) -> set[int]:
     if not expensive:
         return set()
     equations = flow.program.equations
+    # For each value the kernels that compute it, by the equation whose result each writes.
     kernels: dict[int, set[int]] = {}
     readers: dict[int, list[int]] = {}
     for index in reversed(range(len(equations))):
         if flow.is_alias(index):
             continue
-        outputs = equations[index].outputs
-        reached = {index}
-        if stored.isdisjoint(outputs) and not flow.opaque(index):
-            reached = set().union(*(kernels.get(value, ()) for value in outputs))
+        written = flow.opaque(index) or not stored.isdisjoint(equations[index].outputs)
+        reached: set[int] = set()
+        for value in equations[index].outputs:
+            own = kernels.setdefault(value, set())
+            if written:
+                own.add(index)
+            reached |= {index} if written else own
         for value in flow.reads(index):
             if value in expensive:
                 readers.setdefault(value, []).insert(0, index)
@@ -64,27 +68,17 @@ def apart(flow: Dataflow, stored: set[int], compiler: Compiler) -> set[int]:
                 kernels.setdefault(value, set()).update(reached)
     found: set[int] = set()
     for value in expensive & readers.keys():
-        moves = [one for one in readers[value] if equations[one].operation.primitive in MOVES]
-        seen = _kernels(flow, set(readers[value]) - set(moves), stored, kernels)
-        for move in moves:
-            here = _kernels(flow, {move}, stored, kernels)
-            if not seen.isdisjoint(here):
-                found.update(equations[move].outputs)
-            seen |= here
-    return found
-
-
-def _kernels(
-    flow: Dataflow, readers: set[int], stored: set[int], kernels: dict[int, set[int]]
-) -> set[int]:
-    """The kernels that some equations are parts of, by what each writes."""
-    found: set[int] = set()
-    for index in readers:
-        outputs = flow.program.equations[index].outputs
-        if not stored.isdisjoint(outputs) or flow.opaque(index):
-            found.add(index)
-        else:
-            found = found.union(*(kernels.get(value, ()) for value in outputs))
+        seen: set[int] = set()
+        moved_to: list[int] = []
+        for index in readers[value]:
+            if equations[index].operation.primitive in MOVES:
+                moved_to += equations[index].outputs
+            else:
+                seen.update(*(kernels[one] for one in equations[index].outputs))
+        for one in moved_to:
+            if not seen.isdisjoint(kernels[one]):
+                found.add(one)
+            seen |= kernels[one]
     return found
 
 

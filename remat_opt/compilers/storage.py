@@ -460,7 +460,7 @@ class Storage:
                 reached = set().union(*(roots.get(value, ()) for value in outputs))
                 if self.flow.program.equations[index].operation.primitive in places.MOVES:
                     # In one kernel too, an entry is computed again wherever it is read.
-                    reached = {(index, one) for one in reached}
+                    reached = {(value, one) for value in outputs for one in roots.get(value, ())}
             for value in self.flow.reads(index):
                 known = roots.setdefault(value, set())
                 if len(known) < 2:

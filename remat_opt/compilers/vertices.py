@@ -17,6 +17,7 @@ from remat_opt.compilers import (
     logits,
     lookups,
     overwriting,
+    places,
     pooling,
     row_gathers,
     scheduling,
@@ -296,6 +297,9 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             needs.update(predecessors)
         held = [value for value in equation.outputs if value in read or value in storage.outputs]
         kept = [value for value in held if value not in storage.outputs]
+        # Of a split, those pieces may be arrays that are read elsewhere than the others.
+        split = equation.operation.primitive in places.SLICES
+        arrays = [value for value in kept if value in storage.stored or not split]
         moved_bytes = traffic.moved_bytes(held, read_values)
         dtype = _rate_dtype(equation.operation)
         if flow.opaque(root):
@@ -306,7 +310,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
                 moved_bytes / compiler.device.memory_bandwidth,
             )
         yield _Draft(
-            bytes=sum(map(storage.bytes_of, kept)),
+            bytes=sum(map(storage.bytes_of, arrays)),
             named_bytes=sum(map(storage.named_bytes, kept)),
             seconds=seconds,
             flops=flops,

@@ -27,6 +27,11 @@ def reversed_too(z: jax.Array) -> jax.Array:
     return z[::-1] * z
 
 
+def split_in_two(z: jax.Array) -> jax.Array:
+    one, other = jnp.split(z, 2)
+    return one * other
+
+
 def one_half(z: jax.Array) -> jax.Array:
     return z[: len(z) // 2]
 
@@ -62,6 +67,7 @@ def added(z: jax.Array) -> jax.Array:
     [
         (halves, added, [("add", (16, 8, 128))]),
         (halves, jax.nn.sigmoid, [("logistic", (16, 8, 128))]),
+        (split_in_two, added, [("add", (16, 8, 128))]),
         (reversed_too, added, [("add", (16, 8, 128))]),
         (both_apart, added, [("add", (16, 8, 128))]),
         (one_half, jax.nn.sigmoid, []),
@@ -78,6 +84,7 @@ def test_for_tpu_what_is_read_at_two_places_is_stored(
     [
         (halves, added, []),
         (halves, jax.nn.sigmoid, [("slice", (8, 8, 128))]),
+        (split_in_two, jax.nn.sigmoid, [("split", (8, 8, 128))]),
         (reversed_too, jax.nn.sigmoid, [("rev", (16, 8, 128))]),
         (both_apart, jax.nn.sigmoid, []),
         (one_half, jax.nn.sigmoid, []),
