@@ -26,8 +26,10 @@ _EXPENSIVE: Final = frozenset("cbrt exp exp2 expm1 log log1p logistic rsqrt sqrt
 
 def moved(flow: Dataflow, compiler: Compiler) -> set[int]:
     """What is stored if anything but one move reads it, and not what it is computed from alone."""
-    if not compiler.has("places_stored"):
-        return set()
+    return _read_by_moves(flow) if compiler.has("places_stored") else set()
+
+
+def _read_by_moves(flow: Dataflow) -> set[int]:
     return {
         value
         for index, equation in enumerate(flow.program.equations)
@@ -44,7 +46,8 @@ def apart(flow: Dataflow, stored: set[int], compiler: Compiler) -> set[int]:
       stored: what is stored otherwise.
       compiler: the compiler.
     """
-    expensive = _expensive(flow, stored) if compiler.has("places_apart") else set()
+    read_by_moves = _read_by_moves(flow) if compiler.has("places_apart") else set()
+    expensive = read_by_moves & _expensive(flow, stored) if read_by_moves else set()
     if not expensive:
         return set()
     equations = flow.program.equations
@@ -55,22 +58,21 @@ def apart(flow: Dataflow, stored: set[int], compiler: Compiler) -> set[int]:
         if flow.is_alias(index):
             continue
         written = flow.opaque(index) or not stored.isdisjoint(equations[index].outputs)
-        reached: set[int] = set()
-        for value in equations[index].outputs:
-            own = kernels.setdefault(value, set())
-            if written:
-                own.add(index)
-            reached |= {index} if written else own
+        own = [kernels.setdefault(value, set()) for value in equations[index].outputs]
+        if written:
+            for kernels_of_one in own:
+                kernels_of_one.add(index)
+        reached = {index} if written else set().union(*own)
         for value in flow.reads(index):
             if value in expensive:
-                readers.setdefault(value, []).insert(0, index)
+                readers.setdefault(value, []).append(index)
             if value not in stored:
                 kernels.setdefault(value, set()).update(reached)
     found: set[int] = set()
-    for value in expensive & readers.keys():
+    for value in expensive:
         seen: set[int] = set()
         moved_to: list[int] = []
-        for index in readers[value]:
+        for index in reversed(readers[value]):
             if equations[index].operation.primitive in MOVES:
                 moved_to += equations[index].outputs
             else:

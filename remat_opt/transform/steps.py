@@ -57,9 +57,9 @@ class Step:
         """Those of the inputs that are no literals."""
         return [atom for atom in self.read_by(program, index) if isinstance(atom, int)]
 
-    def inputs_for(self, program: Program, equations: Iterable[int]) -> tuple[int, ...]:
-        """What some of its equations read of its inputs, perhaps through others."""
-        return inputs_of(program, _emitted(program, equations, program.makers(), {*self.inputs}))
+    def inputs_for(self, program: Program, index: int, maker: Mapping[int, int]) -> tuple[int, ...]:
+        """What one of its equations reads of its inputs, perhaps through others."""
+        return inputs_of(program, _emitted(program, (index,), maker, {*self.inputs}))
 
 
 def places_read(program: Program, index: int, join: Join | None) -> list[tuple[int, int]]:

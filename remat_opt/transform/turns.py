@@ -236,14 +236,16 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> tuple[list[int]
     waited_for = passed_on[-1:] if starts.isdisjoint(before.all_equations()) else passed_on
     read: set[int] = set()
     larger: set[int] = set()
-    for start in starts.intersection(step.all_equations()):
+    here = starts.intersection(step.all_equations())
+    maker = program.makers() if here else {}
+    for start in here:
         made = sum(program.types[value].bytes for value in program.equations[start].outputs)
-        for value in step.inputs_for(program, {start}):
+        for value in step.inputs_for(program, start, maker):
             kind = program.types[value]
             if is_inexact(kind) and value not in waited_for:
                 (larger if kind.bytes > made else read).add(value)
-    delayed, both = [*sorted(larger - read), *waited_for], [*sorted(read), *waited_for]
-    return (delayed if larger - read else []), (both if len(both) > 1 else [])
+    delayed, both = sorted(larger - read), [*sorted(read), *waited_for]
+    return ([*delayed, *waited_for] if delayed else []), (both if len(both) > 1 else [])
 
 
 def _loops(rewriting: Rewriting, step: Step) -> Iterator[int]:

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers.storage import Storage, dataflow
 from remat_opt.program import tracing
-from remat_opt.program.linearization import linearize
-from tests.compiler_graphs import InStep, compiler_of
+from tests.compiler_graphs import InStep, storage_of
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
 Moved = Callable[[jax.Array], jax.Array]
@@ -48,8 +46,7 @@ def stored(moved: Moved, function: Moved, device: str) -> list[tuple[str, tuple[
         return jnp.sum(moved(function(x[:, None] * jnp.arange(1.0, 9.0)[:, None])))
 
     program = tracing.trace(loss, jnp.ones((16, 128)))
-    compiler = compiler_of(device)
-    storage = Storage(dataflow(program, linearize(program), compiler), compiler)
+    storage = storage_of(program, device)
     maker = program.makers()
     return [
         (program.equations[maker[value]].operation.primitive, program.types[value].shape)
@@ -136,13 +133,8 @@ def filtered(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 )
 def test_unchanged_for_tpu_they_are_predicted(fn: Any, width: int, within: float) -> None:
     shape = jax.ShapeDtypeStruct
-    rows = 16384
-    step = InStep(
-        fn,
-        [shape((width, width), "float32")] * 3,
-        shape((rows, width), "float32"),
-        device="v5e",
-    )
+    weights, x = [shape((width, width), "float32")] * 3, shape((16384, width), "float32")
+    step = InStep(fn, weights, x, device="v5e")
     assert step.unplanned_bytes() == pytest.approx(step.problem.unchanged.peak_bytes, rel=within)
 
 
@@ -165,8 +157,7 @@ def test_a_slice_with_strides_within_tiles_is_an_array_on_tpu() -> None:
 
     program = tracing.trace(loss, jnp.ones((8, 8, 128)))
     for device, expected in (("v5e", {(8, 4, 128)}), ("h200", set())):
-        compiler = compiler_of(device)
-        found = Storage(dataflow(program, linearize(program), compiler), compiler).stored
+        found = storage_of(program, device).stored
         slices = {
             program.types[one.outputs[0]].shape
             for one in program.equations
