@@ -58,14 +58,27 @@ class Join:
 
 
 def joins(program: Program) -> dict[int, Join]:
-    """For products, the concatenation that each reads, if nothing else reads it.
+    """For products to be written piece by piece, the concatenation that each reads.
 
-    One of arguments alone, as of the weights of several heads, does not count, nor one of pieces
-    that take more by themselves, nor a small one.
+    Nothing else reads it. One of pieces that take more by themselves does not count, nor a small
+    one.
     """
     given = product_sums.shaped(program, program.arguments)
     computed = (v for one in program.equations for v in one.outputs if v not in given)
     least = _MATTERS * max((program.types[value].bytes for value in computed), default=0)
+    return {
+        index: join
+        for index, join in _joins(program).items()
+        if _is_worthwhile(program.equations[join.equation].operation, least)
+    }
+
+
+def _joins(program: Program) -> dict[int, Join]:
+    """For products, the concatenation that each reads, if nothing else reads it.
+
+    One of arguments alone, as of the weights of several heads, does not count.
+    """
+    given = product_sums.shaped(program, program.arguments)
     reads = Counter(program.output_values)
     for equation in program.equations:
         reads.update(equation.value_inputs)
@@ -75,8 +88,6 @@ def joins(program: Program) -> dict[int, Join]:
         if equation.operation.primitive == "concatenate"
         and reads[equation.outputs[0]] == 1
         and not given.issuperset(equation.value_inputs)
-        and equation.operation.outputs[0].bytes >= least
-        and _is_compact(equation.operation)
     }
     found: dict[int, Join] = {}
     for index, equation in enumerate(program.equations):
@@ -98,7 +109,7 @@ def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
     equations = flow.program.equations
     pieces = (
         flow.source[value]
-        for join in joins(flow.program).values()
+        for join in _joins(flow.program).values()
         for value in equations[join.equation].value_inputs
     )
     return {value for value in pieces if value in flow.maker}
@@ -106,22 +117,24 @@ def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Whole(Effect):
-    """Cotangents of whole concatenations, in the unchanged function.
+    """Cotangents of whole concatenations, where their products are not written piece by piece.
 
     Each is there until the last of its pieces is read: that of a skip to the bottom of a U-Net.
 
     Attributes:
+      rewritten: whether those products are, but in the unchanged function.
       cotangent_bytes: of the pieces that are read last.
       workspace_bytes: what is there beside the backward step of each vertex, since several lie in
         one piece's place.
     """
 
+    rewritten: bool
     cotangent_bytes: Mapping[int, int]
     workspace_bytes: tuple[int, ...]
 
     def change(self, figures: Figures, schedule: Schedule) -> None:
-        """Puts it in the place of the pieces' own, if nothing is rewritten."""
-        if schedule.unchanged:
+        """Puts it in the place of the pieces' own, if they are one array."""
+        if schedule.unchanged or not self.rewritten:
             figures.workspace_bytes[:] += self.workspace_bytes
             for piece, size in self.cotangent_bytes.items():
                 figures.cotangent_bytes[piece] = size
@@ -137,12 +150,13 @@ def effects(
       readers: for each vertex, those that read it.
       active: for each vertex, its values that have a cotangent.
     """
-    program, compiler = storage.flow.program, storage.compiler
-    if not compiler.has("whole_cotangents"):
+    if not storage.compiler.has("whole_cotangents"):
         return
-    cotangents: dict[int, int] = {}
-    beside = [0] * len(storage.roots)
-    for index, join in joins(program).items():
+    program = storage.flow.program
+    apart = joins(program).keys() if storage.compiler.has("pieces_apart") else set()
+    cotangents: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    beside = {rewritten: [0] * len(storage.roots) for rewritten in cotangents}
+    for index, join in _joins(program).items():
         equation = program.equations[join.equation]
         pieces = {
             vertex
@@ -155,18 +169,25 @@ def effects(
             continue
         size, piece = storage.cotangent_bytes(equation.outputs), min(pieces)
         if max((one for one in readers[piece] if active[one]), default=-1) == product:
-            cotangents[piece] = size
+            cotangents[index in apart][piece] = size
         else:
             for vertex in range(piece + 1, product + 1):
-                beside[vertex] += size
-    if cotangents or any(beside):
-        yield Whole(cotangent_bytes=cotangents, workspace_bytes=tuple(beside))
+                beside[index in apart][vertex] += size
+    for rewritten, found in cotangents.items():
+        if found or any(beside[rewritten]):
+            yield Whole(
+                rewritten=rewritten,
+                cotangent_bytes=found,
+                workspace_bytes=tuple(beside[rewritten]),
+            )
 
 
-def _is_compact(concatenation: Operation) -> bool:
-    """Whether the pieces hardly take more than the whole where rows are padded."""
+def _is_worthwhile(concatenation: Operation, least_bytes: float) -> bool:
+    """Whether it is as large, and its pieces hardly take more than it where rows are padded."""
     axis = concatenation.params["dimension"]
     pieces, (whole,) = concatenation.inputs, concatenation.outputs
+    if whole.bytes < least_bytes:
+        return False
     if axis < len(whole.shape) - 1:
         return True
     tiles = sum(math.ceil(one.shape[axis] / LANES) for one in pieces)

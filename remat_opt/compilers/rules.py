@@ -107,6 +107,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "lanes",
             "Innermost are a convolution's channels or batch, and gathered rows.",
         ),
+        "rows_grouped": _rule(
+            _TPU,
+            "stored",
+            "grouped_rows",
+            "Rows looked up in groups are padded group by group, and regrouped.",
+        ),
         "softmax": _rule(
             _TPU, "stored", "softmax", "A softmax that is rounded stores its exponentials."
         ),

@@ -28,6 +28,7 @@ from remat_opt.compilers import (
     draws,
     entry_gathers,
     flat_products,
+    grouped_rows,
     joins,
     operands,
     places,
@@ -88,6 +89,7 @@ class Storage:
       batched_reads: how batched products read elementwise operands.
       product_sums: the sums of two products that are stored, with the products.
       rewritten: whether rewriting changes what is stored.
+      groups: rows that are looked up in groups, and how these are laid out.
       pieces: stored pieces of concatenations that products read.
       stored: the values that are arrays.
       leaves: for each fused value, the arrays and arguments it is computed from.
@@ -148,6 +150,7 @@ class Storage:
             # What a product reads of a convolution's result is copied for it.
             self._matrices.pop(value, None)
         self._lanes = around | gathered(program) if compiler.has("lanes") else {}
+        self.groups = grouped_rows.groups(flow, compiler)
         twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
             twice |= draws.words(flow)
@@ -238,6 +241,8 @@ class Storage:
         if matrices is not None:
             kind = dataclasses.replace(kind, shape=matrices.shape)
             return self.compiler.buffer_bytes(kind, matrices.axes)
+        if value in self.groups:
+            return grouped_rows.stored_bytes(self.groups[value], kind, self.compiler)
         return self.compiler.buffer_bytes(kind, lanes=self._lanes.get(value))
 
     # ------------------------------------------------------------------------ what and where

@@ -13,6 +13,7 @@ from remat_opt.compilers import (
     copies,
     cpu_sums,
     gathers,
+    grouped_rows,
     joins,
     logits,
     lookups,
@@ -359,7 +360,7 @@ def _workspaces(
         own[storage.vertex_of[storage.result(read.product)]] += read.workspace_bytes
     for vertex, size in lookups.beside(storage):
         own[vertex] += size
-    for vertex, size in strides.spread(storage):
+    for vertex, size in itertools.chain(strides.spread(storage), grouped_rows.beside(storage)):
         own[vertex] += size
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):

@@ -15,7 +15,7 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.joins import joins
 from remat_opt.compilers.rewrites import rewrites
 from remat_opt.program import tracing
-from remat_opt.schedule import Stage
+from remat_opt.schedule import Region, Schedule, Stage, unchanged
 from remat_opt.transform import rewriting
 from tests.compiler_graphs import InStep, graph_of, names, stored
 from tests.devices import needs_libtpu
@@ -196,6 +196,37 @@ def test_pieces_are_stored_and_have_no_cotangent_in_between() -> None:
     # Rounded, beside what the derivatives read.
     assert [graph.bytes[vertex] for vertex in range(4)] == [16 * 128 * 4, 16 * 128 * 2] * 2
     assert stored(graph)[:4] == names(graph)[:4]
+
+
+def narrow(weights: list[Any], x: jax.Array) -> jax.Array:
+    """Layers of joins whose pieces do not fill lanes."""
+    for w in weights:
+        x = x + jnp.concatenate([x, jnp.tanh(x), x * x], -1) @ w
+    return jnp.mean(x**2)
+
+
+def test_pieces_are_stored_where_the_cotangent_of_the_whole_is_written() -> None:
+    """Where they are narrow, products are left as they are, in plans, too."""
+    program, found, graph = graph_of(narrow, [ones(192, 64)] * 2, ones(256, 64), device="v5e")
+    assert not joins(program)
+    assert names(graph)[:3] == ["tanh", "mul", "dot_general"]
+    second = [v for v, name in enumerate(graph.names) if "dot_general" in name][1]
+    whole_bytes = 256 * 192 * 4
+    regions = tuple(Region(vertices=(vertex,)) for vertex in range(len(graph)))
+    for schedule in (unchanged(graph), Schedule(regions=regions)):
+        changed = found.graph_of(schedule)
+        assert changed.workspace_bytes[second] - graph.workspace_bytes[second] == whole_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@needs_libtpu
+def test_narrow_joins_take_what_was_predicted_on_a_tpu() -> None:
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    step = InStep(narrow, [shape((192, 64))] * 3, shape((2**19, 64)), device="v5e")
+    plan = step.plan()
+    said = plan.predicted.temporary_bytes
+    assert step.compiled_bytes(plan) == pytest.approx(said, rel=0.1)
 
 
 @pytest.mark.slow

@@ -165,6 +165,10 @@ def picked_rows(table, places):
     return jnp.sum(jnp.sin(jnp.sin(table[places]) @ W))
 
 
+def summed_bags(table, places):
+    return jnp.sum(jnp.sin(jnp.sum(table[places], 1)))
+
+
 def rounded_logits(w, x):
     return cross_entropy_of((x @ w).astype(jnp.bfloat16).astype(jnp.float32))
 
@@ -463,6 +467,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "tiles": ("v5e", two_layers, ([W, W], X)),
     "matrix_axes": ("v5e", heads, (W, ones(128, 24, 8))),
     "lanes": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
+    "rows_grouped": ("v5e", summed_bags, (X, jnp.arange(510).reshape(51, 10) % 16)),
     "softmax": ("v5e", attention, narrow((SQUARE, ones(2, 256, 128)))),
     "scores_widened": ("h200", widened_attention, narrow((SQUARE, ones(2, 256, 128)))),
     "operands_again": ("h200", grouped_weights, narrow((SQUARE, ones(2, 64, 128)))),
