@@ -216,10 +216,10 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> tuple[list[int]
     """What passes a barrier between two steps, so that what starts in the second waits.
 
     It is what the second step's starts (``Rewrites.starts``) read, together with something that the
-    first passes on. Backward, they have their gradients before it is the first step's turn; but not
-    where what is read is larger than what the start makes of it, as a table is than its rows. If
-    something starts in the first, all that it passes on is computed before the second runs: the end
-    of a tower, too, which only a later step reads.
+    first passes on. Backward, they have their gradients before it is the first step's turn. But
+    those of tables, in which lookups start, wait for nothing: all of a step would be there at once.
+    If something starts in the first, all that it passes on is computed before the second runs: the
+    end of a tower, too, which only a later step reads.
 
     Args:
       rewriting: what holds for all steps.
@@ -235,16 +235,14 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> tuple[list[int]
         return [], []
     waited_for = passed_on[-1:] if starts.isdisjoint(before.all_equations()) else passed_on
     read: set[int] = set()
-    larger: set[int] = set()
+    tables: set[int] = set()
     here = starts.intersection(step.all_equations())
     maker = program.makers() if here else {}
     for start in here:
-        made = sum(program.types[value].bytes for value in program.equations[start].outputs)
-        for value in step.inputs_for(program, start, maker):
-            kind = program.types[value]
-            if is_inexact(kind) and value not in waited_for:
-                (larger if kind.bytes > made else read).add(value)
-    delayed, both = sorted(larger - read), [*sorted(read), *waited_for]
+        found = tables if program.equations[start].operation.primitive == "gather" else read
+        inputs = step.inputs_for(program, start, maker)
+        found.update(v for v in inputs if is_inexact(program.types[v]) and v not in waited_for)
+    delayed, both = sorted(tables - read), [*sorted(read), *waited_for]
     return ([*delayed, *waited_for] if delayed else []), (both if len(both) > 1 else [])
 
 
