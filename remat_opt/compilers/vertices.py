@@ -53,6 +53,7 @@ class _Draft:
       predecessors: the vertices that it reads, ascending.
       needs: those that its backward step reads, ascending.
       internal_bytes: size of residuals that only running it provides.
+      late_bytes: size of those that its backward step computes.
       own_bytes: those of them that are its value, too, if nothing runs again.
       active: its values that have a cotangent.
       estimated_flops: those of ``flops`` that come from an estimate.
@@ -68,6 +69,7 @@ class _Draft:
     predecessors: tuple[int, ...]
     needs: tuple[int, ...]
     internal_bytes: int
+    late_bytes: int
     own_bytes: int
     active: tuple[int, ...]
     estimated_flops: int
@@ -253,7 +255,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
         read_values: set[int] = set()
         needs: set[int] = set()
         parameters: set[int] = set()
-        internal_bytes = own_bytes = flops = estimated = copied = 0
+        internal_bytes = late_bytes = own_bytes = flops = estimated = copied = 0
         multiplies = False
         for index in storage.cone(root):
             member = program.equations[index]
@@ -275,6 +277,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
                 continue
             elementwise = flow.costs[index].fusion is costs.Fusion.FUSIBLE
             own = index == root and not member.derivative_reads_kept
+            late_bytes += derivative.late_bytes
             if not elementwise:
                 internal_bytes += derivative.internal_bytes
             elif derivative.internal_bytes or (own and derivative.outputs):
@@ -318,6 +321,7 @@ def _drafts(storage: Storage, found_places: Mapping[int, int]) -> Iterator[_Draf
             predecessors=tuple(sorted(predecessors)),
             needs=tuple(sorted(needs)),
             internal_bytes=internal_bytes + found_places.get(root, 0),
+            late_bytes=late_bytes,
             own_bytes=own_bytes,
             active=tuple(v for v in held if v in flow.linearization.active_values),
             estimated_flops=estimated,
@@ -339,7 +343,7 @@ def _workspaces(
     """What is held beside each vertex's backward step, in any schedule."""
     program, compiler = storage.flow.program, storage.compiler
     found = weights.expected_sums(len(drafts)).tolist()
-    own = [0] * len(drafts)
+    own = [draft.late_bytes for draft in drafts]
     for value, size in pooling.workspace_bytes(program, compiler).items():
         if value in storage.vertex_of:
             own[storage.vertex_of[value]] = size

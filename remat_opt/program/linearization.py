@@ -4,7 +4,8 @@ Not every value is needed backward: ``add`` needs nothing, ``tanh`` its output, 
 There is no table of this here. ``jax.vjp`` of the equation, traced, returns its residuals;
 following each residual back to the equation's own inputs or outputs shows which of them the
 derivative reads. A residual that is not a cheap function of those (the stacked intermediates of a
-``scan``) is the equation's *internal residual*: it exists only if the equation itself has run.
+``scan``) is the equation's *internal residual*: it exists only if the equation itself has run. But
+where a scatter writes depends on its indices alone, and XLA finds that out when the gradient asks.
 
 Equations that do not differ in anything that matters are traced once, all in one trace. For the
 common primitives the arrays' extents do not matter: layers of any width are alike.
@@ -260,7 +261,8 @@ def _read_residuals(
     own = {id(makers[variable]) for variable in output_position if variable in makers}
     read_inputs: set[int] = set()
     read_outputs: set[int] = set()
-    internal_bytes, usual_share = 0.0, share_inside(equation)
+    internal_bytes, late_bytes, usual_share = 0.0, 0.0, share_inside(equation)
+    scatters = equation.operation.primitive.startswith("scatter")
     for residual in residuals:
         if isinstance(residual, internals.Literal):
             continue
@@ -295,11 +297,18 @@ def _read_residuals(
         else:
             split = equation.placement and _jax_meshes.parts_of(makers[residual], residual)
             share = 1 / split if split and split > 1 else usual_share
-            internal_bytes += share * array_type(residual.aval).bytes
+            size = share * array_type(residual.aval).bytes
+            kinds = (equation.operation.inputs[position] for position in reached_inputs)
+            if scatters and not reached_outputs and not any(map(_carries_derivative, kinds)):
+                read_inputs |= reached_inputs
+                late_bytes += size
+            else:
+                internal_bytes += size
     return Derivative(
         inputs=tuple(sorted(read_inputs)),
         outputs=tuple(sorted(read_outputs)),
         internal_bytes=math.ceil(internal_bytes),
+        late_bytes=math.ceil(late_bytes),
         active_outputs=tuple(
             position
             for position, kind in enumerate(equation.operation.outputs)

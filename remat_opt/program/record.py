@@ -285,6 +285,8 @@ class Derivative:
       inputs: positions of the inputs it reads.
       outputs: positions of the outputs it reads.
       internal_bytes: bytes of residuals that only running the equation provides.
+      late_bytes: bytes of those that depend on integers alone, such as where a scatter writes: they
+        are there only during the backward step.
       active_outputs: positions of the outputs that carry a derivative.
       assumed: whether JAX could not differentiate the equation, so that all of its
         inputs and outputs are taken as read.
@@ -293,6 +295,7 @@ class Derivative:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     internal_bytes: int = 0
+    late_bytes: int = 0
     active_outputs: tuple[int, ...] = ()
     assumed: bool = False
 

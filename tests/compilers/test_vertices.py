@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import networkx
 import pytest
 from jax import lax
 
-from tests.compiler_graphs import (
-    W,
-    X,
-    graph_of,
-    names,
-    storage_of,
-)
+from tests.compiler_graphs import InStep, W, X, graph_of, names, storage_of
+from tests.devices import needs_libtpu
 
 
 def test_what_has_side_effects_is_pinned_and_reads_stored_values() -> None:
@@ -38,6 +35,31 @@ def test_a_scan_brings_residuals_that_no_name_can_keep() -> None:
     assert graph.internal_bytes[scan] >= 5 * X.nbytes
     assert sum(graph.internal_bytes) == graph.internal_bytes[scan]
     assert set(graph.predecessors[scan]) <= set(graph.needs[scan])
+
+
+def sorted_rows(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Layers that sort their rows, and put what is computed of them back."""
+    for w in weights:
+        order = jnp.argsort(x[:, 0])
+        x = x + jnp.zeros_like(x).at[order].set(jnp.tanh(x[order] @ w))
+    return jnp.mean(x**2)
+
+
+def test_where_a_scatter_writes_is_found_out_in_its_backward_step() -> None:
+    _, _, graph = graph_of(sorted_rows, [W, W], X)
+    for vertex in (v for v, name in enumerate(names(graph)) if name == "scatter"):
+        assert graph.internal_bytes[vertex] == 0
+        assert graph.workspace_bytes[vertex] > 0
+        assert not {"zeros", "dot_general"} & {names(graph)[v] for v in graph.needs[vertex]}
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_sorted_rows_take_what_was_predicted_on_a_tpu() -> None:
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    step = InStep(sorted_rows, [shape((512, 512))] * 4, shape((65536, 512)), device="v5e")
+    assert step.unplanned_bytes() == pytest.approx(step.problem.unchanged.peak_bytes, rel=0.15)
 
 
 def test_labels_say_primitive_dtype_and_shape() -> None:

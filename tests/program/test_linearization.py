@@ -90,6 +90,21 @@ def test_division_reads_the_divisor_and_what_gives_the_quotient() -> None:
     assert found.internal_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("fn", "late"),
+    [
+        (lambda x, rows: x.at[jnp.argsort(rows[:, 0])].set(rows), True),
+        (lambda x, rows: x.at[jnp.argsort(rows[:, 0])].add(rows), False),
+    ],
+)
+def test_where_a_scatter_writes_depends_on_integers_alone(fn: Any, late: bool) -> None:
+    """JAX finds out which update each entry takes by scattering their numbers."""
+    derivative = next(one for name, one in derivatives(fn, X, X).items() if "scatter" in name)
+    assert derivative.internal_bytes == 0
+    assert derivative.inputs == (1,)
+    assert (derivative.late_bytes > 0) == late
+
+
 @pytest.mark.parametrize("fn", [lax.stop_gradient, jnp.floor, jnp.sign, lambda x: x > 0])
 def test_inactive_equations_stop_the_backward_pass(fn: Callable[..., Any]) -> None:
     # Neither they nor the tanh before them have a backward step.
