@@ -107,6 +107,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "lanes",
             "Innermost are a convolution's channels or batch, and gathered rows.",
         ),
+        "vector_products": _rule(
+            _TPU,
+            "stored",
+            "vector_products",
+            "Products with a vector are sums, and outer products elementwise.",
+        ),
         "rows_grouped": _rule(
             _TPU,
             "stored",

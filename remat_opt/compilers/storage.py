@@ -40,6 +40,7 @@ from remat_opt.compilers import (
     strides,
     sums,
     transcendental,
+    vector_products,
 )
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.lanes import convolved, gathered
@@ -69,6 +70,7 @@ def dataflow(program: Program, linearization: Linearization, compiler: Compiler)
       linearization: what its backward steps read.
       compiler: the compiler.
     """
+    program = vector_products.as_compiled(program, compiler)
     fused = frozenset({"gather"}) if compiler.has("rows_fused") else frozenset[str]()
     return Dataflow(program, linearization, fused)
 

@@ -34,6 +34,7 @@ from remat_opt.compilers.lookups import Zeros
 from remat_opt.compilers.shared_weights import SharedWeights
 from remat_opt.compilers.storage import Storage
 from remat_opt.compilers.traffic import Traffic
+from remat_opt.compilers.vector_products import as_written
 from remat_opt.gradients import ParameterGradient, Wait
 from remat_opt.graph import Graph
 from remat_opt.naming import short_type
@@ -167,7 +168,8 @@ def vertices(storage: Storage) -> Vertices:
         workspaces[vertex] -= size
     graph = Graph(
         names=tuple(
-            f"{vertex}:{equation.operation.primitive}" for vertex, equation in enumerate(equations)
+            f"{vertex}:{as_written(equation.operation)}"
+            for vertex, equation in enumerate(equations)
         ),
         bytes=tuple(draft.bytes for draft in drafts),
         seconds=tuple(draft.seconds for draft in drafts),
@@ -542,4 +544,4 @@ def _label(program: Program, root: int) -> str:
         kind = program.types[value]
         kinds.append(short_type(kind.dtype, kind.shape))
     more = ", ..." if len(equation.outputs) > 2 else ""
-    return f"{equation.operation.primitive} {', '.join(kinds)}{more}"
+    return f"{as_written(equation.operation)} {', '.join(kinds)}{more}"

@@ -24,6 +24,7 @@ from remat_opt.costs import (  # noqa: F401  (imported for the rules they regist
     window,
 )
 from remat_opt.costs.bodies import estimated_flops
+from remat_opt.costs.contraction import OUTER_PRODUCT, VECTOR_PRODUCT
 from remat_opt.costs.records import Cost, Fusion
 from remat_opt.costs.registry import (
     MissingParameterError,
@@ -38,6 +39,8 @@ from remat_opt.costs.registry import (
 from remat_opt.costs.roofline import Machine, seconds
 
 __all__ = [
+    "OUTER_PRODUCT",
+    "VECTOR_PRODUCT",
     "Cost",
     "Fusion",
     "Machine",

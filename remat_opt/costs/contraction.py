@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from remat_opt.costs.records import Cost, Fusion
 from remat_opt.costs.registry import parameter, register
 from remat_opt.operation import Operation
+
+#: What products are called that a compiler computes as a sum, or elementwise.
+VECTOR_PRODUCT, OUTER_PRODUCT = "vector_product", "outer_product"
 
 
 def _product(operation: Operation, contracted: tuple[int, ...]) -> Cost:
@@ -31,6 +35,18 @@ def matrix_product(operation: Operation) -> Cost:
     """
     (contracted, _), _ = parameter(operation, "dimension_numbers")
     return _product(operation, contracted)
+
+
+@register(VECTOR_PRODUCT)
+def vector_product(operation: Operation) -> Cost:
+    """The same, as a sum."""
+    return dataclasses.replace(matrix_product(operation), fusion=Fusion.REDUCTION)
+
+
+@register(OUTER_PRODUCT)
+def outer_product(operation: Operation) -> Cost:
+    """The same, elementwise."""
+    return dataclasses.replace(matrix_product(operation), fusion=Fusion.FUSIBLE)
 
 
 @register("ragged_dot_general")

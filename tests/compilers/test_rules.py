@@ -169,6 +169,10 @@ def summed_bags(table, places):
     return jnp.sum(jnp.sin(jnp.sum(table[places], 1)))
 
 
+def outer_products(w, x):
+    return jnp.sum(jnp.sin(jnp.einsum("td,te->tde", x @ w, jnp.sin(x @ w))))
+
+
 def rounded_logits(w, x):
     return cross_entropy_of((x @ w).astype(jnp.bfloat16).astype(jnp.float32))
 
@@ -467,6 +471,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "tiles": ("v5e", two_layers, ([W, W], X)),
     "matrix_axes": ("v5e", heads, (W, ones(128, 24, 8))),
     "lanes": ("v5e", picked_rows, (X, jnp.arange(512) % 16)),
+    "vector_products": ("v5e", outer_products, (W, X)),
     "rows_grouped": ("v5e", summed_bags, (X, jnp.arange(510).reshape(51, 10) % 16)),
     "softmax": ("v5e", attention, narrow((SQUARE, ones(2, 256, 128)))),
     "scores_widened": ("h200", widened_attention, narrow((SQUARE, ones(2, 256, 128)))),
