@@ -371,7 +371,7 @@ def _of_map(body: Program, compiler: Compiler, gradients: Gradients, depth: int)
     """What the body of a map takes: the compiler sees it as a part of the program around it."""
     if computes_nothing(body) or not body.differentiated:
         return _Inside()
-    linearization = linearize(body)
+    linearization = linearize(body, inside=True)
     expected = model(body, linearization, compiler, gradients, depth - 1)
     own, schedule = expected.under(unchanged(expected.graph))
     kept_bytes = sum(own.graph.internal_bytes)
@@ -403,7 +403,7 @@ def _backward(
     """
     if computes_nothing(body) or not body.differentiated:
         return _Inside()
-    linearization = linearize(body)
+    linearization = linearize(body, inside=True)
     expected = model(body, linearization, compiler, Gradients.CONSUMED, depth - 1)
     if checkpoint is None:
         # Nothing in it is rewritten.

@@ -92,7 +92,7 @@ def _of_map(
     """Those of one map; see ``_of_loop``."""
     equation = program.equations[mapped.root]
     body = bodies.mapped_of(equation, bodies.varying(program))
-    inside = inner.model(body, linearize(body), expected.compiler, expected.gradients)
+    inside = inner.model(body, linearize(body, inside=True), expected.compiler, expected.gradients)
     forward = inside.graph.forward_seconds
     scale = expected.graph.seconds[expected.roots.index(mapped.root)] / forward if forward else 0.0
     reading = _Body(

@@ -702,7 +702,7 @@ def _of_map(
 ) -> tuple[Model, list[Candidate]]:
     key = "map", _same(body), gradients, depth
     if key not in known:
-        linearization = linearize(body)
+        linearization = linearize(body, inside=True)
         expected = inner.model(body, linearization, compiler, gradients)
         known[key] = _front(body, linearization, expected, measure, depth, known)
     found: tuple[Model, list[Candidate]] = known[key]
@@ -885,7 +885,7 @@ def body_model(
     body: Program, compiler: Compiler, gradients: Gradients = Gradients.CONSUMED
 ) -> tuple[Linearization, Model]:
     """What the backward steps of a loop's body, or of a branch, read, and its model."""
-    linearization = linearize(body)
+    linearization = linearize(body, inside=True)
     expected = inner.model(body, linearization, compiler, gradients)
     return linearization, dataclasses.replace(expected, graph=_with_outputs(body, expected))
 

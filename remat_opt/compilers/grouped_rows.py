@@ -106,9 +106,10 @@ def _flattened(flow: Dataflow) -> Mapping[int, ArrayType]:
         for value, kind in zip(equation.inputs, operation.inputs, strict=True):
             if not isinstance(value, int):
                 continue
-            (*_, result) = operation.outputs
-            if operation.primitive == "reshape" and kind.shape[-1:] != result.shape[-1:]:
-                found[value] = result
+            if operation.primitive == "reshape" and (
+                kind.shape[-1:] != operation.outputs[0].shape[-1:]
+            ):
+                (found[value],) = operation.outputs
             else:
                 others.add(value)
     return {value: kind for value, kind in found.items() if value not in others}

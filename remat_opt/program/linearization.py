@@ -42,11 +42,13 @@ _LINEAR = frozenset(
 )
 
 
-def linearize(program: Program) -> Linearization:
+def linearize(program: Program, *, inside: bool = False) -> Linearization:
     """Finds which values the backward pass of ``program`` reads, and where.
 
     Args:
       program: a traced function.
+      inside: whether it is the body of a loop or the like, whose backward pass is a program of its
+        own: what that reads is there when it begins.
 
     Returns:
       For each equation between a differentiated argument and a differentiated output, what its
@@ -88,7 +90,15 @@ def linearize(program: Program) -> Linearization:
             wanted.update(varying.intersection(equation.value_inputs))
         else:
             del derivatives[index]
+    if inside:
+        derivatives = {index: _early(one) for index, one in derivatives.items()}
     return Linearization(derivatives=derivatives, active_values=frozenset(wanted))
+
+
+def _early(derivative: Derivative) -> Derivative:
+    """The same where all residuals come from running the equation."""
+    kept_bytes = derivative.internal_bytes + derivative.late_bytes
+    return dataclasses.replace(derivative, internal_bytes=kept_bytes, late_bytes=0)
 
 
 def _carries_derivative(kind: ArrayType) -> bool:

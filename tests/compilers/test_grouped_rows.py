@@ -73,6 +73,14 @@ def test_what_is_read_as_one_long_row_is_always_written_once_more(size: int) -> 
     assert (one.padded, one.beside_bytes) == (False, 32 * size * 128 * 4)
 
 
+def test_beside_what_returns_nothing() -> None:
+    def printed(table: jax.Array, weight: jax.Array, rows: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda _: None, table[0, 0])
+        return summed(table, weight, rows)
+
+    assert groups(printed, jnp.zeros((32, 10), int)) == groups(summed, jnp.zeros((32, 10), int))
+
+
 def test_values_and_cotangents_are_padded() -> None:
     _, found, graph = graph_of(summed, TABLE, LONG, jnp.zeros((32, 10), int), device="v5e")
     (vertex,) = (v for v, label in enumerate(found.labels) if label.startswith("gather"))

@@ -105,6 +105,16 @@ def test_where_a_scatter_writes_depends_on_integers_alone(fn: Any, late: bool) -
     assert (derivative.late_bytes > 0) == late
 
 
+def test_in_a_body_all_residuals_come_from_running_it() -> None:
+    """Its backward pass is a program of its own: an iteration of a loop, for instance."""
+    program = tracing.trace(lambda x: x.at[jnp.argsort(X[:, 0])].set(2 * x), X)
+    (late,) = (one for one in linearize(program).derivatives.values() if one.late_bytes)
+    (kept,) = (
+        one for one in linearize(program, inside=True).derivatives.values() if one.internal_bytes
+    )
+    assert (kept.internal_bytes, kept.late_bytes) == (late.late_bytes, 0)
+
+
 @pytest.mark.parametrize("fn", [lax.stop_gradient, jnp.floor, jnp.sign, lambda x: x > 0])
 def test_inactive_equations_stop_the_backward_pass(fn: Callable[..., Any]) -> None:
     # Neither they nor the tanh before them have a backward step.
