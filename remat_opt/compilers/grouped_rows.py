@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.compilers.lanes import gathers_rows
+from remat_opt.compilers.lanes import gathered
 from remat_opt.compilers.operands import is_batched
 from remat_opt.operation import PRODUCTS, ArrayType
 from remat_opt.program.dataflow import Dataflow
@@ -54,13 +54,13 @@ def groups(flow: Dataflow, compiler: Compiler) -> dict[int, Groups]:
     found: dict[int, Groups] = {}
     if not compiler.has("rows_grouped"):
         return found
-    gathers = [one for one in flow.program.equations if gathers_rows(one)]
-    of_several = [one for one in gathers if len(one.operation.outputs[0].shape) > 2]
+    types = flow.program.types
+    of_several = [value for value in gathered(flow.program) if len(types[value].shape) > 2]
     if not of_several:
         return found
     flat, elsewhere = _flattened(flow), _read_elsewhere(flow)
-    for equation in of_several:
-        (value,), (kind,) = equation.outputs, equation.operation.outputs
+    for value in of_several:
+        kind = types[value]
         rows_bytes = compiler.buffer_bytes(_as_matrix(kind), lanes={1})
         padded_bytes = compiler.buffer_bytes(kind, *_tiles(kind))
         if value in flat:

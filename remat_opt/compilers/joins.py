@@ -46,11 +46,13 @@ class Join:
       equation: the concatenation.
       place: which of the product's two inputs it is.
       axis: along which axis of the other input the product sums.
+      apart: whether plans write the product piece by piece.
     """
 
     equation: int
     place: int
     axis: int
+    apart: bool
 
     def parted(self, inputs: Sequence[_T]) -> tuple[Sequence[_T], _T]:
         """The pieces, and the product's other input, of these in the order of its inputs."""
@@ -63,14 +65,7 @@ def joins(program: Program) -> dict[int, Join]:
     Nothing else reads it. One of pieces that take more by themselves does not count, nor a small
     one.
     """
-    given = product_sums.shaped(program, program.arguments)
-    computed = (v for one in program.equations for v in one.outputs if v not in given)
-    least = _MATTERS * max((program.types[value].bytes for value in computed), default=0)
-    return {
-        index: join
-        for index, join in _joins(program).items()
-        if _is_worthwhile(program.equations[join.equation].operation, least)
-    }
+    return {index: join for index, join in _joins(program).items() if join.apart}
 
 
 def _joins(program: Program) -> dict[int, Join]:
@@ -79,6 +74,8 @@ def _joins(program: Program) -> dict[int, Join]:
     One of arguments alone, as of the weights of several heads, does not count.
     """
     given = product_sums.shaped(program, program.arguments)
+    computed = (v for one in program.equations for v in one.outputs if v not in given)
+    least = _MATTERS * max((program.types[value].bytes for value in computed), default=0)
     reads = Counter(program.output_values)
     for equation in program.equations:
         reads.update(equation.value_inputs)
@@ -95,10 +92,15 @@ def _joins(program: Program) -> dict[int, Join]:
             continue
         for place, value in enumerate(equation.inputs):
             if isinstance(value, int) and value in made and index not in found:
-                axis = program.equations[made[value]].operation.params["dimension"]
-                other = _summed_with(equation, place, axis)
+                whole = program.equations[made[value]].operation
+                other = _summed_with(equation, place, whole.params["dimension"])
                 if other is not None:
-                    found[index] = Join(equation=made[value], place=place, axis=other)
+                    found[index] = Join(
+                        equation=made[value],
+                        place=place,
+                        axis=other,
+                        apart=_is_worthwhile(whole, least),
+                    )
     return found
 
 
@@ -153,7 +155,7 @@ def effects(
     if not storage.compiler.has("whole_cotangents"):
         return
     program = storage.flow.program
-    apart = joins(program).keys() if storage.compiler.has("pieces_apart") else set()
+    rewrites = storage.compiler.has("pieces_apart")
     cotangents: dict[bool, dict[int, int]] = {True: {}, False: {}}
     beside = {rewritten: [0] * len(storage.roots) for rewritten in cotangents}
     for index, join in _joins(program).items():
@@ -167,12 +169,13 @@ def effects(
         product = max(storage.holders(storage.result(index)), default=-1)
         if not pieces or product < 0:
             continue
+        apart = rewrites and join.apart
         size, piece = storage.cotangent_bytes(equation.outputs), min(pieces)
         if max((one for one in readers[piece] if active[one]), default=-1) == product:
-            cotangents[index in apart][piece] = size
+            cotangents[apart][piece] = size
         else:
             for vertex in range(piece + 1, product + 1):
-                beside[index in apart][vertex] += size
+                beside[apart][vertex] += size
     for rewritten, found in cotangents.items():
         if found or any(beside[rewritten]):
             yield Whole(

@@ -21,7 +21,7 @@ def gathered(program: Program) -> dict[int, tuple[int, ...]]:
     return {
         equation.outputs[0]: (len(equation.operation.outputs[0].shape) - 1,)
         for equation in program.equations
-        if gathers_rows(equation)
+        if _gathers_rows(equation)
     }
 
 
@@ -56,8 +56,7 @@ def _spread(equations: Iterable[Equation], found: dict[int, tuple[int, ...]]) ->
                 found.setdefault(value, axes)
 
 
-def gathers_rows(equation: Equation) -> bool:
-    """Whether an equation looks up whole rows, along its operand's last axis."""
+def _gathers_rows(equation: Equation) -> bool:
     operation = equation.operation
     if operation.primitive != "gather" or not operation.outputs[0].shape:
         return False

@@ -364,10 +364,9 @@ def _workspaces(
             own[one] += size
     for read in storage.batched_reads:
         own[storage.vertex_of[storage.result(read.product)]] += read.workspace_bytes
-    for vertex, size in lookups.beside(storage):
-        own[vertex] += size
-    for vertex, size in itertools.chain(strides.spread(storage), grouped_rows.beside(storage)):
-        own[vertex] += size
+    for held in (lookups.beside, strides.spread, grouped_rows.beside):
+        for vertex, size in held(storage):
+            own[vertex] += size
     for size, until in zeros.beside:
         for vertex in range(until, len(own)):
             own[vertex] += size

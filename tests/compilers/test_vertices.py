@@ -46,11 +46,14 @@ def sorted_rows(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def test_where_a_scatter_writes_is_found_out_in_its_backward_step() -> None:
-    _, _, graph = graph_of(sorted_rows, [W, W], X)
-    for vertex in (v for v, name in enumerate(names(graph)) if name == "scatter"):
+    _, found, graph = graph_of(sorted_rows, [W, W], X)
+    scatters = [v for v, name in enumerate(names(graph)) if name == "scatter"]
+    assert len(scatters) == 2
+    for vertex in scatters:
         assert graph.internal_bytes[vertex] == 0
         assert graph.workspace_bytes[vertex] > 0
-        assert not {"zeros", "dot_general"} & {names(graph)[v] for v in graph.needs[vertex]}
+        assert not {"tanh", "dot_general"} & {names(graph)[v] for v in graph.needs[vertex]}
+        assert all("i32" in found.labels[v] for v in graph.needs[vertex])
 
 
 @needs_libtpu
