@@ -258,7 +258,13 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
         start[stacks.handed_out] = count
     end = turn - arrays.turns_in_place
     there = (start <= end) & (arrays.cotangent_bytes > 0)
-    add(start[there], end[there], arrays.cotangent_bytes[there])
+    # One of more than twice the bytes of its value is written in pieces, most as large as that.
+    cotangents, values = arrays.cotangent_bytes[there], arrays.bytes[there]
+    further = np.where(cotangents > 2 * values, (cotangents - 1) // np.maximum(values, 1), 0)
+    further *= values > 0
+    add(start[there], end[there], cotangents - further * values)
+    if further.any():
+        add(start[there].repeat(further), end[there].repeat(further), values.repeat(further))
     busy = np.flatnonzero(arrays.forward_workspace_bytes)
     add(forward[busy], forward[busy], arrays.forward_workspace_bytes[busy])
     busy = np.flatnonzero(arrays.workspace_bytes)

@@ -64,6 +64,20 @@ def test_agrees_where_regions_nest(drawn: tuple[Graph, Schedule]) -> None:
     agree(*drawn)
 
 
+@pytest.mark.parametrize(
+    ("cotangent", "arrays"), [(3, [3]), (6, [6]), (7, [1, 3, 3]), (12, [3, 3, 3, 3])]
+)
+def test_a_cotangent_of_several_arrays_is_in_pieces(cotangent: int, arrays: list[int]) -> None:
+    graph = Graph.from_edges([3, 3, 3], chain_edges(3))
+    graph = dataclasses.replace(graph, cotangent_bytes=(3, cotangent, 3))
+    found = spans(graph, plain(graph))
+    told = simulate(graph, plain(graph))
+    assert found.peak_bytes == told.peak_bytes
+    born = found.turn[2]
+    there = (found.first == born) & (found.last == found.turn[1])
+    assert sorted(found.bytes[there].tolist()) == arrays
+
+
 def test_a_workspace_is_there_for_one_step() -> None:
     graph = Graph.from_edges([3, 3, 3], chain_edges(3))
     without = simulate(graph, plain(graph))

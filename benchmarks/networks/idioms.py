@@ -12,6 +12,7 @@ blocks to wrap.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -246,6 +247,38 @@ def associative_recurrence(batch: int) -> Parts:
     def arguments(key: jax.Array) -> tuple[Any, Any]:
         square = (width, width)
         layer = {"scale": (width,), "decay": square, "in": square, "gate": square, "out": square}
+        x, y = jax.random.normal(key, (2, batch, length, width))
+        return _drawn(key, [layer] * layers), {"x": x, "y": y}
+
+    return loss, arguments
+
+
+def short_convolutions(batch: int) -> Parts:
+    """Gated layers with a convolution over time of four taps, as a sum of shifted rows."""
+    length, width, layers, taps = 2_048, 512, 4, 4
+
+    def mixed(weights: jax.Array, x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
+        shifted = (padded[:, i : i + length] * tap for i, tap in enumerate(weights))
+        return jax.nn.silu(functools.reduce(jnp.add, shifted))
+
+    def loss(params: Any, given: Any) -> jax.Array:
+        x = given["x"]
+        for layer in params:
+            y = _rms_norm(layer["scale"], x)
+            gate = jax.nn.gelu(y @ layer["gate"])
+            x = x + (mixed(layer["taps"], y @ layer["in"]) * gate) @ layer["out"]
+        return jnp.mean(jnp.square(x - given["y"]))
+
+    def arguments(key: jax.Array) -> tuple[Any, Any]:
+        square = (width, width)
+        layer = {
+            "scale": (width,),
+            "taps": (taps, width),
+            "gate": square,
+            "in": square,
+            "out": square,
+        }
         x, y = jax.random.normal(key, (2, batch, length, width))
         return _drawn(key, [layer] * layers), {"x": x, "y": y}
 
@@ -759,6 +792,7 @@ IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
     "flax_lstm": (flax_lstm, 256),
     "flax_minimal": (flax_minimal, 256),
     "associative_recurrence": (associative_recurrence, 16),
+    "short_convolutions": (short_convolutions, 32),
     "embedding_bags": (embedding_bags, 32_768),
     "segment_messages": (segment_messages, 32_768),
     "routed_by_products": (routed_by_products, 32),

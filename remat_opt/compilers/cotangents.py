@@ -15,6 +15,7 @@ from remat_opt import costs
 from remat_opt.compilers import (
     batched_products,
     operands,
+    places,
     row_gathers,
     squares,
     sums,
@@ -69,6 +70,8 @@ class Cotangents:
       handed_in_bytes: see ``HandedIn``.
       arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
       sources: for those that are no arrays, the vertices from whose cotangents they are computed.
+      in_pieces: those that are written as several arrays, one for each slice, and then added up in
+        one more.
       factors: for those that share the cotangent of a product's operand, all that do.
     """
 
@@ -81,6 +84,7 @@ class Cotangents:
     handed_in_bytes: Mapping[int, int]
     arguments: Mapping[int, tuple[int, int]]
     sources: Mapping[int, Sequence[int]]
+    in_pieces: frozenset[int]
     factors: Mapping[int, Sequence[int]]
 
     def read_for(self, vertex: int) -> set[int]:
@@ -130,6 +134,8 @@ def cotangents(
     }
     narrow.update(dict.fromkeys(fused, 0))
     narrow.update({factors[0]: size for factors, size in shared_operands.items()})
+    spread = {v: size for v, size in places.spread(storage).items() if v not in narrow}
+    narrow.update(spread)
     sizes = [
         narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
         for vertex, values in enumerate(active)
@@ -172,6 +178,11 @@ def cotangents(
         arguments=shared.arguments,
         sources={vertex: of.active_readers(vertex) for vertex in no_arrays - further}
         | {vertex: factors[:1] for factors in shared_operands for vertex in factors[1:]},
+        in_pieces=frozenset(
+            vertex
+            for vertex, size in spread.items()
+            if size > places.MOST_READ * storage.cotangent_bytes(active[vertex])
+        ),
         factors={vertex: factors for factors in shared_operands for vertex in factors},
     )
 

@@ -105,11 +105,7 @@ def completed(flow: Dataflow, outputs: Set[int], rounded: Mapping[int, int]) -> 
     """
     if not rounded:
         return {}
-    readers: dict[int, list[int]] = {}
-    for index in range(len(flow.program.equations)):
-        if not flow.is_alias(index):
-            for value in flow.reads(index):
-                readers.setdefault(value, []).append(index)
+    readers = flow.readers()
     of_arguments = _of_arguments(flow)
     found = {}
     for equation in flow.program.equations:

@@ -11,11 +11,18 @@ none of the functions is expensive; if one is, the slice is stored, for all plac
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
+from remat_opt.compilers import strides
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.program.dataflow import Dataflow
 
+if TYPE_CHECKING:
+    from remat_opt.compilers.storage import Storage
+
+#: How many arrays of its size two kernels read again for a value, rather than that it is stored.
+MOST_READ: Final = 3
 #: Equations that read no more than they return.
 SLICES: Final = frozenset({"slice", "split", "unstack", "dynamic_slice"})
 #: Equations that read entries elsewhere than they write them.
@@ -36,6 +43,76 @@ def _read_by_moves(flow: Dataflow) -> set[int]:
         if equation.operation.primitive in MOVES
         for value in flow.reads(index)
     }
+
+
+def spread(storage: Storage) -> dict[int, int]:
+    """For vertices whose cotangents are written in pieces, one for each slice, their bytes.
+
+    That is what a kernel writes that makes them together, before others add them up. Slices that
+    are only added up have one cotangent.
+    """
+    if not storage.compiler.has("places_spread"):
+        return {}
+    flow = storage.flow
+    active = flow.linearization.active_values
+    readers = flow.readers()
+    of_slices: dict[tuple[int, int], set[int]] = {}
+    for index, equation in enumerate(flow.program.equations):
+        operation = equation.operation
+        if operation.primitive not in SLICES or any(stride > 1 for stride in strides.of(operation)):
+            continue
+        if flow.is_alias(index) or active.isdisjoint(equation.outputs):
+            continue
+        sliced = _sliced(storage, index)
+        if sliced not in storage.vertex_of:
+            continue
+        for value in active.intersection(equation.outputs):
+            piece = _added_up(flow, readers, value)
+            vertex = _computed_for(storage, readers, piece)
+            if vertex is None:
+                vertex = storage.vertex_of[sliced]
+            of_slices.setdefault((sliced, vertex), set()).add(piece)
+    found: dict[int, int] = {}
+    for (sliced, vertex), pieces in of_slices.items():
+        size = storage.cotangent_bytes(pieces)
+        if len(pieces) > 1 and size > storage.cotangent_bytes([sliced]):
+            found[vertex] = max(size, found.get(vertex, 0))
+    return found
+
+
+def _sliced(storage: Storage, index: int) -> int | None:
+    """The array that a slice reads, padded or not."""
+    flow = storage.flow
+    (value, *_) = flow.reads(index) or (None,)
+    while value is not None and value not in storage.vertex_of:
+        maker = flow.maker[value]
+        if flow.program.equations[maker].operation.primitive != "pad":
+            return None
+        (value, *_) = flow.reads(maker) or (None,)
+    return value
+
+
+def _computed_for(storage: Storage, readers: Mapping[int, Sequence[int]], value: int) -> int | None:
+    """The array that elementwise functions of a value end in, if in no other."""
+    while value not in storage.vertex_of:
+        if len(readers.get(value, ())) != 1:
+            return None
+        (reader,) = readers[value]
+        if storage.flow.opaque(reader):
+            return None
+        (value, *_) = storage.flow.program.equations[reader].outputs
+    return storage.vertex_of[value]
+
+
+def _added_up(flow: Dataflow, readers: Mapping[int, Sequence[int]], value: int) -> int:
+    """The sum whose cotangent is that of a value, or the value itself."""
+    while len(readers.get(value, ())) == 1:
+        (reader,) = readers[value]
+        equation = flow.program.equations[reader]
+        if equation.operation.primitive != "add":
+            break
+        (value,) = equation.outputs
+    return value
 
 
 def apart(flow: Dataflow, stored: set[int], compiler: Compiler) -> set[int]:

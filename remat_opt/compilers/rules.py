@@ -193,6 +193,18 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "places_stored": _rule(
             _TPU, "stored", "places", "What is read at two places, one through a slice, is stored."
         ),
+        "places_spread": _rule(
+            _TPU,
+            "beside",
+            "places",
+            "Slices that overlap have cotangents of their own, until these are added up.",
+        ),
+        "reread_backward": _rule(
+            _NVIDIA | _TPU,
+            "stored",
+            "storage",
+            "What is made of more than three arrays is stored if the backward pass reads it, too.",
+        ),
         "places_apart": _rule(
             _NVIDIA,
             "stored",

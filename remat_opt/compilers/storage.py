@@ -382,6 +382,9 @@ class Storage:
         moved = places.moved(self.flow, self.compiler)
         # Fused values that are computed from rows of something larger.
         looked_up: set[int] = set()
+        again = self._read_backward()
+        # For each leaf and the last move on the way from it, the bytes that are read.
+        read_at: dict[int, dict[tuple[int, int | None], float]] = {}
         # For each leaf, the bytes that are read, and how many equations lie in between.
         read_bytes: dict[int, dict[int, float]] = {}
         sizes: dict[int, int] = {}
@@ -390,6 +393,8 @@ class Storage:
             if self.flow.is_alias(index):
                 continue
             found: dict[int, float] = {}
+            at: dict[tuple[int, int | None], float] = {}
+            moves = equation.operation.primitive in places.MOVES
             size = 1
             wide = self._looks_up_in_more(equation.operation)
             for value in {self.flow.source[value] for value in equation.value_inputs}:
@@ -397,17 +402,32 @@ class Storage:
                     wide |= value in looked_up
                     size += sizes[value]
                     own = read_bytes[value]
+                    own_at = read_at[value]
                 else:
                     own = {value: types[value].bytes}
+                    own_at = {(value, None): types[value].bytes}
+                for (leaf, move), amount in own_at.items():
+                    if moves:
+                        at[leaf, index] = amount + at.get((leaf, index), 0)
+                    else:
+                        at[leaf, move] = max(amount, at.get((leaf, move), 0))
                 for leaf, amount in own.items():
                     found[leaf] = max(amount, found.get(leaf, 0))
             for value in equation.outputs:
                 part = self._part(equation.operation, types[value])
                 read_bytes[value] = {leaf: amount * part for leaf, amount in found.items()}
+                read_at[value] = {place: amount * part for place, amount in at.items()}
                 sizes[value] = size
                 if wide:
                     looked_up.add(value)
-                if value in stored or readers.get(value, 0) < 2:
+                if value in stored or not readers.get(value, 0):
+                    continue
+                if value in again:
+                    limit = places.MOST_READ * types[value].bytes
+                    if sum(read_at[value].values()) > limit:
+                        stored.add(value)
+                        continue
+                if readers[value] < 2:
                     continue
                 total = sum(read_bytes[value].values())
                 if (
@@ -419,6 +439,17 @@ class Storage:
                 ):
                     stored.add(value)
         return stored, {value: frozenset(found) for value, found in read_bytes.items()}
+
+    def _read_backward(self) -> set[int]:
+        """The values that backward steps read, where reading many arrays again is avoided."""
+        if not self.compiler.has("reread_backward"):
+            return set()
+        flow = self.flow
+        return {
+            value
+            for index in flow.linearization.derivatives
+            for value in flow.derivative_reads(index)
+        }
 
     def _replaces(self, value: int, leaves: Iterable[int], readers: Mapping[int, int]) -> bool:
         """Whether a value would be stored in the place of something as large that it is made of."""

@@ -28,7 +28,7 @@ def stored(flow: Dataflow, compiler: Compiler) -> set[int]:
     return {
         value
         for equation in flow.program.equations
-        if any(stride > 1 for stride in _strides(equation.operation)[-2:])
+        if any(stride > 1 for stride in of(equation.operation)[-2:])
         for value in equation.outputs
     }
 
@@ -42,7 +42,7 @@ def spread(storage: Storage) -> Iterator[tuple[int, int]]:
     times = Counter(
         flow.source[value]
         for equation in flow.program.equations
-        if any(stride > 1 for stride in _strides(equation.operation))
+        if any(stride > 1 for stride in of(equation.operation))
         and active.issuperset(equation.outputs)
         for value in equation.value_inputs
     )
@@ -51,7 +51,7 @@ def spread(storage: Storage) -> Iterator[tuple[int, int]]:
             yield storage.vertex_of[value], (count - 1) * storage.cotangent_bytes([value])
 
 
-def _strides(operation: Operation) -> tuple[int, ...]:
+def of(operation: Operation) -> tuple[int, ...]:
     """The strides of a slice; none for anything else."""
     if operation.primitive != "slice":
         return ()

@@ -185,6 +185,7 @@ def vertices(storage: Storage) -> Vertices:
             and not draft.multiplies
             and beside_zeros.isdisjoint(program.equations[root].outputs)
             and vertex not in products
+            and vertex not in of_cotangents.in_pieces
             and hands_on(vertex, predecessors, of_cotangents)
             for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
         ),

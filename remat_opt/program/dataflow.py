@@ -93,6 +93,15 @@ class Dataflow:
         """How many equations read each computed value, aliases resolved."""
         return Counter(value for read in self._reads for value in read)
 
+    def readers(self) -> dict[int, list[int]]:
+        """The equations that read each computed value, ascending, aliases resolved."""
+        found: dict[int, list[int]] = {}
+        for index, read in enumerate(self._reads):
+            if not self.is_alias(index):
+                for value in read:
+                    found.setdefault(value, []).append(index)
+        return found
+
     def derivative_reads(self, index: int) -> set[int]:
         """The values that an equation's backward step reads, aliases resolved."""
         derivative = self.linearization.derivatives.get(index)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from remat_opt.program import tracing
-from tests.compiler_graphs import InStep, storage_of
+from tests.compiler_graphs import InStep, graph_of, storage_of
 from tests.devices import needs_cuda_plugin, needs_libtpu
 
 Moved = Callable[[jax.Array], jax.Array]
@@ -124,12 +124,69 @@ def filtered(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
+def mixed(taps: int) -> Callable[[list[jax.Array], jax.Array], jax.Array]:
+    """Layers with a short convolution over rows: a sum of shifted ones."""
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            padded = jnp.pad(x @ w, ((taps - 1, 0), (0, 0)))
+            y = sum(
+                (padded[i : i + len(x)] * w[i] for i in range(1, taps)), padded[: len(x)] * w[0]
+            )
+            x = x + jax.nn.silu(y) @ w
+        return jnp.mean(jnp.square(x @ weights[0]))
+
+    return loss
+
+
+@pytest.mark.parametrize(("taps", "sums"), [(2, 0), (4, 3)])
+def test_for_tpu_a_sum_of_many_shifted_arrays_is_stored(taps: int, sums: int) -> None:
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            padded = jnp.pad(x @ w, ((taps - 1, 0), (0, 0)))
+            x = jax.nn.silu(sum(padded[i : i + len(x)] * w[i] for i in range(taps))) @ w
+        return jnp.mean(x)
+
+    program = tracing.trace(loss, [jnp.ones((128, 128))] * 3, jnp.ones((256, 128)))
+    maker = program.makers()
+    found = [
+        program.equations[maker[value]].operation.primitive
+        for value in storage_of(program, "v5e").stored
+        if value in maker and program.types[value].shape == (256, 128)
+    ]
+    assert found.count("add") == sums
+
+
+@pytest.mark.parametrize(("slices", "pieces"), [(2, 2), (4, 4)])
+def test_for_tpu_slices_that_overlap_have_cotangents_of_their_own(slices: int, pieces: int) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x @ w, ((slices - 1, 0), (0, 0)))
+        return jnp.sum(sum(padded[i : i + len(x)] * w[i] for i in range(slices)) @ w)
+
+    *_, found = graph_of(loss, jnp.ones((128, 128)), jnp.ones((4096, 128)), device="v5e")
+    assert max(found.cotangent_bytes) // (4096 * 128 * 4) == pieces
+
+
+def test_for_tpu_slices_that_are_only_added_up_have_one_cotangent() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x @ w, ((3, 0), (0, 0)))
+        return jnp.sum(sum(padded[i : i + len(x)] for i in range(4)) @ w)
+
+    *_, found = graph_of(loss, jnp.ones((128, 128)), jnp.ones((4096, 128)), device="v5e")
+    assert max(found.cotangent_bytes) // (4096 * 128 * 4) == 1
+
+
 @needs_libtpu
 @pytest.mark.tpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "width", "within"),
-    [(multiplied(added), 256, 0.3), (rotated, 1024, 0.15), (filtered, 1024, 0.25)],
+    [
+        (multiplied(added), 256, 0.3),
+        (rotated, 1024, 0.15),
+        (filtered, 1024, 0.25),
+        (mixed(4), 1024, 0.1),
+    ],
 )
 def test_unchanged_for_tpu_they_are_predicted(fn: Any, width: int, within: float) -> None:
     shape = jax.ShapeDtypeStruct

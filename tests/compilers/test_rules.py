@@ -361,6 +361,14 @@ def pairs_turned(w, x):
     return jnp.sum(jnp.concatenate([y[:, ::2] * y[:, 1::2], y[:, ::2]], 1) @ w)
 
 
+def shifted(weights, x):
+    """A short convolution over rows as a sum of shifted ones, between two products."""
+    w, taps = weights
+    y = jnp.pad(x @ w, ((4, 0), (0, 0)))
+    rows = len(x)
+    return jnp.sum(sum(y[i : i + rows] * tap for i, tap in enumerate(taps)) @ w)
+
+
 def filtered(w, x):
     return jnp.sum(jnp.abs(jnp.fft.rfft(x @ w)))
 
@@ -537,6 +545,8 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "places_apart": ("h200", halves_multiplied, (W, X)),
     "strides_stored": ("v5e", pairs_turned, (SQUARE, ROWS)),
     "strides_spread": ("v5e", pairs_turned, (SQUARE, ROWS)),
+    "reread_backward": ("h200 v5e", shifted, ((SQUARE, ones(5, 128)), ROWS)),
+    "places_spread": ("v5e", shifted, ((SQUARE, ones(5, 128)), ROWS)),
     "branches_in_turn": ("h200 v5e", crossed, ([SQUARE] * 3, ROWS)),
     "gathered_in_loops": ("h200 cpu", stacked, (split(6, 8, 8, by=(None, "data")), split(4096, 8))),
     "sums_put_off": ("h200", by_hand, ([whole(8, 8)] * 3, split(4096, 8))),
