@@ -366,7 +366,7 @@ def shifted(weights, x):
     w, taps = weights
     y = jnp.pad(x @ w, ((4, 0), (0, 0)))
     rows = len(x)
-    return jnp.sum(sum(y[i : i + rows] * tap for i, tap in enumerate(taps)) @ w)
+    return jnp.sum(jax.nn.silu(sum(y[i : i + rows] * tap for i, tap in enumerate(taps))) @ w)
 
 
 def filtered(w, x):
