@@ -441,7 +441,10 @@ class Storage:
         return stored, {value: frozenset(found) for value, found in read_bytes.items()}
 
     def _read_backward(self) -> set[int]:
-        """The values that backward steps read, where reading many arrays again is avoided."""
+        """The values that backward steps read, where reading many arrays again is avoided.
+
+        Not masks: what reads one mostly reads what it is computed from as well.
+        """
         if not self.compiler.has("reread_backward"):
             return set()
         flow = self.flow
@@ -449,6 +452,7 @@ class Storage:
             value
             for index in flow.linearization.derivatives
             for value in flow.derivative_reads(index)
+            if flow.program.types[value].dtype != "bool"
         }
 
     def _replaces(self, value: int, leaves: Iterable[int], readers: Mapping[int, int]) -> bool:

@@ -157,6 +157,17 @@ def test_for_tpu_a_sum_of_many_shifted_arrays_is_stored(taps: int, sums: int) ->
     assert found.count("add") == sums
 
 
+@pytest.mark.parametrize("device", ["h200", "v5e"])
+def test_masks_are_not_stored_though_what_they_are_of_is_larger(device: str) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = x @ w
+        return jnp.sum(jnp.where(y > 0, y, 0.1 * y) @ w)
+
+    program = tracing.trace(loss, jnp.ones((128, 128)), jnp.ones((256, 128)))
+    stored = storage_of(program, device).stored
+    assert all(program.types[value].dtype != "bool" for value in stored)
+
+
 @pytest.mark.parametrize(("slices", "pieces"), [(2, 2), (4, 4)])
 def test_for_tpu_slices_that_overlap_have_cotangents_of_their_own(slices: int, pieces: int) -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
