@@ -45,8 +45,7 @@ class Graph:
       predecessors: the vertices read to compute it, ascending.
       needs: the vertices whose values its backward step reads, ascending; may include the vertex
         itself. Empty if there is no backward step.
-      cotangent_bytes: bytes of the gradient with respect to it; 0 if it has none. More than twice
-        those of the value are several arrays of its size.
+      cotangent_bytes: bytes of the gradient with respect to it; 0 if it has none.
       internal_bytes: bytes of residuals that only running the vertex provides and that no policy
         can keep by name.
       workspace_bytes: bytes that its backward step takes only while it runs. Negative if compiling

@@ -165,7 +165,12 @@ class Stacks:
     late: bool = False
 
 
-def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spans:
+def spans(
+    graph: Graph,
+    schedule: Schedule,
+    stacks: Stacks | None = None,
+    pieces: Mapping[int, int] | None = None,
+) -> Spans:
     """The lives of all arrays of a schedule.
 
     Args:
@@ -173,6 +178,7 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
       schedule: regions and fates.
       stacks: what it reads of these, where it is that of an iteration. What waits in a stack is
         not counted, but for the copies.
+      pieces: the vertices whose cotangents are several arrays, and how many.
 
     Raises:
       GraphError: the schedule leaves a vertex out, or reads what a later region computes.
@@ -258,13 +264,13 @@ def spans(graph: Graph, schedule: Schedule, stacks: Stacks | None = None) -> Spa
         start[stacks.handed_out] = count
     end = turn - arrays.turns_in_place
     there = (start <= end) & (arrays.cotangent_bytes > 0)
-    # One of more than twice the bytes of its value is written in pieces, most as large as that.
-    cotangents, values = arrays.cotangent_bytes[there], arrays.bytes[there]
-    further = np.where(cotangents > 2 * values, (cotangents - 1) // np.maximum(values, 1), 0)
-    further *= values > 0
-    add(start[there], end[there], cotangents - further * values)
-    if further.any():
-        add(start[there].repeat(further), end[there].repeat(further), values.repeat(further))
+    own = arrays.cotangent_bytes.copy()
+    for vertex, many in (pieces or {}).items():
+        if there[vertex]:
+            piece = np.repeat(own[vertex] // many, many - 1)
+            add(start[[vertex]].repeat(len(piece)), end[[vertex]].repeat(len(piece)), piece)
+            own[vertex] -= piece.sum()
+    add(start[there], end[there], own[there])
     busy = np.flatnonzero(arrays.forward_workspace_bytes)
     add(forward[busy], forward[busy], arrays.forward_workspace_bytes[busy])
     busy = np.flatnonzero(arrays.workspace_bytes)

@@ -65,12 +65,14 @@ def test_agrees_where_regions_nest(drawn: tuple[Graph, Schedule]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cotangent", "arrays"), [(3, [3]), (6, [6]), (7, [1, 3, 3]), (12, [3, 3, 3, 3])]
+    ("cotangent", "count", "arrays"), [(3, 1, [3]), (7, 3, [2, 2, 3]), (12, 4, [3, 3, 3, 3])]
 )
-def test_a_cotangent_of_several_arrays_is_in_pieces(cotangent: int, arrays: list[int]) -> None:
+def test_a_cotangent_of_several_arrays_is_in_pieces(
+    cotangent: int, count: int, arrays: list[int]
+) -> None:
     graph = Graph.from_edges([3, 3, 3], chain_edges(3))
     graph = dataclasses.replace(graph, cotangent_bytes=(3, cotangent, 3))
-    found = spans(graph, plain(graph))
+    found = spans(graph, plain(graph), pieces={1: count})
     told = simulate(graph, plain(graph))
     assert found.peak_bytes == told.peak_bytes
     born = found.turn[2]

@@ -70,8 +70,8 @@ class Cotangents:
       handed_in_bytes: see ``HandedIn``.
       arguments: for arguments whose gradient begins as another's array (``sums.Sharing``).
       sources: for those that are no arrays, the vertices from whose cotangents they are computed.
-      in_pieces: those that are written as several arrays, one for each slice, and then added up in
-        one more.
+      in_pieces: those that are written as several arrays, one for each slice, and how many. More
+        than a few are then added up in one more.
       factors: for those that share the cotangent of a product's operand, all that do.
     """
 
@@ -84,7 +84,7 @@ class Cotangents:
     handed_in_bytes: Mapping[int, int]
     arguments: Mapping[int, tuple[int, int]]
     sources: Mapping[int, Sequence[int]]
-    in_pieces: frozenset[int]
+    in_pieces: Mapping[int, int]
     factors: Mapping[int, Sequence[int]]
 
     def read_for(self, vertex: int) -> set[int]:
@@ -134,8 +134,8 @@ def cotangents(
     }
     narrow.update(dict.fromkeys(fused, 0))
     narrow.update({factors[0]: size for factors, size in shared_operands.items()})
-    spread = {v: size for v, size in places.spread(storage).items() if v not in narrow}
-    narrow.update(spread)
+    spread = {v: found for v, found in places.spread(storage).items() if v not in narrow}
+    narrow.update({vertex: size for vertex, (size, _) in spread.items()})
     sizes = [
         narrow[vertex] if vertex in narrow else storage.cotangent_bytes(values)
         for vertex, values in enumerate(active)
@@ -178,11 +178,7 @@ def cotangents(
         arguments=shared.arguments,
         sources={vertex: of.active_readers(vertex) for vertex in no_arrays - further}
         | {vertex: factors[:1] for factors in shared_operands for vertex in factors[1:]},
-        in_pieces=frozenset(
-            vertex
-            for vertex, size in spread.items()
-            if size > places.MOST_READ * storage.cotangent_bytes(active[vertex])
-        ),
+        in_pieces={vertex: count for vertex, (_, count) in spread.items()},
         factors={vertex: factors for factors in shared_operands for vertex in factors},
     )
 

@@ -56,6 +56,7 @@ class Model:
       gradients: what happens to those of parameters.
       waits: what waits for updates, in the workspaces of vertices.
       siblings: what waits for its own backward step where nothing is rewritten (``as_written``).
+      pieces: the vertices whose cotangents are several arrays, and how many.
     """
 
     compiler: Compiler
@@ -77,6 +78,7 @@ class Model:
     vector_bytes: int = 0
     waits: tuple[Wait, ...] = ()
     siblings: tuple[int, ...] = ()
+    pieces: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph as it is under a schedule."""
@@ -159,7 +161,7 @@ class Model:
           schedule: what is kept, and how it runs again.
           stacks: see ``spans``.
         """
-        return spans(graph, schedule, stacks).with_runs(self.running)
+        return spans(graph, schedule, stacks, self.pieces).with_runs(self.running)
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:
         """Those of arrays with these lives under a schedule."""
@@ -307,6 +309,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         running=running,
         waits=found.waits if gradients is Gradients.CONSUMED else (),
         siblings=found.siblings,
+        pieces=found.pieces,
     )
 
 

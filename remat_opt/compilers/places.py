@@ -45,11 +45,11 @@ def _read_by_moves(flow: Dataflow) -> set[int]:
     }
 
 
-def spread(storage: Storage) -> dict[int, int]:
-    """For vertices whose cotangents are written in pieces, one for each slice, their bytes.
+def spread(storage: Storage) -> dict[int, tuple[int, int]]:
+    """For vertices whose cotangents are written in pieces, their bytes, and how many.
 
-    That is what a kernel writes that makes them together, before others add them up. Slices that
-    are only added up have one cotangent.
+    There is one for each slice. That is what a kernel writes that makes them together, before
+    others add them up. Slices that are only added up have one cotangent.
     """
     if not storage.compiler.has("places_spread"):
         return {}
@@ -72,11 +72,11 @@ def spread(storage: Storage) -> dict[int, int]:
             if vertex is None:
                 vertex = storage.vertex_of[sliced]
             of_slices.setdefault((sliced, vertex), set()).add(piece)
-    found: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}
     for (sliced, vertex), pieces in of_slices.items():
         size = storage.cotangent_bytes(pieces)
         if len(pieces) > 1 and size > storage.cotangent_bytes([sliced]):
-            found[vertex] = max(size, found.get(vertex, 0))
+            found[vertex] = max((size, len(pieces)), found.get(vertex, (0, 1)))
     return found
 
 

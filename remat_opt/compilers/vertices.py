@@ -92,6 +92,7 @@ class Vertices:
       put_off: what may wait besides, and is not counted.
       zeros: arrays of zeros that gradients begin as.
       tables: those whose gradients begin as zeros before their turn, and the step before which.
+      pieces: the vertices whose cotangents are several arrays, and how many.
       siblings: elementwise vertices that a product alone reads, whose kernel does not make what
         other kernels read.
       effects: what depends on the schedule.
@@ -105,6 +106,7 @@ class Vertices:
     put_off: tuple[scheduling.PutOff, ...]
     zeros: Zeros
     tables: Mapping[int, int]
+    pieces: Mapping[int, int]
     siblings: tuple[int, ...]
     effects: tuple[Effect, ...]
 
@@ -185,7 +187,7 @@ def vertices(storage: Storage) -> Vertices:
             and not draft.multiplies
             and beside_zeros.isdisjoint(program.equations[root].outputs)
             and vertex not in products
-            and vertex not in of_cotangents.in_pieces
+            and of_cotangents.in_pieces.get(vertex, 1) <= places.MOST_READ
             and hands_on(vertex, predecessors, of_cotangents)
             for vertex, (root, draft) in enumerate(zip(storage.roots, drafts, strict=True))
         ),
@@ -209,6 +211,7 @@ def vertices(storage: Storage) -> Vertices:
         put_off=tuple(scheduling.put_off(storage, graph, ready, of_cotangents)),
         zeros=zeros,
         tables=tables,
+        pieces=of_cotangents.in_pieces,
         siblings=tuple(_siblings(storage, apart, predecessors)),
         effects=tuple(_effects(storage, drafts, of_cotangents, transposed, weights, graph, added)),
     )

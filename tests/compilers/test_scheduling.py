@@ -133,7 +133,7 @@ def test_long_chains_without_cotangent_arrays_are_followed_once() -> None:
         sooner={},
         handed_in_bytes={},
         arguments={},
-        in_pieces=frozenset(),
+        in_pieces={},
         sources={v: [v + 1, min(v + 2, count - 1)] for v in range(count - 1)},
         factors={},
     )
