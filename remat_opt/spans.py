@@ -264,7 +264,7 @@ def spans(
         start[stacks.handed_out] = count
     end = turn - arrays.turns_in_place
     there = (start <= end) & (arrays.cotangent_bytes > 0)
-    own = arrays.cotangent_bytes.copy()
+    own = arrays.cotangent_bytes.copy() if pieces else arrays.cotangent_bytes
     for vertex, many in (pieces or {}).items():
         if there[vertex]:
             piece = np.repeat(own[vertex] // many, many - 1)

@@ -48,10 +48,7 @@ def with_operands(flow: Dataflow, compiler: Compiler) -> dict[int, bool]:
     ]
     if not narrow:
         return {}
-    readers: dict[int, list[int]] = {}
-    for index in range(len(equations)):
-        for value in flow.reads(index) if not flow.is_alias(index) else ():
-            readers.setdefault(value, []).append(index)
+    readers = flow.readers()
     apart = merged(flow.program)
     return {
         equations[index].outputs[0]: product not in apart

@@ -172,6 +172,7 @@ class Storage:
             self.stores_maxima or stored_sums or picked or looked_up_flat or not all(flat.values())
         )
         self.pieces = joins.stored(flow, compiler)
+        self._reread = self._read_backward()
         self.stored, self.leaves = self._find()
         self.scores = {} if self.weights_of else dict(self._scores())
         self.weights_of |= self.scores
@@ -382,7 +383,6 @@ class Storage:
         moved = places.moved(self.flow, self.compiler)
         # Fused values that are computed from rows of something larger.
         looked_up: set[int] = set()
-        again = self._read_backward()
         # For each leaf and the last move on the way from it, the bytes that are read.
         read_at: dict[int, dict[tuple[int, int | None], float]] = {}
         # For each leaf, the bytes that are read, and how many equations lie in between.
@@ -422,7 +422,7 @@ class Storage:
                     looked_up.add(value)
                 if value in stored or not readers.get(value, 0):
                     continue
-                if value in again:
+                if value in self._reread:
                     limit = places.MOST_READ * types[value].bytes
                     if sum(read_at[value].values()) > limit:
                         stored.add(value)
