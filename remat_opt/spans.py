@@ -106,6 +106,23 @@ class Spans:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentCopy:
+    """A copy of an argument, made by every region that reads it, and again where that runs again.
+
+    Outside checkpoints it is made once, and stays for the backward pass.
+
+    Attributes:
+      bytes: its size.
+      readers: the vertices that read it.
+      backward: those of them whose backward steps do.
+    """
+
+    bytes: int
+    readers: frozenset[int]
+    backward: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     """Kernels that read arrays, but take those that wait in stacks from their places there.
 
@@ -170,6 +187,7 @@ def spans(
     schedule: Schedule,
     stacks: Stacks | None = None,
     pieces: Mapping[int, int] | None = None,
+    argument_copies: Sequence[ArgumentCopy] = (),
 ) -> Spans:
     """The lives of all arrays of a schedule.
 
@@ -179,6 +197,7 @@ def spans(
       stacks: what it reads of these, where it is that of an iteration. What waits in a stack is
         not counted, but for the copies.
       pieces: the vertices whose cotangents are several arrays, and how many.
+      argument_copies: arguments that regions copy.
 
     Raises:
       GraphError: the schedule leaves a vertex out, or reads what a later region computes.
@@ -271,6 +290,8 @@ def spans(
             add(start[[vertex]].repeat(len(piece)), end[[vertex]].repeat(len(piece)), piece)
             own[vertex] -= piece.sum()
     add(start[there], end[there], own[there])
+    for one in argument_copies:
+        add(*_argument_copies(one, forward, step, levels, leaves))
     busy = np.flatnonzero(arrays.forward_workspace_bytes)
     add(forward[busy], forward[busy], arrays.forward_workspace_bytes[busy])
     busy = np.flatnonzero(arrays.workspace_bytes)
@@ -289,6 +310,51 @@ def spans(
         ),
         from_memory=_from_memory(count, levels, demanded),
     )
+
+
+def _argument_copies(
+    copy: ArgumentCopy,
+    forward: np.ndarray,
+    step: np.ndarray,
+    levels: Sequence[_Level],
+    leaves: Sequence[np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The lives of copies of an argument.
+
+    Args:
+      copy: of what, and what reads them.
+      forward: see ``_Times``.
+      step: likewise.
+      levels: what runs again.
+      leaves: the vertices of the regions without regions inside.
+
+    Returns:
+      The first and the last step of each, and its bytes.
+    """
+    count = len(forward)
+    lives: list[tuple[int, int]] = []
+    outside: list[int] = []
+    for leaf in leaves:
+        readers = [vertex for vertex in leaf.tolist() if vertex in copy.readers]
+        if not readers:
+            continue
+        turns = step[[vertex for vertex in readers if vertex in copy.backward]].tolist()
+        depths = [depth for depth, level in enumerate(levels) if level.checkpointed[readers[0]]]
+        if not depths:
+            outside += [*forward[readers].tolist(), *turns]
+            continue
+        lives.append((int(forward[readers].min()), int(forward[readers].max())))
+        for depth in depths:
+            again = [vertex for vertex in readers if levels[depth].again[vertex]]
+            read = step[(depth + 1) * count + np.array(again, dtype=np.int64)].tolist()
+            if depth == depths[-1]:
+                read += turns
+            if read:
+                lives.append((min(read), max(read)))
+    if outside:
+        lives.append((min(outside), max(outside)))
+    first, last = np.array(lives, dtype=np.int64).T
+    return first, last, np.full(len(first), copy.bytes)
 
 
 def _copies(

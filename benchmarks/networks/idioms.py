@@ -161,7 +161,7 @@ def dilated_pairs(batch: int) -> Parts:
 # ------------------------------------------------------------------------------- recurrence
 
 
-def unrolled_gru(batch: int) -> Parts:
+def unrolled_gru(batch: int, features: int = 64) -> Parts:
     """A gated recurrent unit in plain JAX, its gates in one product, 24 steps in a loop."""
     width, steps = 512, 24
 
@@ -180,12 +180,12 @@ def unrolled_gru(batch: int) -> Parts:
 
     def arguments(key: jax.Array) -> tuple[Any, Any]:
         shapes = {
-            "input": (64, 3 * width),
+            "input": (features, 3 * width),
             "state": (width, 3 * width),
             "bias": (3 * width,),
             "out": (width, 16),
         }
-        x = jax.random.normal(key, (batch, steps, 64))
+        x = jax.random.normal(key, (batch, steps, features))
         return _drawn(key, shapes), {"x": x, "y": x[..., :16]}
 
     return loss, arguments
@@ -789,6 +789,7 @@ IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
     "dilated_gates": (dilated_gates, 16),
     "dilated_pairs": (dilated_pairs, 32),
     "unrolled_gru": (unrolled_gru, 512),
+    "wide_gru": (functools.partial(unrolled_gru, features=512), 8_192),
     "flax_lstm": (flax_lstm, 256),
     "flax_minimal": (flax_minimal, 256),
     "associative_recurrence": (associative_recurrence, 16),

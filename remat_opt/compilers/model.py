@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
-from remat_opt.compilers import convolutions, gathers, scheduling
+from remat_opt.compilers import convolutions, gathers, reordered, scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results, vector_memory_bytes
@@ -26,7 +26,7 @@ from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Linearization, Program
 from remat_opt.schedule import Region, Schedule, Stage, unchanged
 from remat_opt.simulator import Demand
-from remat_opt.spans import Spans, Stacks, spans
+from remat_opt.spans import ArgumentCopy, Spans, Stacks, spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +57,7 @@ class Model:
       waits: what waits for updates, in the workspaces of vertices.
       siblings: what waits for its own backward step where nothing is rewritten (``as_written``).
       pieces: the vertices whose cotangents are several arrays, and how many.
+      argument_copies: arguments that regions copy.
     """
 
     compiler: Compiler
@@ -79,6 +80,7 @@ class Model:
     waits: tuple[Wait, ...] = ()
     siblings: tuple[int, ...] = ()
     pieces: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    argument_copies: tuple[ArgumentCopy, ...] = ()
 
     def graph_of(self, schedule: Schedule) -> Graph:
         """The graph as it is under a schedule."""
@@ -92,7 +94,9 @@ class Model:
         effects = tuple(effect.in_loop() for effect in self.effects)
         vector_bytes = vector_memory_bytes(self.compiler)
         found = self.without_updates()
-        return dataclasses.replace(found, effects=effects, vector_bytes=vector_bytes)
+        return dataclasses.replace(
+            found, effects=effects, vector_bytes=vector_bytes, argument_copies=()
+        )
 
     def as_written(self) -> Model:
         """The same where nothing is rewritten, though there may be checkpoints."""
@@ -161,7 +165,8 @@ class Model:
           schedule: what is kept, and how it runs again.
           stacks: see ``spans``.
         """
-        return spans(graph, schedule, stacks, self.pieces).with_runs(self.running)
+        copies = self.argument_copies if stacks is None else ()
+        return spans(graph, schedule, stacks, self.pieces, copies).with_runs(self.running)
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:
         """Those of arrays with these lives under a schedule."""
@@ -310,6 +315,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
         waits=found.waits if gradients is Gradients.CONSUMED else (),
         siblings=found.siblings,
         pieces=found.pieces,
+        argument_copies=tuple(reordered.reordered(storage)),
     )
 
 

@@ -17,6 +17,7 @@ from remat_opt.compilers import (
     logits,
     pooling,
     product_sums,
+    reordered,
     row_gathers,
     softmax,
     squares,
@@ -77,6 +78,7 @@ class Rewrites:
       stored: whether a checkpointed region's outputs must be stored.
       together: whether a region's outputs must all exist before the next one begins.
       starts: products that read nothing of those before them, and must wait for them all the same.
+      copied: arguments that are copied wherever they pass a barrier.
       starts_in_turn: such products and lookups that are to run one by one in a region, as are their
         gradients.
       branches_in_turn: whether what a region and later ones read waits for what it passes on, as do
@@ -110,6 +112,7 @@ class Rewrites:
     stored: bool
     together: bool
     starts: frozenset[int]
+    copied: frozenset[int]
     starts_in_turn: frozenset[int]
     branches_in_turn: bool
     draws_in_turn: frozenset[int]
@@ -179,6 +182,7 @@ def rewrites(
         stored=rules.has("boundaries_stored"),
         together=rules.has("outputs_together"),
         starts=starts if recomputes and rules.has("starts_wait") else frozenset(),
+        copied=frozenset(reordered.scattered_entries(program, rules).values()),
         starts_in_turn=starts if rules.has("starts_in_turn") else frozenset(),
         branches_in_turn=rules.has("branches_in_turn"),
         draws_in_turn=draws.draws(program) if rules.has("draws_in_turn") else frozenset(),

@@ -379,6 +379,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "In an iteration, what runs again does so when it is read, if that takes less.",
             since=(0, 12),
         ),
+        "entries_reordered": _rule(
+            _TPU,
+            "beside",
+            "reordered",
+            "An argument that is read entry by entry is copied, with its entries one by one.",
+        ),
         "entries_in_place": _rule(
             _TPU, "beside", "stacks", "An iteration reads what it keeps where it lies."
         ),

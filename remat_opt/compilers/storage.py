@@ -87,6 +87,7 @@ class Storage:
       scores: their stored scores, each with the resulting weights.
       weights_of: the same or, in unchanged functions, for exponentials; and for stored logits minus
         their maximum the logits as they came.
+      rounded: the float32 values that are stored as bfloat16, with how many products read them.
       completed: for what a product writes, the form stored in its place.
       batched_reads: how batched products read elementwise operands.
       product_sums: the sums of two products that are stored, with the products.
@@ -134,13 +135,13 @@ class Storage:
         )
         stored_sums = dict(product_sums.stored_sums(program, compiler.rules))
         self.product_sums = {} if unchanged else stored_sums
-        self._rounded: dict[int, int] = {}
+        self.rounded: dict[int, int] = {}
         self.completed: dict[int, int] = {}
         self._product_of: dict[int, int] = {}
         if compiler.has("operands_rounded"):
-            self._rounded = operands.rounded(flow, self.outputs)
+            self.rounded = operands.rounded(flow, self.outputs)
         if compiler.has("forms_completed"):
-            self.completed = operands.completed(flow, self.outputs, self._rounded)
+            self.completed = operands.completed(flow, self.outputs, self.rounded)
         if compiler.has("sums_in_products"):
             whole = product_sums.sums_in_products(program)
             self.completed |= whole
@@ -193,7 +194,7 @@ class Storage:
     def bytes_of(self, value: int) -> int:
         """Bytes of a value if it is stored."""
         kind = self._spectra.get(value, self.flow.program.types[value])
-        if value in self._rounded:
+        if value in self.rounded:
             kind = operands.as_operand(kind)
         return self._laid_out_bytes(value, kind) * self._times.get(value, 1)
 

@@ -219,7 +219,8 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> tuple[list[int]
     first passes on. Backward, they have their gradients before it is the first step's turn. But
     those of tables, in which lookups start, wait for nothing: all of a step would be there at once.
     If something starts in the first, all that it passes on is computed before the second runs: the
-    end of a tower, too, which only a later step reads.
+    end of a tower, too, which only a later step reads. What would be copied to pass a barrier
+    (``Rewrites.copied``) does not, if it has no cotangent and the start waits for something else.
 
     Args:
       rewriting: what holds for all steps.
@@ -241,6 +242,9 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> tuple[list[int]
     for start in here:
         found = tables if program.equations[start].operation.primitive == "gather" else read
         inputs = step.inputs_for(program, start, maker)
+        if not rewriting.summed.isdisjoint(inputs):
+            copied = rewriting.ways.copied - rewriting.summed
+            inputs = tuple(v for v in inputs if v not in copied)
         found.update(v for v in inputs if is_inexact(program.types[v]) and v not in waited_for)
     delayed, both = sorted(tables - read), [*sorted(read), *waited_for]
     return ([*delayed, *waited_for] if delayed else []), (both if len(both) > 1 else [])

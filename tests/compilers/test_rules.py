@@ -285,6 +285,13 @@ def biased(parameters, x):
     return jnp.sum(jnp.sin(jnp.tanh(x @ w + b) @ w))
 
 
+def step_by_step(w, x):
+    y = jnp.zeros_like(x[:, 0])
+    for step in range(x.shape[1]):
+        y = jnp.tanh(x[:, step] @ w + y @ w)
+    return jnp.sum(y)
+
+
 def recurrent(w, x):
     for _ in range(5):
         x = jnp.tanh(x @ w)
@@ -530,6 +537,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "entries_sliced": ("h200", stacked, (ones(6, 128, 128), ROWS)),
     "entries_taken": ("h200", stacked, (ones(6, 128, 128), ROWS)),
     "runs_when_read": ("h200", stacked_branches, (stack, many_rows)),
+    "entries_reordered": ("v5e", step_by_step, (SQUARE, ones(256, 8, 128))),
     "entries_in_place": ("v5e", stacked_gates, (stack, many_rows)),
     "scores_copied": ("v5e", handed_on, narrow((SQUARE, ones(2, 256, 128)))),
     "copies": ("v5e", recurrent, (wide, wide)),
