@@ -115,11 +115,16 @@ class ArgumentCopy:
       bytes: its size.
       readers: the vertices that read it.
       backward: those of them whose backward steps do.
+      entry_of: if regions copy only the entries that they read, each when it is first read, the
+        entry that each of the readers reads.
+      entry_bytes: the bytes of an entry.
     """
 
     bytes: int
     readers: frozenset[int]
     backward: frozenset[int]
+    entry_of: Mapping[int, int] | None = None
+    entry_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,29 +337,41 @@ def _argument_copies(
       The first and the last step of each, and its bytes.
     """
     count = len(forward)
-    lives: list[tuple[int, int]] = []
+    lives: list[tuple[int, int, int]] = []
+
+    def read(readers: Sequence[int], steps: Sequence[int]) -> None:
+        if copy.entry_of is None:
+            lives.append((min(steps), max(steps), copy.bytes))
+            return
+        of_entries: dict[int, list[int]] = {}
+        for reader, at in zip(readers, steps, strict=True):
+            of_entries.setdefault(copy.entry_of[reader], []).append(at)
+        lives.extend((min(some), max(some), copy.entry_bytes) for some in of_entries.values())
+
     outside: list[int] = []
     for leaf in leaves:
         readers = [vertex for vertex in leaf.tolist() if vertex in copy.readers]
         if not readers:
             continue
-        turns = step[[vertex for vertex in readers if vertex in copy.backward]].tolist()
+        late = [vertex for vertex in readers if vertex in copy.backward]
         depths = [depth for depth, level in enumerate(levels) if level.checkpointed[readers[0]]]
-        if not depths:
-            outside += [*forward[readers].tolist(), *turns]
-            continue
-        lives.append((int(forward[readers].min()), int(forward[readers].max())))
+        if depths:
+            read(readers, forward[readers].tolist())
+        elif copy.entry_of is None:
+            outside += [*forward[readers].tolist(), *step[late].tolist()]
+        else:
+            read([*readers, *late], [*forward[readers].tolist(), *step[late].tolist()])
         for depth in depths:
             again = [vertex for vertex in readers if levels[depth].again[vertex]]
-            read = step[(depth + 1) * count + np.array(again, dtype=np.int64)].tolist()
+            at = step[[(depth + 1) * count + vertex for vertex in again]].tolist()
             if depth == depths[-1]:
-                read += turns
-            if read:
-                lives.append((min(read), max(read)))
+                again, at = [*again, *late], [*at, *step[late].tolist()]
+            if again:
+                read(again, at)
     if outside:
-        lives.append((min(outside), max(outside)))
-    first, last = np.array(lives, dtype=np.int64).T
-    return first, last, np.full(len(first), copy.bytes)
+        lives.append((min(outside), max(outside), copy.bytes))
+    first, last, sizes = np.array(lives, dtype=np.int64).T
+    return first, last, sizes
 
 
 def _copies(

@@ -166,6 +166,8 @@ class Model:
           stacks: see ``spans``.
         """
         copies = self.argument_copies if stacks is None else ()
+        if schedule.unchanged:
+            copies = tuple(dataclasses.replace(one, entry_of=None) for one in copies)
         return spans(graph, schedule, stacks, self.pieces, copies).with_runs(self.running)
 
     def laid_out_bytes(self, lives: Spans, schedule: Schedule) -> int:

@@ -9,6 +9,10 @@ is 256; with checkpoints 485, predicted before 196.)
 
 Sums over the features of entries read them where they are. And if the last two axes do not fill
 tiles of 8 x 128, the argument comes in an order in which entries are one by one already.
+
+In plans, entries that only products read are copied one by one instead (``entries_turned``): the
+argument is turned so that they come first, which XLA does to each slice by itself. (The same cell:
+229 MiB.)
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from remat_opt import costs
 from remat_opt.compilers import operands, strides
 from remat_opt.compilers.compiler import Rules
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
+from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
 from remat_opt.spans import ArgumentCopy
 
@@ -58,24 +63,54 @@ def reordered(storage: Storage) -> Iterator[ArgumentCopy]:
     readers: dict[int, set[int]] = {}
     backward: dict[int, set[int]] = {}
     scattered: dict[int, set[int]] = {}
+    entry_of: dict[int, int] = {}
     for entry, vertex, is_backward in _reads(storage, argument_of):
         argument = argument_of[entry]
         readers.setdefault(argument, set()).add(vertex)
+        entry_of[vertex] = entry
         if is_backward:
             backward.setdefault(argument, set()).add(vertex)
         root = storage.roots[vertex]
         if is_backward or flow.costs[root].fusion is not costs.Fusion.REDUCTION:
             scattered.setdefault(argument, set()).add(entry)
+    alone = turned(flow.program, storage.compiler.rules)
     for argument, read in scattered.items():
         if len(read) > 1:
             kind = flow.program.types[argument]
             if storage.rounded.keys() >= read:
                 kind = operands.as_operand(kind)
+            some = next(iter(read))
             yield ArgumentCopy(
                 bytes=storage.compiler.buffer_bytes(kind),
                 readers=frozenset(readers[argument]),
                 backward=frozenset(backward.get(argument, ())),
+                entry_of=entry_of if some in alone else None,
+                # Rounded, with every other row of a tile empty.
+                entry_bytes=flow.program.types[some].bytes,
             )
+
+
+def turned(program: Program, rules: Rules) -> frozenset[int]:
+    """The entries that plans read one by one, each with a copy of its own.
+
+    That is so if the argument is turned first, with that axis in front, and products alone read its
+    entries, rounded. A kernel copies all those that a region reads.
+    """
+    argument_of = scattered_entries(program, rules) if rules.has("entries_turned") else {}
+    source = {entry: entry for entry in argument_of}
+    left_out: set[int] = set()
+    for equation in program.equations:
+        read = {source[value] for value in equation.value_inputs if value in source}
+        operation = equation.operation
+        if not argument_of.keys().isdisjoint(equation.outputs):
+            if operation.primitive != "slice" or operation.outputs[0].dtype != "float32":
+                left_out.update(argument_of[entry] for entry in equation.outputs)
+        elif operation.primitive in ALIASES and len(read) == 1:
+            source.update(dict.fromkeys(equation.outputs, *read))
+        elif not operands.rounds_operands(operation):
+            left_out.update(argument_of[entry] for entry in read)
+    left_out.update(argument_of[source[one]] for one in program.output_values if one in source)
+    return frozenset(entry for entry, argument in argument_of.items() if argument not in left_out)
 
 
 def _takes_entries(operation: Operation) -> bool:
@@ -85,21 +120,21 @@ def _takes_entries(operation: Operation) -> bool:
     if any(stride > 1 for stride in strides.of(operation)):
         return False
     (kind,) = operation.inputs
-    axis = operation.params.get("axis")
+    axis = _axis(operation)
     if axis is None:
-        shorter = [
-            axis
-            for axis, (before, after) in enumerate(
-                zip(kind.shape, operation.outputs[0].shape, strict=True)
-            )
-            if before != after
-        ]
-        if len(shorter) != 1:
-            return False
-        (axis,) = shorter
+        return False
     size = kind.size // kind.shape[axis] if kind.size else 0
     entries = all(one.size == size for one in operation.outputs)
     return entries and math.prod(kind.shape[:axis]) > 1 and _scatters(kind, axis)
+
+
+def _axis(operation: Operation) -> int | None:
+    """The axis along which parts are taken, if there is one."""
+    if "axis" in operation.params:
+        return int(operation.params["axis"])
+    whole, part = operation.inputs[0].shape, operation.outputs[0].shape
+    shorter = [axis for axis, size in enumerate(part) if size != whole[axis]]
+    return shorter[0] if len(shorter) == 1 else None
 
 
 def _scatters(kind: ArrayType, axis: int) -> bool:

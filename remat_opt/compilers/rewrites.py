@@ -79,6 +79,8 @@ class Rewrites:
       together: whether a region's outputs must all exist before the next one begins.
       starts: products that read nothing of those before them, and must wait for them all the same.
       copied: arguments that are copied wherever they pass a barrier.
+      turned: entries of arguments that are to be taken after turning these, so that the axis along
+        which they lie comes first.
       starts_in_turn: such products and lookups that are to run one by one in a region, as are their
         gradients.
       branches_in_turn: whether what a region and later ones read waits for what it passes on, as do
@@ -113,6 +115,7 @@ class Rewrites:
     together: bool
     starts: frozenset[int]
     copied: frozenset[int]
+    turned: frozenset[int]
     starts_in_turn: frozenset[int]
     branches_in_turn: bool
     draws_in_turn: frozenset[int]
@@ -143,6 +146,8 @@ def rewrites(
         maker = program.makers()
         maxima = {maker[one.maxima] for one in softmax.rounded(program, rules)}
     starts = turns.starts(program)
+    scattered = reordered.scattered_entries(program, rules)
+    turned = reordered.turned(program, rules) if recomputes else frozenset[int]()
     return Rewrites(
         apart=frozenset(
             index
@@ -182,7 +187,8 @@ def rewrites(
         stored=rules.has("boundaries_stored"),
         together=rules.has("outputs_together"),
         starts=starts if recomputes and rules.has("starts_wait") else frozenset(),
-        copied=frozenset(reordered.scattered_entries(program, rules).values()),
+        turned=turned,
+        copied=frozenset(argument for entry, argument in scattered.items() if entry not in turned),
         starts_in_turn=starts if rules.has("starts_in_turn") else frozenset(),
         branches_in_turn=rules.has("branches_in_turn"),
         draws_in_turn=draws.draws(program) if rules.has("draws_in_turn") else frozenset(),

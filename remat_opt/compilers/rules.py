@@ -485,6 +485,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "entry_gathers",
             "What entries are taken from along one axis is read as a flat array.",
         ),
+        "entries_turned": _rule(
+            _TPU,
+            "rewrite",
+            "reordered",
+            "In plans an argument's entries are read one by one, each with a copy of its own.",
+        ),
         "picks_summed": _rule(
             _TPU, "rewrite", "row_gathers", "Picking from a row is a sum over it."
         ),

@@ -97,6 +97,8 @@ def run_one(
         results = [_run_summing(equation, *inputs)]
     elif index in rewriting.ways.flat:
         results = [_run_flat(equation, *inputs)]
+    elif not rewriting.ways.turned.isdisjoint(equation.outputs):
+        results = [_run_turned(equation, *inputs)]
     elif symmetric:
         results = [_run_symmetric(run, equation, *inputs)]
     elif waiting:
@@ -175,6 +177,15 @@ def _run_flat(equation: Equation, operand: Any, indices: Any) -> Any:
         fill_value=params["fill_value"],
     )
     return found.reshape(equation.operation.outputs[0].shape)
+
+
+def _run_turned(equation: Equation, operand: Any) -> Any:
+    """Takes an entry of an operand that is turned first (``reordered``)."""
+    (kind,) = equation.operation.outputs
+    start = equation.jax_equation.params["start_indices"]
+    (axis,) = (n for n, size in enumerate(kind.shape) if size != operand.shape[n])
+    entry = jax.lax.index_in_dim(jnp.moveaxis(operand, axis, 0), start[axis])
+    return jnp.moveaxis(entry, 0, axis)
 
 
 def _run_symmetric(run: Callable[..., list[Any]], equation: Equation, left: Any, right: Any) -> Any:

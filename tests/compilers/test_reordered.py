@@ -7,13 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from remat_opt.compilers.compiler import Rules
-from remat_opt.compilers.reordered import scattered_entries
+from remat_opt.compilers.model import Model
+from remat_opt.compilers.reordered import scattered_entries, turned
+from remat_opt.graph import Graph
 from remat_opt.program import tracing
 from remat_opt.schedule import Region, Schedule, unchanged
 from remat_opt.spans import ArgumentCopy
+from remat_opt.transform.rewriting import rewrite
 from tests.compiler_graphs import InStep, graph_of
 from tests.devices import needs_libtpu
 from tests.programs import ones
@@ -99,12 +103,6 @@ def test_they_are_copied_as_they_are_read(
 
 
 def test_what_is_added_to_a_product_is_not_read_again() -> None:
-    def added(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = jnp.zeros((512, 128))
-        for step in range(8):
-            y = jnp.tanh(x[:, step] + y @ w)
-        return jnp.mean(jnp.square(y @ w))
-
     (copy,) = copies_of(added)
     assert copy.readers
     assert not copy.backward
@@ -112,37 +110,89 @@ def test_what_is_added_to_a_product_is_not_read_again() -> None:
     assert multiplied.backward == multiplied.readers
 
 
-def test_each_checkpoint_copies_again() -> None:
-    _, found, graph = graph_of(steps, W, ones(512, 8, 128), device="v5e")
-    (copy,) = found.argument_copies
+def added(w: jax.Array, x: jax.Array) -> jax.Array:
+    y = jnp.zeros((512, 128))
+    for step in range(8):
+        y = jnp.tanh(x[:, step] + y @ w)
+    return jnp.mean(jnp.square(y @ w))
 
-    def lives(schedule: Schedule) -> list[tuple[int, int]]:
-        spans = found.lives(found.graph_of(schedule), schedule)
-        those = spans.bytes == copy.bytes
-        return sorted(zip(spans.first[those].tolist(), spans.last[those].tolist(), strict=True))
 
+def halved(graph: Graph) -> Schedule:
     middle = len(graph) // 2
-    regions = Schedule(
-        regions=tuple(
-            Region(vertices=tuple(vertices), checkpointed=checkpointed)
-            for vertices, checkpointed in (
-                (range(middle), True),
-                (range(middle, len(graph)), False),
-            )
+    return Schedule(
+        regions=(
+            Region(vertices=tuple(range(middle))),
+            Region(vertices=tuple(range(middle, len(graph))), checkpointed=False),
         )
     )
-    ((first, last),) = lives(unchanged(graph))
+
+
+def lives(found: Model, schedule: Schedule, size: int) -> list[tuple[int, int]]:
+    """The first and last steps of arrays of that size, in order."""
+    spans = found.lives(found.graph_of(schedule), schedule)
+    those = spans.bytes == size
+    return sorted(zip(spans.first[those].tolist(), spans.last[those].tolist(), strict=True))
+
+
+def test_each_checkpoint_copies_again() -> None:
+    def scaled(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.zeros((512, 128))
+        for step in range(8):
+            y = jnp.tanh((2.0 * x[:, step]) @ w + y)
+        return jnp.sum(y)
+
+    _, found, graph = graph_of(scaled, W, ones(512, 8, 128), device="v5e")
+    (copy,) = found.argument_copies
+    ((first, last),) = lives(found, unchanged(graph), copy.bytes)
     forward = len(graph) - 1
     assert first == 0
     assert last > forward
-    (early, early_end), (late, late_end), (again, again_end) = lives(regions)
+    (early, early_end), (late, late_end), (again, again_end) = lives(
+        found, halved(graph), copy.bytes
+    )
     assert 0 == early <= early_end < late <= forward < late_end < again <= again_end
+
+
+def test_in_plans_products_read_turned_entries_each_by_itself() -> None:
+    program, found, graph = graph_of(steps, W, ones(512, 8, 128), device="v5e")
+    assert len(turned(program, TPU)) == 4
+    (copy,) = found.argument_copies
+    assert copy.entry_bytes == 512 * 128 * 4
+    assert len(lives(found, unchanged(graph), copy.bytes)) == 1
+    # Neither is the whole argument copied, nor does one step wait for another.
+    assert copy.bytes not in found.lives(found.graph_of(halved(graph)), halved(graph)).bytes
+    # What is not only multiplied is copied with all of its argument.
+    program, found, _ = graph_of(added, W, ones(512, 8, 128), device="v5e")
+    assert not turned(program, TPU)
+    assert found.argument_copies[0].entry_of is None
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(1, (16, 8, 128)), (2, (16, 128, 8))])
+def test_turned_entries_have_the_same_values_and_gradients(
+    axis: int, shape: tuple[int, ...]
+) -> None:
+    w = jax.random.normal(jax.random.key(0), (128, 128)) * 0.1
+    x = jax.random.normal(jax.random.key(1), shape)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return steps(w, x, axis=axis, read=range(8))
+
+    program, found, graph = graph_of(loss, w, x, device="v5e")
+    assert len(turned(program, TPU)) == 8
+    run = rewrite(program, found.stages(halved(graph)), "tpu")
+    expected = jax.value_and_grad(loss, argnums=(0, 1))(w, x)
+    given = jax.value_and_grad(lambda *both: run(program.constant_values, both)[0], argnums=(0, 1))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6),
+        given(w, x),
+        expected,
+    )
 
 
 @needs_libtpu
 @pytest.mark.tpu
 @pytest.mark.slow
-def test_for_tpu_they_are_predicted() -> None:
+def test_for_tpu_they_are_predicted_and_plans_copy_less() -> None:
     def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         y = jnp.zeros((x.shape[0], x.shape[2]))
         for step in range(8):
@@ -154,4 +204,7 @@ def test_for_tpu_they_are_predicted() -> None:
     step = InStep(loss, weights, x, device="v5e")
     assert step.unplanned_bytes() == pytest.approx(step.problem.unchanged.peak_bytes, rel=0.08)
     plan = step.plan()
-    assert step.compiled_bytes(plan) == pytest.approx(plan.predicted.temporary_bytes, rel=0.08)
+    compiled = step.compiled_bytes(plan)
+    # Arrays of 64 MiB fit vector memory or do not.
+    assert compiled == pytest.approx(plan.predicted.temporary_bytes, rel=0.3)
+    assert compiled < 0.6 * step.compiled_bytes(plan, ["entries_turned"])

@@ -538,6 +538,7 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "entries_taken": ("h200", stacked, (ones(6, 128, 128), ROWS)),
     "runs_when_read": ("h200", stacked_branches, (stack, many_rows)),
     "entries_reordered": ("v5e", step_by_step, (SQUARE, ones(256, 8, 128))),
+    "entries_turned": ("v5e", step_by_step, (SQUARE, ones(256, 8, 128))),
     "entries_in_place": ("v5e", stacked_gates, (stack, many_rows)),
     "scores_copied": ("v5e", handed_on, narrow((SQUARE, ones(2, 256, 128)))),
     "copies": ("v5e", recurrent, (wide, wide)),
