@@ -93,12 +93,13 @@ def reordered(storage: Storage) -> Iterator[ArgumentCopy]:
 def turned(program: Program, rules: Rules) -> frozenset[int]:
     """The entries that plans read one by one, each with a copy of its own.
 
-    That is so if the argument is turned first, with that axis in front, and products alone read its
-    entries, rounded. A kernel copies all those that a region reads.
+    That is so if the argument is turned first, with that axis in front, products alone read its
+    entries, rounded, and it has no gradient. A kernel copies all those that a region reads.
     """
     argument_of = scattered_entries(program, rules) if rules.has("entries_turned") else {}
     source = {entry: entry for entry in argument_of}
-    left_out: set[int] = set()
+    # What has a gradient would have that turned back, as another array.
+    left_out = set(program.differentiated)
     for equation in program.equations:
         read = {source[value] for value in equation.value_inputs if value in source}
         operation = equation.operation

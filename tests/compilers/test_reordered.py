@@ -167,6 +167,12 @@ def test_in_plans_products_read_turned_entries_each_by_itself() -> None:
     assert found.argument_copies[0].entry_of is None
 
 
+def test_what_has_a_gradient_is_not_turned() -> None:
+    program = tracing.trace(lambda x, w: steps(w, x), ones(512, 8, 128), W)
+    assert len(scattered_entries(program, TPU)) == 4
+    assert not turned(program, TPU)
+
+
 @pytest.mark.parametrize(("axis", "shape"), [(1, (16, 8, 128)), (2, (16, 128, 8))])
 def test_turned_entries_have_the_same_values_and_gradients(
     axis: int, shape: tuple[int, ...]
