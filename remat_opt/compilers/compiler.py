@@ -109,13 +109,13 @@ class Compiler:
             if lanes is None or lane in lanes
         ] or list(itertools.permutations(shape, 2))
         growth = min(
-            _padded(size, _tile_rows(size, packing)) / size * (_padded(lanes, LANES) / lanes)
+            _padded(size, tile_rows(size, packing)) / size * (_padded(lanes, LANES) / lanes)
             for size, lanes in choices
         )
         return round(kind.bytes * growth)
 
 
-def _tile_rows(size: int, packing: int) -> int:
+def tile_rows(size: int, packing: int) -> int:
     """The rows of the tiles for so many rows, of which so many make up a word."""
     most = _TILE_SUBLANES * (packing if packing >= _WORD_BYTES else 1)
     return min(most, max(packing, 1 << (size - 1).bit_length()))

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from remat_opt import costs
 from remat_opt.compilers import operands, strides
-from remat_opt.compilers.compiler import Rules
+from remat_opt.compilers.compiler import LANES, Rules, tile_rows
 from remat_opt.operation import PRODUCTS, ArrayType, Operation
 from remat_opt.program.dataflow import ALIASES
 from remat_opt.program.record import Program
@@ -31,12 +31,6 @@ from remat_opt.spans import ArgumentCopy
 
 if TYPE_CHECKING:
     from remat_opt.compilers.storage import Storage
-
-#: Rows and columns of the tiles that arrays are padded to.
-_ROWS: Final = 8
-_COLUMNS: Final = 128
-#: Arrays with so few rows are in lower tiles.
-_FEW_ROWS: Final = (2, 4)
 
 
 def scattered_entries(program: Program, rules: Rules) -> dict[int, int]:
@@ -60,20 +54,19 @@ def reordered(storage: Storage) -> Iterator[ArgumentCopy]:
     argument_of = scattered_entries(flow.program, storage.compiler.rules)
     if not argument_of:
         return
-    readers: dict[int, set[int]] = {}
+    # For each argument, of each vertex that reads it an entry that it reads.
+    entry_of: dict[int, dict[int, int]] = {}
     backward: dict[int, set[int]] = {}
     scattered: dict[int, set[int]] = {}
-    entry_of: dict[int, int] = {}
     for entry, vertex, is_backward in _reads(storage, argument_of):
         argument = argument_of[entry]
-        readers.setdefault(argument, set()).add(vertex)
-        entry_of[vertex] = entry
+        entry_of.setdefault(argument, {})[vertex] = entry
         if is_backward:
             backward.setdefault(argument, set()).add(vertex)
         root = storage.roots[vertex]
         if is_backward or flow.costs[root].fusion is not costs.Fusion.REDUCTION:
             scattered.setdefault(argument, set()).add(entry)
-    alone = turned(flow.program, storage.compiler.rules)
+    alone = turned(flow.program, storage.compiler.rules, argument_of)
     for argument, read in scattered.items():
         if len(read) > 1:
             kind = flow.program.types[argument]
@@ -82,21 +75,27 @@ def reordered(storage: Storage) -> Iterator[ArgumentCopy]:
             some = next(iter(read))
             yield ArgumentCopy(
                 bytes=storage.compiler.buffer_bytes(kind),
-                readers=frozenset(readers[argument]),
+                readers=frozenset(entry_of[argument]),
                 backward=frozenset(backward.get(argument, ())),
-                entry_of=entry_of if some in alone else None,
+                entry_of=entry_of[argument] if some in alone else None,
                 # Rounded, with every other row of a tile empty.
                 entry_bytes=flow.program.types[some].bytes,
             )
 
 
-def turned(program: Program, rules: Rules) -> frozenset[int]:
+def turned(program: Program, rules: Rules, argument_of: Mapping[int, int]) -> frozenset[int]:
     """The entries that plans read one by one, each with a copy of its own.
 
     That is so if the argument is turned first, with that axis in front, products alone read its
-    entries, rounded, and it has no gradient. A kernel copies all those that a region reads.
+    entries, rounded, and it has no gradient.
+
+    Args:
+      program: a traced function.
+      rules: those about the compiler that is expected.
+      argument_of: those found by ``scattered_entries``.
     """
-    argument_of = scattered_entries(program, rules) if rules.has("entries_turned") else {}
+    if not rules.has("entries_turned"):
+        return frozenset()
     source = {entry: entry for entry in argument_of}
     # What has a gradient would have that turned back, as another array.
     left_out = set(program.differentiated)
@@ -121,7 +120,7 @@ def _takes_entries(operation: Operation) -> bool:
     if any(stride > 1 for stride in strides.of(operation)):
         return False
     (kind,) = operation.inputs
-    axis = _axis(operation)
+    axis = entry_axis(operation)
     if axis is None:
         return False
     size = kind.size // kind.shape[axis] if kind.size else 0
@@ -129,7 +128,7 @@ def _takes_entries(operation: Operation) -> bool:
     return entries and math.prod(kind.shape[:axis]) > 1 and _scatters(kind, axis)
 
 
-def _axis(operation: Operation) -> int | None:
+def entry_axis(operation: Operation) -> int | None:
     """The axis along which parts are taken, if there is one."""
     if "axis" in operation.params:
         return int(operation.params["axis"])
@@ -148,11 +147,11 @@ def _scatters(kind: ArrayType, axis: int) -> bool:
     rows, columns = kind.shape[-2:]
     if axis == len(kind.shape) - 1:
         rows, columns = columns, rows
-    return _fills(rows) and columns % _COLUMNS == 0
+    return _fills(rows) and columns % LANES == 0
 
 
 def _fills(rows: int) -> bool:
-    return rows % _ROWS == 0 or rows in _FEW_ROWS
+    return rows > 1 and rows % tile_rows(rows, packing=1) == 0
 
 
 def _reads(storage: Storage, entries: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:

@@ -79,8 +79,8 @@ class Rewrites:
       together: whether a region's outputs must all exist before the next one begins.
       starts: products that read nothing of those before them, and must wait for them all the same.
       copied: arguments that are copied wherever they pass a barrier.
-      turned: entries of arguments that are to be taken after turning these, so that the axis along
-        which they lie comes first.
+      turned: slices of arguments that are to turn these first, so that the axis along which they
+        are taken comes first.
       starts_in_turn: such products and lookups that are to run one by one in a region, as are their
         gradients.
       branches_in_turn: whether what a region and later ones read waits for what it passes on, as do
@@ -147,7 +147,7 @@ def rewrites(
         maxima = {maker[one.maxima] for one in softmax.rounded(program, rules)}
     starts = turns.starts(program)
     scattered = reordered.scattered_entries(program, rules)
-    turned = reordered.turned(program, rules) if recomputes else frozenset[int]()
+    turned = reordered.turned(program, rules, scattered) if recomputes else frozenset[int]()
     return Rewrites(
         apart=frozenset(
             index
@@ -187,7 +187,11 @@ def rewrites(
         stored=rules.has("boundaries_stored"),
         together=rules.has("outputs_together"),
         starts=starts if recomputes and rules.has("starts_wait") else frozenset(),
-        turned=turned,
+        turned=frozenset(
+            index
+            for index, equation in enumerate(program.equations if turned else ())
+            if not turned.isdisjoint(equation.outputs)
+        ),
         copied=frozenset(argument for entry, argument in scattered.items() if entry not in turned),
         starts_in_turn=starts if rules.has("starts_in_turn") else frozenset(),
         branches_in_turn=rules.has("branches_in_turn"),

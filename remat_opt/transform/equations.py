@@ -15,6 +15,7 @@ from jax.lax import GatherScatterMode
 
 from remat_opt import _jax_internals as internals
 from remat_opt.compilers.joins import Join
+from remat_opt.compilers.reordered import entry_axis
 from remat_opt.program.record import Equation
 from remat_opt.transform.barriers import stored
 from remat_opt.transform.steps import Rewriting
@@ -97,7 +98,7 @@ def run_one(
         results = [_run_summing(equation, *inputs)]
     elif index in rewriting.ways.flat:
         results = [_run_flat(equation, *inputs)]
-    elif not rewriting.ways.turned.isdisjoint(equation.outputs):
+    elif index in rewriting.ways.turned:
         results = [_run_turned(equation, *inputs)]
     elif symmetric:
         results = [_run_symmetric(run, equation, *inputs)]
@@ -181,10 +182,10 @@ def _run_flat(equation: Equation, operand: Any, indices: Any) -> Any:
 
 def _run_turned(equation: Equation, operand: Any) -> Any:
     """Takes an entry of an operand that is turned first (``reordered``)."""
-    (kind,) = equation.operation.outputs
-    start = equation.jax_equation.params["start_indices"]
-    (axis,) = (n for n, size in enumerate(kind.shape) if size != operand.shape[n])
-    entry = jax.lax.index_in_dim(jnp.moveaxis(operand, axis, 0), start[axis])
+    axis = entry_axis(equation.operation)
+    assert axis is not None, "it takes an entry"
+    start = equation.operation.params["start_indices"][axis]
+    entry = jax.lax.index_in_dim(jnp.moveaxis(operand, axis, 0), start)
     return jnp.moveaxis(entry, 0, axis)
 
 

@@ -239,11 +239,11 @@ def _in_order(rewriting: Rewriting, before: Step, step: Step) -> tuple[list[int]
     tables: set[int] = set()
     here = starts.intersection(step.all_equations())
     maker = program.makers() if here else {}
+    copied = rewriting.ways.copied - rewriting.summed
     for start in here:
         found = tables if program.equations[start].operation.primitive == "gather" else read
         inputs = step.inputs_for(program, start, maker)
         if not rewriting.summed.isdisjoint(inputs):
-            copied = rewriting.ways.copied - rewriting.summed
             inputs = tuple(v for v in inputs if v not in copied)
         found.update(v for v in inputs if is_inexact(program.types[v]) and v not in waited_for)
     delayed, both = sorted(tables - read), [*sorted(read), *waited_for]

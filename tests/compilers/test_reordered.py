@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from remat_opt.compilers import reordered
 from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.model import Model
-from remat_opt.compilers.reordered import scattered_entries, turned
+from remat_opt.compilers.reordered import scattered_entries
 from remat_opt.graph import Graph
 from remat_opt.program import tracing
+from remat_opt.program.record import Program
 from remat_opt.schedule import Region, Schedule, unchanged
 from remat_opt.spans import ArgumentCopy
 from remat_opt.transform.rewriting import rewrite
@@ -24,6 +26,10 @@ from tests.programs import ones
 
 TPU = Rules(platform="tpu")
 W = ones(128, 128)
+
+
+def turned(program: Program, rules: Rules) -> frozenset[int]:
+    return reordered.turned(program, rules, scattered_entries(program, rules))
 
 
 def steps(
