@@ -5,12 +5,14 @@
 plans every network for five budgets, from the least memory to most of what the unchanged function
 takes, without compiling, and compiles each plan in the step: ``adam``, with parameters and state
 donated, or ``gradient``, the gradient alone. With ``--loop`` each budget is planned by compiling
-(``verify="compile"``). The returned plan promises ``compiled_bytes``, and what it then takes in the
-step as its user writes it, with optax's Adam, is ``step_bytes``. ``predicted_bytes`` is what was
-predicted, by what was learnt, before the returned plan was compiled, and ``model_bytes`` the
-prediction without any of that. A summary is printed for each set, separately for rows with the
-loop: the median of the errors, the ninth decile and the worst. Rules were found on the networks of
-the set ``tuned``; only ``judged`` counts as evidence.
+(``verify="compile"``): with ``--loop step`` the step as its user writes it, with optax's Adam, as
+if the step had been given to ``make_plan``; with ``--loop loss`` the planner's own step, as for a
+decorated loss. The returned plan promises ``compiled_bytes``, and what it takes when it is compiled
+once more, in the user's step, is ``step_bytes``. ``predicted_bytes`` is what was predicted, by what
+was learnt, before the returned plan was compiled, and ``model_bytes`` the prediction without any of
+that. A summary is printed for each set, separately for rows with each loop: the median of the
+errors, the ninth decile and the worst. Rules were found on the networks of the set ``tuned``; only
+``judged`` counts as evidence.
 
 Each row is appended to ``--rows`` as soon as it is known, and existing ones with the same version
 of JAX are not computed again: an interrupted run continues. With ``--stages`` rows also hold the
@@ -49,12 +51,17 @@ from remat_opt.units import format_bytes
 #: Budgets between the least memory, 0, and what the unchanged function takes, 1, on a logarithmic
 #: scale.
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)
+#: What is given to be planned by compiling: the loss alone, or the step that calls it.
+LOOPS = ("loss", "step")
 #: The predictions in a row, and what they are called in words.
 PREDICTED = {
     "predicted_bytes": "",
     "compiled_bytes": " as promised",
     "model_bytes": " by the model alone",
 }
+
+
+_WHOSE = {"loss": "the planner's", "step": "the user's"}
 
 
 class Rows:
@@ -122,10 +129,15 @@ class Subject:
             plan, self.problem.program, self._arguments, self._device, with_buffers=with_buffers
         )
 
-    def row(self, share: float | None, *, loop: bool) -> dict[str, Any]:
-        """What is predicted and what compiles; without a share, for the unchanged function."""
+    def row(self, share: float | None, loop: str | None) -> dict[str, Any]:
+        """What is predicted and what compiles; without a share, for the unchanged function.
+
+        Args:
+          share: says what is asked for, see ``objective``.
+          loop: one of ``LOOPS``; None to choose without compiling.
+        """
         objective = self.objective(share or 0.0)
-        if share is None or not loop:
+        if share is None or loop is None:
             of = self.problem
             chosen = of.unchanged if share is None else planning.solve(of, objective)
             plan = planning.describe(self.problem, self.problem.program, chosen, objective)
@@ -135,6 +147,8 @@ class Subject:
         def compiled(plan: Plan) -> Measurement:
             nonlocal compiles
             compiles += 1
+            if loop == "step":
+                return self._user.measure(self._user.planned(plan), with_buffers=True)
             return self.compiled(plan, with_buffers=True)
 
         try:
@@ -175,7 +189,7 @@ def rows(
     steps: Sequence[str],
     on_file: Rows,
     *,
-    loop: bool,
+    loop: str | None = None,
     with_stages: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """All rows of some networks."""
@@ -190,7 +204,7 @@ def rows(
                     "device": device.name,
                     "jax": jax.__version__,
                     "step": step,
-                    "loop": loop and share is not None,
+                    "loop": None if share is None else loop,
                     "share": share,
                     **({"options": options} if options else {}),
                 }
@@ -198,7 +212,7 @@ def rows(
                 if found is None:
                     of = of or Subject(name, device, step, with_stages=with_stages)
                     try:
-                        figures = of.row(share, loop=loop)
+                        figures = of.row(share, loop)
                     except remat_opt.CompileError as error:
                         figures = {"error": str(error)}
                     found = on_file.put({**heading, **figures})
@@ -222,7 +236,7 @@ def summaries(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     were met, refused and missed in the step, and the most compiles that any took.
     """
     for name, step, loop in itertools.product(
-        ("idioms", "tuned", "judged", "public"), STEPS, (False, True)
+        ("idioms", "tuned", "judged", "public"), STEPS, (None, *LOOPS)
     ):
         rows_here = [
             row
@@ -262,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", action="append", help="one of them; all if left out")
     parser.add_argument("--step", action="append", choices=sorted(STEPS), help="both if left out")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE, to the compiler")
-    parser.add_argument("--loop", action="store_true", help="choose by compiling")
+    parser.add_argument("--loop", choices=LOOPS, help="choose by compiling that")
     parser.add_argument("--stages", action="store_true", help="put plans into the rows")
     parser.add_argument("--rows", type=Path, help="file to append rows to, and to go on from")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -302,7 +316,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _summary_line(row: dict[str, Any]) -> str:
     by = PREDICTED[row["predicted"]]
-    loop = ", with the loop" if row["loop"] else ""
+    loop = f", with the loop in {_WHOSE[row['loop']]} step" if row["loop"] else ""
     line = (
         f"{row['set']}, {row['step']}{loop}{by}: {row['plans']} plans, median "
         f"{row['median']:.1%}, ninth decile {row['ninth_decile']:.1%}, worst {row['worst']:.1%}"
