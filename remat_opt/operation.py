@@ -51,6 +51,11 @@ def _element_bits(dtype: str) -> int:
 #: Matrix products and convolutions: their derivatives are products too.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
+#: What writes, or adds up, updates at computed places.
+SCATTERS = frozenset(
+    {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
+)
+
 #: Names of ``jax.checkpoint`` in a jaxpr.
 CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 

@@ -439,6 +439,32 @@ def routed_by_gathers(batch: int) -> Parts:
     return _squared_error(layer), arguments
 
 
+def routed_by_scatters(batch: int) -> Parts:
+    """Experts, tokens repeated for the best two, scattered to places there, and gathered back."""
+    width, experts, hidden, layers = 512, 8, 1024, 2
+    capacity = batch * 2 * 5 // (4 * experts)
+
+    def layer(params: Any, x: jax.Array) -> jax.Array:
+        y = _rms_norm(params["scale"], x)
+        best, which = jax.lax.top_k(jax.nn.softmax(y @ params["router"]), 2)
+        chosen = jax.nn.one_hot(which, experts).reshape(-1, experts)
+        place = jnp.sum((jnp.cumsum(chosen, axis=0) - 1) * chosen, axis=-1).astype(jnp.int32)
+        there = place < capacity
+        goes = which.reshape(-1), jnp.where(there, place, 0)
+        sent = jnp.repeat(y, 2, axis=0) * there[:, None]
+        inside = jnp.zeros((experts, capacity, width)).at[goes].add(sent)
+        inside = jax.nn.gelu(jnp.einsum("ecw,ewh->ech", inside, params["up"]))
+        inside = jnp.einsum("ech,ehw->ecw", inside, params["down"])
+        back = inside[goes] * (best.reshape(-1) * there)[:, None]
+        return x + jnp.sum(back.reshape(-1, 2, width), axis=1)
+
+    def arguments(key: jax.Array) -> tuple[Any, Any]:
+        x, y = jax.random.normal(key, (2, batch, width))
+        return _drawn(key, [_expert_shapes(width, experts, hidden)] * layers), {"x": x, "y": y}
+
+    return _squared_error(layer), arguments
+
+
 # ------------------------------------------------------------------------------- attention
 
 
@@ -798,6 +824,7 @@ IDIOMS: dict[str, tuple[Callable[[int], Parts], int]] = {
     "segment_messages": (segment_messages, 32_768),
     "routed_by_products": (routed_by_products, 32),
     "routed_by_gathers": (routed_by_gathers, 16_384),
+    "routed_by_scatters": (routed_by_scatters, 8_192),
     "cross_attention": (cross_attention, 64),
     "rotary_groups": (rotary_groups, 16),
     "second_forward": (second_forward, 65_536),

@@ -8,11 +8,11 @@ kernel: the queries of attention, for example, with their bias and scale.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
-from remat_opt.operation import PRODUCTS, ArrayType, Operation
+from remat_opt.operation import PRODUCTS, SCATTERS, ArrayType, Operation
 from remat_opt.program.dataflow import ALIASES, Dataflow
 from remat_opt.program.record import Program
 
@@ -59,6 +59,30 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
         value: count
         for value, count in readers.items()
         if value not in others and flow.program.types[value].dtype == "float32"
+    }
+
+
+def rounded_later(flow: Dataflow, rounded: Collection[int]) -> set[int]:
+    """Of what only products read, that which is rounded only if a checkpoint keeps it.
+
+    The kernel that adds up rows at places does not round their sum, and no other kernel does it for
+    a product that reads the sum itself, and not in a concatenation.
+
+    Args:
+      flow: of the program.
+      rounded: those found by the function of that name.
+    """
+    equations = flow.program.equations
+    sums = {
+        value
+        for value in rounded
+        if value in flow.maker and equations[flow.maker[value]].operation.primitive in SCATTERS
+    }
+    readers = flow.readers() if sums else {}
+    return {
+        value
+        for value in sums
+        if all(rounds_operands(equations[one].operation) for one in readers.get(value, ()))
     }
 
 

@@ -45,7 +45,7 @@ from remat_opt.compilers import (
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.lanes import convolved, gathered
 from remat_opt.compilers.matrix_axes import Matrices, matrix_axes
-from remat_opt.operation import ASSEMBLED, PRODUCTS, ArrayType, Operation
+from remat_opt.operation import ASSEMBLED, PRODUCTS, SCATTERS, ArrayType, Operation
 from remat_opt.program.dataflow import Dataflow
 from remat_opt.program.record import Linearization, Program
 
@@ -55,11 +55,6 @@ _REREAD_LIMIT = 1.25
 
 #: ... or when it would repeat more than this many equations in each of them.
 _CONE_LIMIT = 64
-
-#: Equations that write, or add up, updates at computed places.
-_SCATTERS = frozenset(
-    {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
-)
 
 
 def dataflow(program: Program, linearization: Linearization, compiler: Compiler) -> Dataflow:
@@ -136,10 +131,12 @@ class Storage:
         stored_sums = dict(product_sums.stored_sums(program, compiler.rules))
         self.product_sums = {} if unchanged else stored_sums
         self.rounded: dict[int, int] = {}
+        self._rounded_later: set[int] = set()
         self.completed: dict[int, int] = {}
         self._product_of: dict[int, int] = {}
         if compiler.has("operands_rounded"):
             self.rounded = operands.rounded(flow, self.outputs)
+            self._rounded_later = operands.rounded_later(flow, self.rounded)
         if compiler.has("forms_completed"):
             self.completed = operands.completed(flow, self.outputs, self.rounded)
         if compiler.has("sums_in_products"):
@@ -194,12 +191,14 @@ class Storage:
     def bytes_of(self, value: int) -> int:
         """Bytes of a value if it is stored."""
         kind = self._spectra.get(value, self.flow.program.types[value])
-        if value in self.rounded:
+        if value in self.rounded and value not in self._rounded_later:
             kind = operands.as_operand(kind)
         return self._laid_out_bytes(value, kind) * self._times.get(value, 1)
 
     def named_bytes(self, value: int) -> int:
         """Bytes of a value if a checkpoint keeps it by name."""
+        if value in self._rounded_later:
+            return self._laid_out_bytes(value, operands.as_operand(self.flow.program.types[value]))
         alone = value in self._times or value in self._spectra
         if alone or any(map(self.compiler.has, ("widened", "divisors"))):
             return self.compiler.buffer_bytes(self.flow.program.types[value])
@@ -259,7 +258,7 @@ class Storage:
     def computes_operands(self, index: int) -> bool:
         """Whether the equation's kernel computes elementwise operands as it reads them."""
         primitive = self.flow.program.equations[index].operation.primitive
-        fused = self.compiler.has("rows_fused") and primitive in _SCATTERS
+        fused = self.compiler.has("rows_fused") and primitive in SCATTERS
         return fused or self.is_fusing_product(index)
 
     def written_by(self, vertex: int) -> int:

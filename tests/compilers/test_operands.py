@@ -9,10 +9,27 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from tests.compiler_graphs import (
-    graph_of,
-    names,
-)
+from remat_opt.compilers.operands import rounded_later
+from remat_opt.measurement.compilation import compiled_memory
+from remat_opt.program import tracing
+from remat_opt.schedule import Region, Schedule
+from tests.compiler_graphs import changed, graph_of, names, storage_of
+from tests.devices import needs_libtpu
+
+TABLE, PLACES = jnp.ones((640, 128)), jnp.zeros(640, int)
+
+
+def added_up(weight: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """A product of sums of rows."""
+    sums = jnp.zeros((256, 128)).at[places].add(jnp.tanh(rows @ weight))
+    return jnp.sum(jnp.sin(sums @ weight))
+
+
+def added_up_and_joined(weight: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """A product of such sums beside something else."""
+    sums = jnp.zeros((256, 128)).at[places].add(jnp.tanh(rows @ weight))
+    joined = jnp.concatenate([sums, lax.cumsum(sums)], axis=1)
+    return jnp.sum(jnp.sin(joined @ jnp.concatenate([weight, weight])))
 
 
 def test_a_tpu_stores_as_bfloat16_what_only_products_read() -> None:
@@ -125,3 +142,47 @@ def test_the_halves_of_a_gated_layer_share_a_cotangent(gate, arrays) -> None:
         assert graph.cotangent_bytes[0] == full
         assert 0 in graph.needs[0]
         assert 1 in graph.needs[1]
+
+
+def test_sums_of_rows_that_a_product_reads_are_rounded_only_if_kept() -> None:
+    full = 256 * 128 * 4
+    _, found, graph = graph_of(added_up, jnp.ones((128, 128)), TABLE, PLACES, device="v5e")
+    vertex = names(graph).index("scatter-add")
+    assert graph.bytes[vertex] == full
+    everything = tuple(range(len(graph)))
+    kept = Schedule(regions=(Region(vertices=everything, kept=(vertex,), checkpointed=True),))
+    assert changed(found, kept).bytes[vertex] == full // 2
+    program = tracing.trace(added_up_and_joined, jnp.ones((128, 128)), TABLE, PLACES)
+    storage = storage_of(program, "v5e")
+    assert not rounded_later(storage.flow, storage.rounded)
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("joined", [False, True])
+def test_only_a_concatenation_of_such_sums_is_rounded_on_a_tpu(joined: bool) -> None:
+    def loss(weights: list[jax.Array], rows: jax.Array, places: jax.Array) -> jax.Array:
+        sums = jnp.zeros(rows.shape).at[places].add(jnp.tanh(rows @ weights[0]))
+        read = jnp.concatenate([sums, rows], axis=1) if joined else sums
+        return jnp.mean((jax.nn.gelu(read @ weights[1]) @ weights[2]) ** 2)
+
+    def shape(*extents: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(extents, dtype)
+
+    # Large enough that nothing stays in vector memory.
+    width = 2048 if joined else 1024
+    weights = [shape(1024, 1024), shape(width, 2048), shape(2048, 1024)]
+    given = weights, shape(32768, 1024), shape(32768, dtype="int32")
+    memory = compiled_memory(jax.grad(loss), *given, device="v5e")
+    large = [one for one in memory.buffers if one.size_bytes > 2**20]
+    made = {place: one for one in large for place in one.made_by}
+    sums = made["jit(loss)/jvp()/scatter-add"]
+    # Read by the gradient of the weights, which comes after that of the GELU.
+    late = made["jit(loss)/transpose(jvp())/add_any"].first_step
+    assert sums.type == "f32[32768,1024]"
+    assert (sums.last_step > late) is not joined
+    if joined:
+        read = made["jit(loss)/jvp()/concatenate"]
+        assert read.type == "bf16[32768,2048]"
+        assert read.last_step > late
