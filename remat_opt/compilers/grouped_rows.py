@@ -9,6 +9,10 @@ are summed up, or their cotangent is added.
 
 A product reads and writes rows without padding. Its result is padded only on the way to the table.
 A group that is read as one long row, as embeddings side by side, is always written once more.
+
+So it is where a program itself puts looked-up rows into groups, or takes groups apart to add them
+up at places, as tokens that go to the best two of many experts: the reshape is a kernel, forward
+and backward, and what is repeated for that, as by ``jnp.repeat``, is an array.
 """
 
 from __future__ import annotations
@@ -22,11 +26,15 @@ from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.lanes import gathered
 from remat_opt.compilers.operands import is_batched
-from remat_opt.operation import PRODUCTS, ArrayType
+from remat_opt.operation import PRODUCTS, SCATTERS, ArrayType
 from remat_opt.program.dataflow import Dataflow
 
 if TYPE_CHECKING:
     from remat_opt.compilers.storage import Storage
+
+
+#: How many rows of ``float32`` a tile has.
+_TILE_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,96 @@ def groups(flow: Dataflow, compiler: Compiler) -> dict[int, Groups]:
     return found
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouping:
+    """A reshape that is a kernel: one way round or the other, between rows and groups of them.
+
+    Attributes:
+      index: the reshape.
+      bytes: what it writes.
+      repeated: the value that is repeated in each group, if that is so.
+    """
+
+    index: int
+    bytes: int
+    repeated: int | None
+
+
+def regroupings(flow: Dataflow, compiler: Compiler) -> Iterator[Regrouping]:
+    """The reshapes between looked-up rows, or rows to add up at places, and groups of them.
+
+    Args:
+      flow: of the program.
+      compiler: the compiler.
+    """
+    if not compiler.has("rows_grouped"):
+        return
+    program = flow.program
+    looked_up, added_up = _behind_lookups(flow), _before_sums(flow)
+    for index, equation in enumerate(program.equations):
+        if equation.operation.primitive != "reshape" or not flow.is_alias(index):
+            continue
+        (before,), (after,) = equation.operation.inputs, equation.operation.outputs
+        (read,), (made,) = equation.value_inputs, equation.outputs
+        apart = len(after.shape) == 2 and made in added_up and _is_split(after, before)
+        together = len(before.shape) == 2 and read in looked_up and _is_split(before, after)
+        if apart or together:
+            maker = flow.maker.get(read)
+            repeated = None
+            if maker is not None and apart:
+                copied = program.equations[maker]
+                if copied.operation.primitive == "broadcast_in_dim" and copied.value_inputs:
+                    repeated = flow.source[copied.value_inputs[0]]
+            yield Regrouping(
+                index=index,
+                bytes=compiler.buffer_bytes(_as_matrix(after)),
+                repeated=repeated if repeated in flow.maker else None,
+            )
+
+
+def _is_split(rows: ArrayType, groups: ArrayType) -> bool:
+    """Whether groups of these rows do not fill tiles."""
+    return (
+        len(groups.shape) == 3
+        and rows.shape[-1] == groups.shape[-1]
+        and groups.shape[-2] > 1
+        and groups.shape[-2] % _TILE_ROWS > 0
+    )
+
+
+def _behind_lookups(flow: Dataflow) -> set[int]:
+    """What is computed elementwise, row by row, from looked-up rows."""
+    found: set[int] = set()
+    for index, equation in enumerate(flow.program.equations):
+        if equation.operation.primitive == "gather":
+            found.update(equation.outputs)
+        elif flow.costs[index].fusion is costs.Fusion.FUSIBLE and not flow.is_alias(index):
+            (made, *_) = equation.operation.outputs
+            for value, kind in zip(equation.inputs, equation.operation.inputs, strict=True):
+                if isinstance(value, int) and value in found and kind.shape == made.shape:
+                    found.update(equation.outputs)
+    return found
+
+
+def _before_sums(flow: Dataflow) -> set[int]:
+    """What rows that are added up at places are computed from, elementwise and row by row."""
+    found: set[int] = set()
+    for index in reversed(range(len(flow.program.equations))):
+        equation = flow.program.equations[index]
+        if equation.operation.primitive in SCATTERS:
+            found.update(value for value in equation.inputs[2:] if isinstance(value, int))
+        elif flow.costs[index].fusion is costs.Fusion.FUSIBLE and not found.isdisjoint(
+            equation.outputs
+        ):
+            (made, *_) = equation.operation.outputs
+            found.update(
+                value
+                for value, kind in zip(equation.inputs, equation.operation.inputs, strict=True)
+                if isinstance(value, int) and kind.shape == made.shape
+            )
+    return found
+
+
 def stored_bytes(one: Groups, kind: ArrayType, compiler: Compiler) -> int:
     """The bytes of such rows, or of their cotangent.
 
@@ -92,9 +190,29 @@ def beside(storage: Storage) -> Iterator[tuple[int, int]]:
     Args:
       storage: what is stored.
     """
+    active = storage.flow.linearization.active_values
     for value, one in storage.groups.items():
-        if value in storage.flow.linearization.active_values and value in storage.vertex_of:
+        if value in active and value in storage.vertex_of:
             yield storage.vertex_of[value], one.beside_bytes
+    found = {one.index: one.bytes for one in storage.regroupings}
+    for vertex, root in enumerate(storage.roots if found else ()):
+        size = sum(found[index] for index in found.keys() & set(storage.cone(root)))
+        if size and not active.isdisjoint(storage.flow.program.equations[root].outputs):
+            yield vertex, size
+
+
+def running(storage: Storage) -> dict[int, int]:
+    """For vertices that read rows through a regrouping, what that writes for them.
+
+    Args:
+      storage: what is stored.
+    """
+    found = {one.index: one.bytes for one in storage.regroupings}
+    taken: dict[int, int] = {}
+    for vertex, root in enumerate(storage.roots if found else ()):
+        if size := sum(found[index] for index in found.keys() & set(storage.cone(root))):
+            taken[vertex] = size
+    return taken
 
 
 def _flattened(flow: Dataflow) -> Mapping[int, ArrayType]:

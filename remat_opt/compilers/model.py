@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
-from remat_opt.compilers import convolutions, gathers, reordered, scheduling
+from remat_opt.compilers import convolutions, gathers, grouped_rows, reordered, scheduling
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.compilers.heap import laid_out_bytes, outside_results, vector_memory_bytes
@@ -291,6 +291,7 @@ def _built(storage: Storage, gradients: Gradients, as_it_is: Model | None) -> Mo
             if step <= until
         ]
     running = Counter(dict(convolutions.spread_bytes(program, storage.compiler, storage.vertex_of)))
+    running.update(grouped_rows.running(storage))
     for effect in found.effects:
         if isinstance(effect, gathers.Gathered):
             running.update(effect.bytes)

@@ -8,7 +8,7 @@ kernel: the queries of attention, for example, with their bias and scale.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from remat_opt import costs
 from remat_opt.compilers.compiler import Compiler
@@ -29,7 +29,9 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
     """The float32 values that are stored as bfloat16, with how many products read them.
 
     Nothing else reads them, forward or backward: the result of a pooling before a convolution is an
-    example. A single product may read its value in parts, or with others.
+    example. A single product may read its value in parts, or with others. Sums of rows that were
+    added up at places are written in full, and nothing rounds them for a product that reads them as
+    they are.
 
     Args:
       flow: of the program.
@@ -37,8 +39,10 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
     """
     readers: dict[int, int] = {}
     others = set(outputs)
-    for index in reversed(range(len(flow.program.equations))):
-        equation = flow.program.equations[index]
+    equations = flow.program.equations
+    sums = {one.outputs[0] for one in equations if one.operation.primitive in SCATTERS}
+    for index in reversed(range(len(equations))):
+        equation = equations[index]
         if flow.is_alias(index):
             continue
         derivative = flow.linearization.derivatives.get(index)
@@ -47,6 +51,7 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
         read = flow.reads(index)
         if rounds_operands(equation.operation):
             count = 1
+            others.update(sums.intersection(read))
         else:
             count = 0
             if equation.operation.primitive in _MOVES and others.isdisjoint(equation.outputs):
@@ -59,30 +64,6 @@ def rounded(flow: Dataflow, outputs: Set[int]) -> dict[int, int]:
         value: count
         for value, count in readers.items()
         if value not in others and flow.program.types[value].dtype == "float32"
-    }
-
-
-def rounded_later(flow: Dataflow, rounded: Collection[int]) -> set[int]:
-    """Of what only products read, that which is rounded only if a checkpoint keeps it.
-
-    The kernel that adds up rows at places does not round their sum, and no other kernel does it for
-    a product that reads the sum itself, and not in a concatenation.
-
-    Args:
-      flow: of the program.
-      rounded: those found by the function of that name.
-    """
-    equations = flow.program.equations
-    sums = {
-        value
-        for value in rounded
-        if value in flow.maker and equations[flow.maker[value]].operation.primitive in SCATTERS
-    }
-    readers = flow.readers() if sums else {}
-    return {
-        value
-        for value in sums
-        if all(rounds_operands(equations[one].operation) for one in readers.get(value, ()))
     }
 
 

@@ -88,6 +88,7 @@ class Storage:
       product_sums: the sums of two products that are stored, with the products.
       rewritten: whether rewriting changes what is stored.
       groups: rows that are looked up in groups, and how these are laid out.
+      regroupings: reshapes of such rows that are kernels.
       pieces: stored pieces of concatenations that products read.
       stored: the values that are arrays.
       leaves: for each fused value, the arrays and arguments it is computed from.
@@ -131,12 +132,10 @@ class Storage:
         stored_sums = dict(product_sums.stored_sums(program, compiler.rules))
         self.product_sums = {} if unchanged else stored_sums
         self.rounded: dict[int, int] = {}
-        self._rounded_later: set[int] = set()
         self.completed: dict[int, int] = {}
         self._product_of: dict[int, int] = {}
         if compiler.has("operands_rounded"):
             self.rounded = operands.rounded(flow, self.outputs)
-            self._rounded_later = operands.rounded_later(flow, self.rounded)
         if compiler.has("forms_completed"):
             self.completed = operands.completed(flow, self.outputs, self.rounded)
         if compiler.has("sums_in_products"):
@@ -151,6 +150,7 @@ class Storage:
             self._matrices.pop(value, None)
         self._lanes = around | gathered(program) if compiler.has("lanes") else {}
         self.groups = grouped_rows.groups(flow, compiler)
+        self.regroupings = tuple(grouped_rows.regroupings(flow, compiler))
         twice = cpu_sums.divided(flow) if compiler.has("divisors") else set()
         if compiler.has("words_stored"):
             twice |= draws.words(flow)
@@ -191,14 +191,12 @@ class Storage:
     def bytes_of(self, value: int) -> int:
         """Bytes of a value if it is stored."""
         kind = self._spectra.get(value, self.flow.program.types[value])
-        if value in self.rounded and value not in self._rounded_later:
+        if value in self.rounded:
             kind = operands.as_operand(kind)
         return self._laid_out_bytes(value, kind) * self._times.get(value, 1)
 
     def named_bytes(self, value: int) -> int:
         """Bytes of a value if a checkpoint keeps it by name."""
-        if value in self._rounded_later:
-            return self._laid_out_bytes(value, operands.as_operand(self.flow.program.types[value]))
         alone = value in self._times or value in self._spectra
         if alone or any(map(self.compiler.has, ("widened", "divisors"))):
             return self.compiler.buffer_bytes(self.flow.program.types[value])
@@ -324,6 +322,7 @@ class Storage:
         forced |= draws.stored(self.flow, self.compiler)
         forced |= strides.stored(self.flow, self.compiler)
         forced |= self.pieces
+        forced.update(one.repeated for one in self.regroupings if one.repeated is not None)
         forced |= self._gathered
         for index in self.product_sums:
             forced.update(self.flow.program.equations[index].outputs)

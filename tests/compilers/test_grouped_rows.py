@@ -11,7 +11,7 @@ import pytest
 from remat_opt.compilers.grouped_rows import Groups
 from remat_opt.operation import ArrayType
 from remat_opt.program import tracing
-from tests.compiler_graphs import InStep, graph_of, storage_of
+from tests.compiler_graphs import InStep, graph_of, names, storage_of
 from tests.devices import needs_libtpu
 
 TABLE, LONG = jnp.ones((30, 64)), jnp.ones((640, 64))
@@ -88,6 +88,71 @@ def test_values_and_cotangents_are_padded() -> None:
     _, _, without = graph_of(summed, TABLE, LONG, jnp.zeros((32, 16), int), device="v5e")
     assert without.bytes[vertex] == 32 * 16 * 128 * 4
     assert without.workspace_bytes[vertex] < ROWS_BYTES
+
+
+def repeated(rows: jax.Array, weight: jax.Array, places: jax.Array) -> jax.Array:
+    """Sums of rows that are each added up at several places, and weighted on the way there."""
+    times = len(places) // len(rows)
+    hidden = jnp.tanh(rows @ weight[:64])
+    sent = jnp.repeat(hidden, times, axis=0) * jnp.cos(places)[:, None]
+    return jnp.sum(jnp.sin(jnp.zeros((50, hidden.shape[1])).at[places].add(sent)) + hidden[:50])
+
+
+def put_together(rows: jax.Array, weight: jax.Array, places: jax.Array) -> jax.Array:
+    """Several looked-up rows of each example, weighted and added up."""
+    found = jnp.tanh(rows @ weight[:64])[places % len(rows)] * jnp.cos(places)[:, None]
+    return jnp.sum(jnp.sin(found.reshape(len(rows), -1, found.shape[1]).sum(1)))
+
+
+@pytest.mark.parametrize("fn", [repeated, put_together])
+@pytest.mark.parametrize(("times", "regrouped"), [(2, True), (3, True), (8, False), (16, False)])
+def test_rows_that_do_not_fill_tiles_are_regrouped_by_a_kernel(
+    fn: Any, times: int, regrouped: bool
+) -> None:
+    rows, places = jnp.ones((96, 64)), jnp.arange(96 * times)
+    program = tracing.trace(fn, rows, jnp.ones((64, 128)), places)
+    found = storage_of(program, "v5e").regroupings
+    assert [one.bytes for one in found] == [96 * times * 128 * 4] * regrouped
+    assert not storage_of(program, "h200").regroupings
+    _, model, graph = graph_of(fn, rows, jnp.ones((64, 128)), places, device="v5e")
+    # Once in the forward pass and once in the backward pass.
+    assert list(model.running.values()) == [one.bytes for one in found]
+    for vertex, size in model.running.items():
+        assert graph.workspace_bytes[vertex] >= size
+    if fn is repeated and regrouped:
+        (one,) = found
+        assert one.repeated == program.equations[model.roots[names(graph).index("tanh")]].outputs[0]
+
+
+def test_rows_that_no_lookup_or_sum_needs_are_not_regrouped() -> None:
+    def pairs(rows: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin((rows @ weight).reshape(-1, 2, 128).sum(1)))
+
+    program = tracing.trace(pairs, jnp.ones((96, 64)), jnp.ones((64, 128)))
+    assert not storage_of(program, "v5e").regroupings
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_rows_for_the_best_two_take_what_was_predicted_on_a_tpu() -> None:
+    """XLA was predicted to take 18 % less before; that of JAX 0.10 takes more."""
+
+    def loss(weights: list[jax.Array], given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, places = given
+        for weight in weights:
+            h = jnp.tanh(rows @ weight)
+            sent = jnp.repeat(h, 2, axis=0) * jnp.cos(places)[:, None]
+            rows = rows + jnp.zeros(rows.shape).at[places].add(sent)
+        return jnp.mean(rows**2)
+
+    def shape(*extents: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(extents, dtype)
+
+    given = shape(32768, 1024), shape(65536, dtype="int32")
+    step = InStep(loss, [shape(1024, 1024)] * 3, given, device="v5e")
+    rel = 0.02 if jax.__version_info__ >= (0, 12) else 0.14
+    assert step.unplanned_bytes() == pytest.approx(step.problem.unchanged.peak_bytes, rel=rel)
 
 
 @needs_libtpu
