@@ -144,10 +144,10 @@ def _behind_lookups(flow: Dataflow) -> set[int]:
         if equation.operation.primitive == "gather":
             found.update(equation.outputs)
         elif flow.costs[index].fusion is costs.Fusion.FUSIBLE and not flow.is_alias(index):
-            (made, *_) = equation.operation.outputs
-            for value, kind in zip(equation.inputs, equation.operation.inputs, strict=True):
-                if isinstance(value, int) and value in found and kind.shape == made.shape:
-                    found.update(equation.outputs)
+            shapes = {one.shape for one in equation.operation.outputs}
+            read = zip(equation.inputs, equation.operation.inputs, strict=True)
+            if any(isinstance(v, int) and v in found and kind.shape in shapes for v, kind in read):
+                found.update(equation.outputs)
     return found
 
 
@@ -194,10 +194,9 @@ def beside(storage: Storage) -> Iterator[tuple[int, int]]:
     for value, one in storage.groups.items():
         if value in active and value in storage.vertex_of:
             yield storage.vertex_of[value], one.beside_bytes
-    found = {one.index: one.bytes for one in storage.regroupings}
-    for vertex, root in enumerate(storage.roots if found else ()):
-        size = sum(found[index] for index in found.keys() & set(storage.cone(root)))
-        if size and not active.isdisjoint(storage.flow.program.equations[root].outputs):
+    for vertex, size in running(storage).items():
+        made = storage.flow.program.equations[storage.roots[vertex]].outputs
+        if not active.isdisjoint(made):
             yield vertex, size
 
 
