@@ -15,7 +15,7 @@ from remat_opt.operation import ArrayType
 
 #: A TPU's tile: sublanes x lanes, seen in programs compiled for v5e, v5p and v6e as T(8,128) for
 #: elements of 32 bits, T(8,128)(2,1) for those of 16 and T(32,128)(4,1) for those of 8.
-_TILE_SUBLANES: Final = 8
+SUBLANES: Final = 8
 #: Elements in a row of a tile.
 LANES: Final = 128
 _WORD_BYTES: Final = 4
@@ -117,7 +117,7 @@ class Compiler:
 
 def tile_rows(size: int, packing: int) -> int:
     """The rows of the tiles for so many rows, of which so many make up a word."""
-    most = _TILE_SUBLANES * (packing if packing >= _WORD_BYTES else 1)
+    most = SUBLANES * (packing if packing >= _WORD_BYTES else 1)
     return min(most, max(packing, 1 << (size - 1).bit_length()))
 
 

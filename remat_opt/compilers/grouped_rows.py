@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from remat_opt import costs
-from remat_opt.compilers.compiler import Compiler
+from remat_opt.compilers.compiler import SUBLANES, Compiler
 from remat_opt.compilers.lanes import gathered
 from remat_opt.compilers.operands import is_batched
 from remat_opt.operation import PRODUCTS, SCATTERS, ArrayType
@@ -31,10 +31,6 @@ from remat_opt.program.dataflow import Dataflow
 
 if TYPE_CHECKING:
     from remat_opt.compilers.storage import Storage
-
-
-#: How many rows of ``float32`` a tile has.
-_TILE_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,35 +101,53 @@ def regroupings(flow: Dataflow, compiler: Compiler) -> Iterator[Regrouping]:
     if not compiler.has("rows_grouped"):
         return
     program = flow.program
+    reshapes = [
+        (index, equation)
+        for index, equation in enumerate(program.equations)
+        if equation.operation.primitive == "reshape"
+        and flow.is_alias(index)
+        and _regroups(*equation.operation.inputs, *equation.operation.outputs)
+    ]
+    if not reshapes:
+        return
     looked_up, added_up = _behind_lookups(flow), _before_sums(flow)
-    for index, equation in enumerate(program.equations):
-        if equation.operation.primitive != "reshape" or not flow.is_alias(index):
-            continue
+    for index, equation in reshapes:
         (before,), (after,) = equation.operation.inputs, equation.operation.outputs
         (read,), (made,) = equation.value_inputs, equation.outputs
-        apart = len(after.shape) == 2 and made in added_up and _is_split(after, before)
-        together = len(before.shape) == 2 and read in looked_up and _is_split(before, after)
+        apart = made in added_up and _is_split(after, before)
+        together = read in looked_up and _is_split(before, after)
         if apart or together:
-            maker = flow.maker.get(read)
-            repeated = None
-            if maker is not None and apart:
-                copied = program.equations[maker]
-                if copied.operation.primitive == "broadcast_in_dim" and copied.value_inputs:
-                    repeated = flow.source[copied.value_inputs[0]]
             yield Regrouping(
                 index=index,
                 bytes=compiler.buffer_bytes(_as_matrix(after)),
-                repeated=repeated if repeated in flow.maker else None,
+                repeated=_repeated(flow, read) if apart else None,
             )
+
+
+def _repeated(flow: Dataflow, groups: int) -> int | None:
+    """The computed value that groups are copies of, if they are."""
+    maker = flow.maker.get(groups)
+    if maker is None:
+        return None
+    equation = flow.program.equations[maker]
+    if equation.operation.primitive != "broadcast_in_dim" or not equation.value_inputs:
+        return None
+    copied = flow.source[equation.value_inputs[0]]
+    return copied if copied in flow.maker else None
+
+
+def _regroups(before: ArrayType, after: ArrayType) -> bool:
+    """Whether a reshape is between rows and groups of them, either way."""
+    return _is_split(after, before) or _is_split(before, after)
 
 
 def _is_split(rows: ArrayType, groups: ArrayType) -> bool:
     """Whether groups of these rows do not fill tiles."""
     return (
-        len(groups.shape) == 3
+        (len(rows.shape), len(groups.shape)) == (2, 3)
         and rows.shape[-1] == groups.shape[-1]
         and groups.shape[-2] > 1
-        and groups.shape[-2] % _TILE_ROWS > 0
+        and groups.shape[-2] % SUBLANES > 0
     )
 
 
