@@ -16,7 +16,7 @@ parts with chunks in chunks (``solvers.loop_nests``). What keeps more comes last
 again first. The ways that no other beats in memory and recomputation are left.
 
 To the rest of the program a loop is a vertex, whose figures depend on the way it is opened. Several
-loops are opened at common exchange rates. The default solver plans the rest for a few of these
+loops are opened together (``loop_choices``). The default solver plans the rest for a few of these
 choices, from the least memory to the most, and all its schedules are judged with all choices. A
 loop in the body of another is opened likewise.
 
@@ -30,13 +30,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from remat_opt import _jax_internals as internals
-from remat_opt import _jax_meshes, branches, gradient_places, inner, maps, named_chains, policies
+from remat_opt import (
+    _jax_meshes,
+    branches,
+    gradient_places,
+    inner,
+    loop_choices,
+    maps,
+    named_chains,
+    policies,
+)
 from remat_opt.compilers import operands, tiles
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Figures
@@ -52,6 +60,7 @@ from remat_opt.compilers.stacks import (
 )
 from remat_opt.gradients import Gradients
 from remat_opt.graph import Graph
+from remat_opt.loop_choices import hull, memory, spread
 from remat_opt.program import bodies
 from remat_opt.program.linearization import linearize
 from remat_opt.program.record import Equation, Linearization, Program, axis_names
@@ -64,16 +73,16 @@ from remat_opt.solvers.loop_nests import Chain, Piece, Way
 #: A loop is opened if its residuals take at least this share of what the unchanged function takes.
 _LEAST_SHARE = 0.01
 #: How many kept sets of a body, ways to run it again, and ways to open a loop are looked at.
-_MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 64
+_MOST_KEPT, _MOST_INSIDE, _MOST_WAYS = 24, 6, 256
 #: After how many of the regions in which an iteration runs again what they hand on may be kept.
 _MOST_PLACES = 4
 #: How many ways to run an iteration one loop mixes, for each way to measure their memory.
 _MOST_MIXED = 12
-#: Choices for several loops together; for how many of them the rest is planned, and how many of
-#: its schedules are judged with all.
-_MOST_CHOICES, _MOST_SEARCHES, _MOST_SCHEDULES = 64, 4, 48
+#: For how many choices for all loops the rest is planned, and how many of its schedules are judged
+#: with all.
+_MOST_SEARCHES, _MOST_SCHEDULES = 4, 48
 #: Vertices that are judged in all.
-_WORK = 400_000
+_WORK = 1_200_000
 #: What was found for bodies and branches, by kind, fingerprint and depth: equal ones, as of layers
 #: written one after the other, are planned once.
 Known = dict[Hashable, Any]
@@ -294,12 +303,13 @@ def _best(drafts: Sequence[Opening], measure: Overhead, *, adds_up: bool) -> tup
       adds_up: whether what is stacked counts for itself too: with that of other loops, or
         iterations, it adds up, and workspaces do not.
     """
-    in_order = sorted(drafts, key=lambda way: (_memory(way), _cost(way, measure)))
+    in_order = sorted(drafts, key=lambda way: (memory(way), _cost(way, measure)))
     found: list[Opening] = []
     for way in in_order:
         if not found or _cost(way, measure) < _cost(found[-1], measure):
             found.append(way)
-    found = _spread(found)
+    cost = functools.partial(_cost, measure=measure)
+    found = spread(found, memory, cost, _MOST_WAYS)
     more: list[Opening] = []
     for way in in_order if adds_up else ():
         if not any(
@@ -307,7 +317,7 @@ def _best(drafts: Sequence[Opening], measure: Overhead, *, adds_up: bool) -> tup
             for one in (*found, *more)
         ):
             more.append(way)
-    return tuple(sorted([*found, *_spread(more)], key=_memory))
+    return tuple(sorted([*found, *spread(more, memory, cost, _MOST_WAYS)], key=memory))
 
 
 def together(
@@ -326,9 +336,9 @@ def together(
       search: gives candidates for a graph.
       measure: what recomputation is counted in.
     """
-    choices = choices_of(ways, measure)
+    choices = loop_choices.choices(ways, measure)
     graphs = [_with(graph, choice) for choice in choices]
-    most = max(1, min(_MOST_SEARCHES, _WORK // (100 * len(graph))))
+    most = max(1, min(_MOST_SEARCHES, _WORK // (300 * len(graph))))
     schedules = dict.fromkeys(one.schedule for one in front)
     for number in thinned(range(len(choices)), most):
         schedules |= dict.fromkeys(one.schedule for one in search(graphs[number]))
@@ -355,67 +365,8 @@ def _with(graph: Graph, choice: Sequence[Opening]) -> Graph:
     return figures.put_into(graph)
 
 
-def choices_of(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:
-    """One way for each loop, together best at some exchange rate, or between two; by memory.
-
-    What loops stack is there at the same time, and only one at a time has its workspace. Between
-    two choices, the last loops change first: what they keep is free again first.
-    """
-    if len(ways) == 1:
-        return [(way,) for way in ways[0]]
-    found: dict[tuple[Opening, ...], None] = {}
-    for share in (1.0, 1 / len(ways)):
-
-        def memory(way: Opening, share: float = share) -> float:
-            return way.stacked_bytes + share * way.workspace_bytes
-
-        rates: set[float] = set()
-        for of_loop in ways:
-            hull = _hull([(memory(way), _cost(way, measure)) for way in of_loop])
-            for (small, more_cost), (large, less_cost) in itertools.pairwise(hull):
-                rates.add((more_cost - less_cost) / (large - small))
-        middles = [math.sqrt(a * b) for a, b in itertools.pairwise(sorted(rates)) if a > 0]
-        tried = sorted({0.0, *rates, *middles, 2 * max(rates, default=1.0)})
-        for rate in reversed(thinned(tried, _MOST_CHOICES // 2)):
-            chosen = (
-                min(of_loop, key=lambda way: _cost(way, measure) + rate * memory(way))
-                for of_loop in ways
-            )
-            found[tuple(chosen)] = None
-    by_memory = sorted(found, key=_memory_together)
-    most = (_MOST_CHOICES - len(by_memory)) // max(1, len(by_memory) - 1)
-    for less, more in itertools.pairwise(by_memory):
-        different = [n for n in range(len(ways)) if less[n] != more[n]]
-        for place in thinned(different[1:], max(0, most)):
-            found[(*less[:place], *more[place:])] = None
-    return sorted(found, key=_memory_together)
-
-
-def _memory_together(choice: Sequence[Opening]) -> int:
-    """What some loops stack, and the largest workspace."""
-    return sum(way.stacked_bytes for way in choice) + max(way.workspace_bytes for way in choice)
-
-
-def _memory(way: Opening) -> int:
-    return way.stacked_bytes + way.workspace_bytes
-
-
 def _cost(way: Opening | _Iteration, measure: Overhead) -> float:
     return way.seconds if measure is Overhead.SECONDS else float(way.flops)
-
-
-def _hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull of points that fall from left to right."""
-    hull: list[tuple[float, float]] = []
-    for x, y in sorted(points):
-        if hull and (x == hull[-1][0] or y >= hull[-1][1]):
-            continue
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (
-            y - hull[-2][1]
-        ) * (hull[-1][0] - hull[-2][0]):
-            hull.pop()
-        hull.append((x, y))
-    return hull
 
 
 # --- one loop -----------------------------------------------------------------------------
@@ -542,18 +493,6 @@ def _is_alike(loop: Inside) -> bool:
     return len(loop.parts) == 1 and as_usual and len(part.stages) == 1
 
 
-def _spread(ways: Sequence[Opening]) -> list[Opening]:
-    """Some of the ways, evenly by the logarithm of their memory; the first and the last as well."""
-    if len(ways) <= _MOST_WAYS:
-        return list(ways)
-    low, high = (math.log(max(1, _memory(way))) for way in (ways[0], ways[-1]))
-    found = {
-        math.floor((_MOST_WAYS - 1) * (math.log(max(1, _memory(way))) - low) / (high - low)): way
-        for way in reversed(ways)
-    }
-    return [found[place] for place in sorted(found)]
-
-
 def _drafts(
     shape: _Shape,
     iterations: Sequence[_Iteration],
@@ -603,8 +542,8 @@ def _mixed(
         for one, way in by_workspace:
             size = way.kept_bytes + math.ceil(share * way.workspace_bytes)
             points.setdefault((size, _cost(one, measure)), one)
-        hull = [points[point] for point in _hull(list(points))]
-        found |= dict.fromkeys(thinned(hull, _MOST_MIXED))
+        best = [points[point] for point in hull(list(points))]
+        found |= dict.fromkeys(thinned(best, _MOST_MIXED))
     return list(found)
 
 
@@ -835,7 +774,7 @@ def _with_each(
     yield graph, (), expected
     if inside:
         expected = opened(expected, inside)
-        choices = choices_of(inside, measure)
+        choices = loop_choices.choices(inside, measure)
         chosen = thinned(choices, _MOST_INSIDE)
         if stacked:
             chosen += thinned(_least_stacked(choices, measure), _MOST_INSIDE)
@@ -848,10 +787,10 @@ def _least_stacked(
 ) -> list[tuple[Opening, ...]]:
     """The choices that are best at some exchange rate between what is stacked and recomputation."""
     points: dict[tuple[float, float], tuple[Opening, ...]] = {}
-    for choice in sorted(choices, key=_memory_together):
+    for choice in sorted(choices, key=loop_choices.memory_together):
         size = sum(way.stacked_bytes for way in choice)
         points.setdefault((size, math.fsum(_cost(way, measure) for way in choice)), choice)
-    return [points[point] for point in _hull(list(points))]
+    return [points[point] for point in hull(list(points))]
 
 
 def _kept_by_name(expected: Model, once: frozenset[int]) -> Model:

@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from remat_opt import loops, planning, policies
+from remat_opt import loop_choices, loops, planning, policies
 from remat_opt.compilers.opened import Opened
 from remat_opt.errors import RematError
 from remat_opt.plan import Plan
@@ -274,7 +274,7 @@ def _loops(problem: Problem, plan: Plan) -> tuple[Problem, list[_ByHand]]:
     known = loops.opened(dataclasses.replace(model, effects=effects), ways)
     sweep = dataclasses.replace(problem.sweep, model=known)
     found = []
-    for choice in loops.choices_of(ways, measure):
+    for choice in loop_choices.choices(ways, measure):
         names = tuple(
             name
             for way in choice
