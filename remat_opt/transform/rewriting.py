@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.maps import check_map, run_map
 from remat_opt.transform.steps import Rewriting, Step, inputs_of, prepared
-from remat_opt.transform.turns import in_turn, ties, with_partner
+from remat_opt.transform.turns import Ties, in_turn, ties, with_partner
 
 
 def rewrite(
@@ -320,6 +320,16 @@ def _check_types(program: Program, step: Step, results: Sequence[Any]) -> None:
             )
 
 
+def _tied_together(
+    found: Ties, step: Step, program: Program, index: int, environment: Mapping[int, Any]
+) -> tuple[int, ...]:
+    """A product, and the one it is summed with, if all that one reads is there."""
+    partner = found.partners.get(index)
+    if partner is None or not environment.keys() >= {*step.values_read_by(program, partner)}:
+        return (index,)
+    return index, partner
+
+
 def _runner(
     rewriting: Rewriting, step: Step, region_number: tuple[int, ...]
 ) -> Callable[..., list[Any]]:
@@ -327,18 +337,20 @@ def _runner(
     program = rewriting.program
     found = ties(rewriting, step)
     before, behind, tied = found.before, found.behind, found.inputs
+    # Inputs that have passed a barrier already, with those of an earlier product.
+    ahead: dict[int, list[Any]] = {}
 
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]
         atoms = step.read_by(program, index)
         inputs = [environment[atom] if isinstance(atom, int) else atom.value for atom in atoms]
-        if index in before:
-            inputs = list(behind_barrier(*inputs))
-            environment.update(
-                (atom, value)
-                for atom, value in zip(atoms, inputs, strict=True)
-                if atom in before[index]
-            )
+        if index in ahead:
+            inputs = ahead.pop(index)
+        elif index in before:
+            indices = _tied_together(found, step, program, index, environment)
+            passed = pass_together(indices, environment)
+            inputs = passed.pop(index)
+            ahead.update(passed)
         elif index in tied and index not in rewriting.ways.weight_place:
             places = tied[index]
             same = cotangents_together(*(inputs[place] for place in places))
@@ -367,6 +379,19 @@ def _runner(
             _pass_on(cotangents_together, (*equation.outputs, *behind[index]), environment)
         if index in found.after:
             _pass_on(behind_barrier, (*equation.outputs, *sorted(found.after[index])), environment)
+
+    def pass_together(indices: Sequence[int], environment: dict[int, Any]) -> dict[int, list[Any]]:
+        """Passes the inputs of products through one barrier; gives them for each product."""
+        atoms = [(index, atom) for index in indices for atom in step.read_by(program, index)]
+        values = behind_barrier(
+            *(environment[atom] if isinstance(atom, int) else atom.value for _, atom in atoms)
+        )
+        passed: dict[int, list[Any]] = {index: [] for index in indices}
+        for (index, atom), value in zip(atoms, values, strict=True):
+            passed[index].append(value)
+            if atom in before[index]:
+                environment[atom] = value
+        return passed
 
     def run_named(index: int, environment: dict[int, Any]) -> None:
         with jax.named_scope(equation_scope(index)):

@@ -25,6 +25,7 @@ class Ties:
       after: arguments that pass a barrier together with the equation's outputs.
       inputs: positions of inputs none of whose cotangents goes on before all are computed.
       follows: a value that passes a barrier together with the equation's inputs.
+      partners: a product whose inputs pass the barrier together with those of this one.
     """
 
     before: Mapping[int, frozenset[int]]
@@ -32,6 +33,7 @@ class Ties:
     after: Mapping[int, frozenset[int]]
     inputs: Mapping[int, tuple[int, ...]]
     follows: Mapping[int, int]
+    partners: Mapping[int, int]
 
 
 def ties(rewriting: Rewriting, step: Step) -> Ties:
@@ -45,7 +47,22 @@ def ties(rewriting: Rewriting, step: Step) -> Ties:
         after=_before_starts(rewriting, step),
         inputs=_tied_inputs(rewriting, step),
         follows=_before_draws(rewriting, step),
+        partners=_partners(rewriting, before),
     )
+
+
+def _partners(rewriting: Rewriting, before: Mapping[int, frozenset[int]]) -> dict[int, int]:
+    """For products that pass a barrier with arguments, later ones that they are summed with.
+
+    Both read one cotangent, so XLA for NVIDIA computes the parts of their weights' gradients as one
+    array. If one of the two were only added in its turn, that of the layer below for instance, the
+    array would be there until then, at each step of a recurrent layer.
+    """
+    return {
+        first: second
+        for first, second in rewriting.ways.partner.items()
+        if first in before and second in before
+    }
 
 
 def _tied_inputs(rewriting: Rewriting, step: Step) -> dict[int, tuple[int, ...]]:
