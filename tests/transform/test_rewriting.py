@@ -611,6 +611,39 @@ def test_a_product_waits_for_what_its_partner_reads() -> None:
             assert jnp.allclose(one, other, rtol=1e-5)
 
 
+def test_products_that_are_summed_add_up_both_gradients_in_turn() -> None:
+    """Two recurrent layers: what the upper one reads and its state pass one barrier."""
+
+    def loss(weights, x):
+        w, u = weights
+        state = above = jnp.zeros_like(x[0])
+        for given in x:
+            state = jnp.tanh(given @ w + state @ u)
+            above = jnp.tanh(state @ w + above @ u)
+        return jnp.sum(above)
+
+    weights = jnp.full((8, 8), 0.1), jnp.full((8, 8), -0.2)
+    args = weights, jnp.arange(96.0).reshape(3, 4, 8) / 96
+    program = tracing.trace(loss, *args)
+    order = [equation.operation.primitive for equation in program.equations]
+    roots = tuple(n for n, primitive in enumerate(order) if primitive in ("dot_general", "tanh"))
+    stages = (
+        Stage(roots=roots, kept=(), checkpointed=False),
+        Stage(roots=(order.index("reduce_sum"),), kept=(), checkpointed=False),
+    )
+    for platform, expected in (("cuda", 2), ("tpu", 0)):
+        _, call, closed = rewritten(stages, loss, *args, platform=platform)
+        found = [
+            [read.aval.shape for read in e.invars]
+            for e in internals.parts(closed)[3]
+            if e.primitive.name == "custom_jvp_call" and len(e.outvars) == 4
+        ]
+        # The first state, zeros, has no cotangent.
+        assert found == [[(4, 8), (8, 8), (4, 8), (8, 8)]] * expected
+        for one, other in zip(jax.grad(call)(*args), jax.grad(loss)(*args), strict=True):
+            assert jnp.allclose(one, other, rtol=1e-5)
+
+
 def test_cotangents_are_summed_region_by_region() -> None:
     """What several regions read reaches each later one together with a region's outputs."""
 
