@@ -168,31 +168,6 @@ def _places_bytes(pooled: ArrayType) -> int:
     return _COORDINATE_BYTES * len(pooled.shape) * pooled.size
 
 
-def workspace_bytes(program: Program, compiler: Compiler) -> dict[int, int]:
-    """For each pooled value, what XLA for NVIDIA holds only while its gradient is taken.
-
-    That is the position of each maximum, four coordinates for images; and, if windows overlap, one
-    more array of zeros as large as the target of the scatter. Both exist beside the operand's
-    cotangent, but not beside the operand, which has been searched by then: a simulation has both of
-    these. The zeros are still there while the gradient of the activation before the pooling is
-    taken.
-    """
-    found: dict[int, int] = {}
-    if not compiler.has("pooling_places"):
-        return found
-    for value in beside_zeros(program, compiler):
-        found[value] = compiler.buffer_bytes(program.types[value])
-    for equation in program.equations:
-        if _is_pooling(equation):
-            (operand,) = equation.value_inputs
-            (result,) = equation.outputs
-            places = _places_bytes(program.types[result])
-            searched = compiler.buffer_bytes(program.types[operand])
-            zeros = searched if _windows_overlap(equation.operation) else 0
-            found[result] = max(0, places + zeros - searched)
-    return found
-
-
 _CALLS = ("custom_jvp_call", "jit", "pjit")
 
 
@@ -227,11 +202,6 @@ def searches(program: Program) -> list[int]:
         for index, equation in enumerate(program.equations)
         if _is_pooling(equation) and not _windows_overlap(equation.operation)
     ]
-
-
-def beside_zeros(program: Program, compiler: Compiler) -> set[int]:
-    """The activations whose cotangents XLA for NVIDIA selects beside zeros, not in place."""
-    return set(activations(program).values()) if compiler.has("pooling_places") else set()
 
 
 def can_be_kept_apart(operation: Operation) -> bool:

@@ -298,9 +298,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pooling_zeros": _rule(
             _NVIDIA, "beside", "pooling", "Max pooling's gradient shares zeros with a relu."
         ),
-        "pooling_places": _rule(
-            _NVIDIA, "beside", "pooling", "Max pooling's gradient finds the maxima again."
-        ),
         "pooling_search": _rule(
             _CPU, "beside", "pooling", "Max pooling's maxima are searched for among coordinates."
         ),

@@ -137,7 +137,6 @@ def vertices(storage: Storage) -> Vertices:
         else draft.needs
         for vertex, draft in enumerate(drafts)
     ]
-    beside_zeros = pooling.beside_zeros(program, compiler)
     forward_workspaces = [0] * len(drafts)
     for index, size in pooling.search_bytes(program, found_places).items():
         (value,) = program.equations[index].outputs
@@ -185,7 +184,6 @@ def vertices(storage: Storage) -> Vertices:
         in_place=tuple(
             flow.costs[root].fusion is costs.Fusion.FUSIBLE
             and not draft.multiplies
-            and beside_zeros.isdisjoint(program.equations[root].outputs)
             and vertex not in products
             and of_cotangents.in_pieces.get(vertex, 1) <= places.MOST_READ
             and hands_on(vertex, predecessors, of_cotangents)
@@ -347,12 +345,9 @@ def _workspaces(
     zeros: Zeros,
 ) -> list[int]:
     """What is held beside each vertex's backward step, in any schedule."""
-    program, compiler = storage.flow.program, storage.compiler
+    compiler = storage.compiler
     found = weights.expected_sums(len(drafts)).tolist()
     own = [draft.late_bytes for draft in drafts]
-    for value, size in pooling.workspace_bytes(program, compiler).items():
-        if value in storage.vertex_of:
-            own[storage.vertex_of[value]] = size
     for vertex, operand in transposed:
         beside = of_cotangents.bytes[vertex]
         if operand not in needs[operand]:

@@ -101,19 +101,3 @@ def test_poolings_of_one_shape_share_their_coordinates() -> None:
     _, graph, vertices = pooled_on_a_cpu(twice, [KERNEL, KERNEL])
     for vertex in vertices:
         assert graph.forward_workspace_bytes[vertex] == 4 * 4 * IMAGES.size
-
-
-def test_a_poolings_gradient_takes_a_workspace_on_nvidia() -> None:
-    for strides, device, expected, beside in (
-        # Four coordinates for a quarter as many numbers take the operand's place.
-        (APART, "h200", 0, 0),
-        # The zeros that it scatters to stay for the relu's gradient, which is not in place.
-        (OVERLAPPING, "h200", 4 * 4 * 2 * 7 * 7 * 4, IMAGES.nbytes),
-        (APART, "v5e", 0, 0),
-    ):
-        _, _, graph = graph_of(pooling_loss(jax.nn.relu, strides), KERNEL, IMAGES, device=device)
-        relu, pooling = map(names(graph).index, ("custom_jvp_call", "reduce_window_max"))
-        assert graph.workspace_bytes[pooling] == expected
-        assert graph.workspace_bytes[relu] == beside
-        assert graph.in_place[relu] == (not beside)
-        assert sum(graph.workspace_bytes) == expected + beside

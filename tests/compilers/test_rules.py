@@ -524,7 +524,6 @@ PROGRAMS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "whole_cotangents": ("v5e", joined_skips, ([SQUARE] + [ones(256, 128)] * 2, ROWS)),
     "broadcast_cotangents": ("cpu", cross_entropy, (W, X)),
     "pooling_zeros": ("h200", overlapping, (KERNEL, IMAGES)),
-    "pooling_places": ("h200", overlapping, (KERNEL, IMAGES)),
     "pooling_search": ("cpu", apart, (KERNEL, IMAGES)),
     "weights_copied": ("h200", convolutions, (KERNEL, IMAGES)),
     "operands_transposed": ("h200", dilated, ([KERNEL] * 2, IMAGES)),
