@@ -56,6 +56,15 @@ def warn(
       kwargs: likewise.
       stack_level: how far up the stack the warning points.
     """
+    if isinstance(error, jax.errors.InconclusiveDimensionOperation):
+        warnings.warn(
+            f"{name!r} has no plan: its arguments have symbolic shapes, and what takes memory "
+            "depends on sizes. The function runs unchanged: its results are the same, and it takes "
+            "as much memory as without remat_opt. Export it with the sizes that it is used with.",
+            PlanningWarning,
+            stacklevel=stack_level + 1,
+        )
+        return
     where = _written(report(error, name, facts, fn, args, kwargs))
     warnings.warn(
         f"remat_opt failed to plan {name!r}: {_first_line(error)}. The function runs "

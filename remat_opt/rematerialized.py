@@ -141,6 +141,10 @@ class Rematerialized:
         failure.warn(error, call.name, facts, call.fn, call.args, call.kwargs, stack_level=4)
         return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
+        """Itself, as for functions: copies of what holds it share its plans."""
+        return self
+
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         # So that a decorated method is bound like any other. Argument numbers count as for
         # jax.grad(model.loss): without the instance, which is closed over.

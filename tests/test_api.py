@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -623,3 +624,14 @@ def test_arguments_that_are_no_arrays_are_static() -> None:
         np.testing.assert_allclose(
             jax.grad(fn)(w, X, *options), jax.grad(loss)(w, X, *options), rtol=1e-5
         )
+
+
+def test_what_holds_a_decorated_function_can_be_copied() -> None:
+    class Agent:
+        def __init__(self) -> None:
+            self.loss = remat_opt.optimal_remat(lambda w: jnp.sum(jnp.sin(w)))
+
+    agent = Agent()
+    twin = copy.deepcopy(agent)
+    assert twin.loss is agent.loss
+    assert jax.grad(twin.loss)(1.0) == jax.grad(jnp.sin)(1.0)

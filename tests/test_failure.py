@@ -121,6 +121,25 @@ def test_what_the_user_asked_for_is_raised() -> None:
             remat_opt.optimal_remat(loss, device="cpu", argnums=5)(*ARGS)
 
 
+def test_symbolic_shapes_have_no_plan() -> None:
+    @remat_opt.optimal_remat
+    def loss(weights, x):
+        for w in weights:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    (size,) = jax.export.symbolic_shape("b")
+    weights = [ones(4, 4)] * 2
+    with pytest.warns(PlanningWarning, match="symbolic shapes") as caught:
+        exported = jax.export.export(jax.jit(jax.grad(loss)))(
+            weights, jax.ShapeDtypeStruct((size, 4), jnp.float32)
+        )
+    assert not any("bug" in str(one.message) for one in caught)
+    found = exported.call(weights, ones(3, 4))
+    expected = jax.grad(loss)(weights, ones(3, 4))
+    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
 def test_the_functions_own_error_is_its_own() -> None:
     def wrong(w: jax.Array) -> jax.Array:
         if w.sum() > 0:

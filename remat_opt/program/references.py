@@ -125,6 +125,7 @@ def references(fn: object) -> References | None:
     walk = _Walk()
     try:
         walk.see(fn)
+        walk.see_modules()
     except (_UnseenError, RecursionError):
         return None
     things = (thing for _, thing in walk.seen.values())
@@ -137,6 +138,9 @@ class _Walk:
         self.found: list[Any] = []
         # By identity, in order; holding the things themselves, so that no identity is reused.
         self.seen: dict[int, tuple[int, Any]] = {}
+        # Modules that are not installed, and the attributes that code reads, of whatever it is.
+        self._modules: list[types.ModuleType] = []
+        self._attributes: set[str] = set()
 
     def see(self, thing: Any) -> None:
         kind = type(thing)
@@ -158,8 +162,11 @@ class _Walk:
             self._see_container(thing)
             return
         if isinstance(thing, (jax.Array, types.CodeType, types.ModuleType, *_CONSTANT_KINDS)):
-            # What code reads from a module is looked at with that code.
             self.found.append(_Same(thing))
+            if isinstance(thing, types.ModuleType) and not _is_installed(
+                getattr(thing, "__file__", None)
+            ):
+                self._modules.append(thing)
             return
         self.found.append(kind)
         if isinstance(thing, types.BuiltinFunctionType | types.MethodWrapperType):
@@ -232,20 +239,31 @@ class _Walk:
             self._see_globals(fn)
 
     def _see_globals(self, fn: types.FunctionType) -> None:
-        names, attributes = _names(fn.__code__)
-        for name in names:
-            if name not in fn.__globals__:
-                continue  # built in, or missing
-            value = fn.__globals__[name]
-            self.found.append(name)
-            self.see(value)
-            if isinstance(value, types.ModuleType) and not _is_installed(
-                getattr(value, "__file__", None)
-            ):
-                for attribute in attributes:
-                    if attribute in vars(value):
-                        self.found.append(attribute)
-                        self.see(vars(value)[attribute])
+        names = _names(fn.__code__)
+        for name in names.globals:
+            if name in fn.__globals__:  # else built in, or missing
+                self.found.append(name)
+                self.see(fn.__globals__[name])
+        self._attributes.update(names.attributes)
+        package = fn.__globals__.get("__package__") or ""
+        for name in names.imported:
+            for full in (name, f"{package}.{name}".strip(".")):
+                if full in sys.modules:
+                    self.see(sys.modules[full])
+
+    def see_modules(self) -> None:
+        """Of modules that are not installed what code reads of anything by that name."""
+        seen: set[tuple[int, str]] = set()
+        while new := [
+            (module, name)
+            for module in self._modules
+            for name in sorted(self._attributes.intersection(vars(module)))
+            if (id(module), name) not in seen
+        ]:
+            for module, name in new:
+                seen.add((id(module), name))
+                self.found.append(name)
+                self.see(vars(module)[name])
 
     def _see_class(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -283,20 +301,42 @@ def _is_by_python(cls: type) -> bool:
     return bool(cls.__flags__ & _HEAP_TYPE) and (_file_of(cls) or "").endswith((".py", "<main>"))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """What code reads by name, its inner functions included, in alphabetical order.
+
+    Attributes:
+      globals: global variables.
+      attributes: attributes, of anything.
+      imported: modules that it imports as it runs; empty for its own package.
+    """
+
+    globals: tuple[str, ...]
+    attributes: tuple[str, ...]
+    imported: tuple[str, ...]
+
+
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global names and attributes that code reads, including its inner functions."""
-    names, attributes = set[str](), set[str]()
+def _names(code: types.CodeType) -> _Names:
+    names, attributes, imported = set[str](), set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            imported.add(instruction.argval)
+            attributes.update(instruction.argval.split("."))
         elif isinstance(instruction.argval, str):
             attributes.add(instruction.argval)
         elif isinstance(instruction.argval, types.CodeType):
             inner = _names(instruction.argval)
-            names.update(inner[0])
-            attributes.update(inner[1])
-    return tuple(sorted(names)), tuple(sorted(attributes))
+            names.update(inner.globals)
+            attributes.update(inner.attributes)
+            imported.update(inner.imported)
+    return _Names(
+        globals=tuple(sorted(names)),
+        attributes=tuple(sorted(attributes)),
+        imported=tuple(sorted(imported)),
+    )
 
 
 def _slots(cls: type) -> tuple[str, ...]:

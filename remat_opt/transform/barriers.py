@@ -55,6 +55,28 @@ def cotangents_together(*values: Any) -> tuple[Any, ...]:
     return results
 
 
+@jax.custom_vjp
+def with_cotangents(*values: Any) -> tuple[Any, ...]:
+    """The values, each with a cotangent: of zeros, if nothing with a gradient reads it.
+
+    The gradient rule of a ``custom_vjp`` may return something for its arguments even then: Flax
+    hands new scaling factors on as the gradients of the old ones. JAX asks it even if no result has
+    a cotangent, but not if a checkpoint around it has none.
+    """
+    return values
+
+
+def _with_cotangents(*values: Any) -> tuple[tuple[Any, ...], None]:
+    return values, None
+
+
+def _given_cotangents(_: None, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    return cotangents
+
+
+with_cotangents.defvjp(_with_cotangents, _given_cotangents)
+
+
 @jax.custom_jvp
 def _same(*given: Any) -> tuple[Any, ...]:
     return given

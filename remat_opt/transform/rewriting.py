@@ -27,18 +27,27 @@ from remat_opt.compilers.compiler import Rules
 from remat_opt.compilers.rewrites import Place
 from remat_opt.device import Platform
 from remat_opt.errors import PlanFileError, RewriteError
+from remat_opt.operation import Operation
 from remat_opt.program import bodies
 from remat_opt.program.record import Equation, Program
 from remat_opt.program.tracing import array_type
 from remat_opt.schedule import Branch, Choice, Inside, Loop, Mapped, Part, Stage
 from remat_opt.scopes import equation_scope, region_scope
-from remat_opt.transform.barriers import behind_barrier, cotangents_together, stored
+from remat_opt.transform.barriers import (
+    behind_barrier,
+    cotangents_together,
+    stored,
+    with_cotangents,
+)
 from remat_opt.transform.choices import check_choice, run_choice
 from remat_opt.transform.equations import name_of, run_one
 from remat_opt.transform.loops import check_loop, run_loop
 from remat_opt.transform.maps import check_map, run_map
 from remat_opt.transform.steps import Rewriting, Step, inputs_of, prepared
 from remat_opt.transform.turns import Ties, in_turn, ties, with_partner
+
+#: Functions with a gradient rule of their own.
+_OWN_GRADIENT = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 def rewrite(
@@ -424,4 +433,15 @@ def _runner(
 
     if not step.checkpointed:
         return region
-    return jax.checkpoint(region, policy=_policy(program, step.kept, rewriting.within))
+    run = jax.checkpoint(region, policy=_policy(program, step.kept, rewriting.within))
+    operations = (program.equations[index].operation for index in step.all_equations())
+    if not any(map(_has_own_gradient, operations)):
+        return run
+    return lambda *given: list(with_cotangents(*run(*given)))
+
+
+def _has_own_gradient(operation: Operation) -> bool:
+    """Whether it is, or has inside, a function with a gradient rule of its own."""
+    return operation.primitive in _OWN_GRADIENT or any(
+        _has_own_gradient(inner) for body in operation.bodies for inner in body.operations
+    )

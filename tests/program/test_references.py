@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -121,6 +124,52 @@ def test_what_changes(fn: Callable[..., Any], change: Callable[[], Any]) -> None
     assert references(fn) == before
     change()
     assert references(fn) != before
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module of a user's package, which is not installed."""
+    folder = tmp_path / "a_project"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "settings.py").write_text("scale = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("a_project", "a_project.settings"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("a_project.settings")
+
+
+def test_modules_wherever_they_are_found(settings: types.ModuleType) -> None:
+    """In a closure, as an attribute, a default, a part of a package, or imported as code runs."""
+    package = sys.modules["a_project"]
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.settings = settings
+
+        def loss(self, x):
+            return x * self.settings.scale
+
+    def by_default(x, given=settings):
+        return x * given.scale
+
+    def imported(x):
+        from a_project import settings  # not installed: found by the fixture
+
+        return x * settings.scale
+
+    found = (
+        lambda x: x * settings.scale,
+        lambda x: x * package.settings.scale,
+        Trainer().loss,
+        by_default,
+        imported,
+    )
+    before = [references(fn) for fn in found]
+    assert before == [references(fn) for fn in found]
+    assert None not in before
+    settings.scale = 2.0
+    assert all(was != references(fn) for was, fn in zip(before, found, strict=True))
 
 
 def test_what_is_made_anew_with_the_same_contents_is_the_same() -> None:

@@ -644,6 +644,52 @@ def test_products_that_are_summed_add_up_both_gradients_in_turn() -> None:
             assert jnp.allclose(one, other, rtol=1e-5)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_gradient_rule_that_needs_no_cotangent_runs_under_a_checkpoint(*, inside: bool) -> None:
+    """As in Flax's FP8 layers, whose rule returns new scaling factors as gradients."""
+
+    @jax.custom_vjp
+    def observe(x, most):
+        return x / (1 + most)
+
+    observe.defvjp(
+        lambda x, most: (observe(x, most), jnp.max(jnp.abs(x))), lambda new, _: (None, new)
+    )
+
+    @jax.custom_vjp
+    def dot(x, seen, w):
+        return seen @ w
+
+    dot.defvjp(
+        lambda x, seen, w: (seen @ w, (seen, w)), lambda r, g: (g @ r[1].T, None, r[0].T @ g)
+    )
+
+    def loss(most, x):
+        return jnp.sum(dot(x, observe(x, most), x))
+
+    args = jnp.float32(0.5), jnp.full((4, 4), 3.0)
+    program = tracing.trace(loss, *args)
+    order = [equation.operation.primitive for equation in program.equations]
+    first, last = order.index("custom_vjp_call"), len(order) - 1
+    alone = Stage(roots=(first,), kept=(), checkpointed=True)
+    rest = tuple(n for n, primitive in enumerate(order) if n > first and primitive != "mul")
+    assert last in rest
+    stages = (
+        (
+            Stage(
+                roots=(first, *rest),
+                kept=(),
+                checkpointed=True,
+                inside=(alone, Stage(roots=rest, kept=(), checkpointed=True)),
+            ),
+        )
+        if inside
+        else (alone, Stage(roots=rest, kept=(), checkpointed=False))
+    )
+    _, call, _ = rewritten(stages, loss, *args)
+    assert jax.grad(call)(*args) == jax.grad(loss)(*args) == 3.0
+
+
 def test_cotangents_are_summed_region_by_region() -> None:
     """What several regions read reaches each later one together with a region's outputs."""
 
