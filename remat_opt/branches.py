@@ -61,7 +61,7 @@ class Way:
 
     def cost(self, measure: Overhead) -> float:
         """The total recomputation."""
-        return self.seconds if measure is Overhead.SECONDS else float(self.flops)
+        return measure.of(self.seconds, self.flops)
 
 
 def openings(

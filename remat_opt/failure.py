@@ -23,6 +23,10 @@ from remat_opt.errors import GraphError, PlanningWarning, RematError, RewriteErr
 
 #: Most characters of a program's text in a report: the equations of a few thousand layers.
 _MOST_TEXT = 4_000_000
+_UNCHANGED = (
+    "The function runs unchanged: its results are the same, and it takes as much memory as without "
+    "remat_opt."
+)
 
 
 def is_own_fault(error: Exception) -> bool:
@@ -59,17 +63,15 @@ def warn(
     if isinstance(error, jax.errors.InconclusiveDimensionOperation):
         warnings.warn(
             f"{name!r} has no plan: its arguments have symbolic shapes, and what takes memory "
-            "depends on sizes. The function runs unchanged: its results are the same, and it takes "
-            "as much memory as without remat_opt. Export it with the sizes that it is used with.",
+            f"depends on sizes. {_UNCHANGED} Export it with the sizes that it is used with.",
             PlanningWarning,
             stacklevel=stack_level + 1,
         )
         return
     where = _written(report(error, name, facts, fn, args, kwargs))
     warnings.warn(
-        f"remat_opt failed to plan {name!r}: {_first_line(error)}. The function runs "
-        "unchanged: its results are the same, and it takes as much memory as without "
-        "remat_opt. This is a bug in remat_opt: please file an issue"
+        f"remat_opt failed to plan {name!r}: {_first_line(error)}. {_UNCHANGED} This is a bug in "
+        "remat_opt: please file an issue"
         + (
             f" and attach {where}, which holds the function's program but no arrays"
             if where

@@ -8,8 +8,8 @@ Method. Two kinds of choices. For common exchange rates, each loop has the way t
 rate; between two such choices the last loops change first, since what they keep is free again
 first. And, as for a knapsack, one loop after the other: every choice for those before is joined
 with every way of the next, and those that no other beats in recomputation and either the memory at
-most or what is stacked are left, spread evenly by the logarithm of memory. The first find what is
-on the convex hull for many loops, the second what lies between for few.
+most or what is stacked are left, spread evenly by the logarithm of memory and by recomputation. The
+first find what is on the convex hull for many loops, the second what lies between for few.
 
 Complexity: for each loop the product of the choices that are left and its ways, in numpy.
 
@@ -92,10 +92,6 @@ def spread(
     return list(dict(zip(reversed(places), reversed(items), strict=True)).values())[::-1]
 
 
-def _cost(way: Opening, measure: Overhead) -> float:
-    return way.seconds if measure is Overhead.SECONDS else float(way.flops)
-
-
 def _at_rates(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[Opening, ...]]:
     """Those that are best at some exchange rate, and between two of them."""
     found: dict[tuple[Opening, ...], None] = {}
@@ -106,14 +102,14 @@ def _at_rates(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tupl
 
         rates: set[float] = set()
         for of_loop in ways:
-            points = hull([(size(way), _cost(way, measure)) for way in of_loop])
+            points = hull([(size(way), way.cost(measure)) for way in of_loop])
             for (small, more_cost), (large, less_cost) in itertools.pairwise(points):
                 rates.add((more_cost - less_cost) / (large - small))
         middles = [math.sqrt(a * b) for a, b in itertools.pairwise(sorted(rates)) if a > 0]
         tried = sorted({0.0, *rates, *middles, 2 * max(rates, default=1.0)})
         for rate in reversed(thinned(tried, _MOST_AT_RATES // 2)):
             chosen = (
-                min(of_loop, key=lambda way: _cost(way, measure) + rate * size(way))
+                min(of_loop, key=lambda way: way.cost(measure) + rate * size(way))
                 for of_loop in ways
             )
             found[tuple(chosen)] = None
@@ -132,7 +128,7 @@ def _joined(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[
     stacked, most, cost = np.zeros((3, 1))
     for of_loop in ways:
         own = np.array(
-            [(way.stacked_bytes, way.workspace_bytes, _cost(way, measure)) for way in of_loop]
+            [(way.stacked_bytes, way.workspace_bytes, way.cost(measure)) for way in of_loop]
         ).T
         # What loops further back stack is free again when this one's turn comes.
         stacked = np.add.outer(stacked, own[0])
@@ -144,12 +140,12 @@ def _joined(ways: Sequence[Sequence[Opening]], measure: Overhead) -> list[tuple[
     return found
 
 
-def _unbeaten(size: np.ndarray, cost: np.ndarray) -> list[int]:
+def _unbeaten(sizes: np.ndarray, costs: np.ndarray) -> list[int]:
     """Positions of those that no other beats in both, some of them, by ascending size."""
-    order = np.lexsort((cost, size))
-    costs = cost[order]
-    better = np.append(True, costs[1:] < np.minimum.accumulate(costs)[:-1])
+    order = np.lexsort((costs, sizes))
+    in_order = costs[order]
+    better = np.append(True, in_order[1:] < np.minimum.accumulate(in_order)[:-1])
     front: list[int] = order[better].tolist()
     return spread(
-        front, lambda place: float(size[place]), lambda place: float(cost[place]), _MOST_JOINED
+        front, lambda place: float(sizes[place]), lambda place: float(costs[place]), _MOST_JOINED
     )

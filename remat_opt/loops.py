@@ -120,6 +120,10 @@ class _Iteration:
     flops: int
     waiting: _Waiting
 
+    def cost(self, measure: Overhead) -> float:
+        """What is computed again, in the given measure."""
+        return measure.of(self.seconds, self.flops)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
@@ -182,7 +186,7 @@ class _Shape:
         """
 
         def way(one: _Iteration) -> Way:
-            seconds = _cost(one, measure)
+            seconds = one.cost(measure)
             if in_gradients:
                 return Way(
                     kept_bytes=max(0, self.carry_bytes + one.kept_bytes - one.waiting.bytes),
@@ -201,7 +205,7 @@ class _Shape:
             length=self.length,
             state_bytes=0 if in_gradients else self.carry_bytes,
             result_bytes=self.result_bytes,
-            seconds=self.seconds if measure is Overhead.SECONDS else float(self.flops),
+            seconds=measure.of(self.seconds, self.flops),
             ways=tuple(map(way, iterations)),
             chunks=self.chunks and not in_gradients,
             alone_bytes=self.alone_bytes if in_gradients else 0,
@@ -303,17 +307,20 @@ def _best(drafts: Sequence[Opening], measure: Overhead, *, adds_up: bool) -> tup
       adds_up: whether what is stacked counts for itself too: with that of other loops, or
         iterations, it adds up, and workspaces do not.
     """
-    in_order = sorted(drafts, key=lambda way: (memory(way), _cost(way, measure)))
+
+    def cost(way: Opening) -> float:
+        return way.cost(measure)
+
+    in_order = sorted(drafts, key=lambda way: (memory(way), cost(way)))
     found: list[Opening] = []
     for way in in_order:
-        if not found or _cost(way, measure) < _cost(found[-1], measure):
+        if not found or cost(way) < cost(found[-1]):
             found.append(way)
-    cost = functools.partial(_cost, measure=measure)
     found = spread(found, memory, cost, _MOST_WAYS)
     more: list[Opening] = []
     for way in in_order if adds_up else ():
         if not any(
-            _cost(one, measure) <= _cost(way, measure) and one.stacked_bytes <= way.stacked_bytes
+            cost(one) <= cost(way) and one.stacked_bytes <= way.stacked_bytes
             for one in (*found, *more)
         ):
             more.append(way)
@@ -363,10 +370,6 @@ def _with(graph: Graph, choice: Sequence[Opening]) -> Graph:
     for way in choice:
         way.write(figures)
     return figures.put_into(graph)
-
-
-def _cost(way: Opening | _Iteration, measure: Overhead) -> float:
-    return way.seconds if measure is Overhead.SECONDS else float(way.flops)
 
 
 # --- one loop -----------------------------------------------------------------------------
@@ -541,7 +544,7 @@ def _mixed(
         points: dict[tuple[float, float], _Iteration] = {}
         for one, way in by_workspace:
             size = way.kept_bytes + math.ceil(share * way.workspace_bytes)
-            points.setdefault((size, _cost(one, measure)), one)
+            points.setdefault((size, one.cost(measure)), one)
         best = [points[point] for point in hull(list(points))]
         found |= dict.fromkeys(thinned(best, _MOST_MIXED))
     return list(found)
@@ -789,7 +792,7 @@ def _least_stacked(
     points: dict[tuple[float, float], tuple[Opening, ...]] = {}
     for choice in sorted(choices, key=loop_choices.memory_together):
         size = sum(way.stacked_bytes for way in choice)
-        points.setdefault((size, math.fsum(_cost(way, measure) for way in choice)), choice)
+        points.setdefault((size, math.fsum(way.cost(measure) for way in choice)), choice)
     return [points[point] for point in hull(list(points))]
 
 
@@ -816,7 +819,7 @@ def _figures(way: _Iteration, measure: Overhead) -> tuple[float, ...]:
         way.workspace_bytes,
         way.whole_bytes,
         way.alone_bytes,
-        _cost(way, measure),
+        way.cost(measure),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from remat_opt.compilers.effects import Effect, Figures
 from remat_opt.schedule import Inside, Schedule
+from remat_opt.solvers.base import Overhead
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,10 @@ class Opening:
     closed_bytes: int
     seconds: float
     flops: int
+
+    def cost(self, measure: Overhead) -> float:
+        """What is computed again, in the given measure."""
+        return measure.of(self.seconds, self.flops)
 
     def write(self, figures: Figures) -> None:
         """Writes what the loop takes then."""

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from remat_opt.compilers.compiler import Compiler
 from remat_opt.compilers.effects import Effect
 from remat_opt.graph import Graph
-from remat_opt.operation import ArrayType, Operation
+from remat_opt.operation import Operation
 from remat_opt.program.record import Equation, Program
 from remat_opt.schedule import Schedule
 from remat_opt.units import format_bytes
@@ -137,7 +137,7 @@ def places_bytes(program: Program, compiler: Compiler) -> dict[int, int]:
     if not compiler.has("pooling_search"):
         return {}
     return {
-        one.outputs[0]: _places_bytes(program.types[one.outputs[0]])
+        one.outputs[0]: _coordinates_bytes(program.types[one.outputs[0]].shape)
         for one in program.equations
         if _is_pooling(one)
     }
@@ -152,7 +152,7 @@ def search_bytes(program: Program, chosen: Iterable[int]) -> dict[int, int]:
     coordinates: dict[tuple[int, ...], int] = {}
     for index in sorted(chosen, reverse=True):
         shape = _padded_shape(program, program.equations[index])
-        coordinates[shape] = _COORDINATE_BYTES * len(shape) * math.prod(shape)
+        coordinates[shape] = _coordinates_bytes(shape)
         found[index] = sum(coordinates.values())
     return found
 
@@ -164,8 +164,9 @@ def _padded_shape(program: Program, pooling: Equation) -> tuple[int, ...]:
     return tuple(size + low + high for size, (low, high) in zip(shape, padding, strict=True))
 
 
-def _places_bytes(pooled: ArrayType) -> int:
-    return _COORDINATE_BYTES * len(pooled.shape) * pooled.size
+def _coordinates_bytes(shape: tuple[int, ...]) -> int:
+    """A coordinate for each dimension, at each place."""
+    return _COORDINATE_BYTES * len(shape) * math.prod(shape)
 
 
 _CALLS = ("custom_jvp_call", "jit", "pjit")

@@ -25,6 +25,10 @@ class Overhead(enum.Enum):
     SECONDS = "seconds"
     FLOPS = "flops"
 
+    def of(self, seconds: float, flops: int) -> float:
+        """What recomputation counts that takes so long and is so many FLOPs."""
+        return seconds if self is Overhead.SECONDS else float(flops)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -44,9 +48,7 @@ class Candidate:
 
     def overhead(self, measure: Overhead) -> float:
         """The recomputation, in seconds or in FLOPs."""
-        if measure is Overhead.SECONDS:
-            return self.overhead_seconds
-        return float(self.recomputed_flops)
+        return measure.of(self.overhead_seconds, self.recomputed_flops)
 
 
 def priced(graph: Graph, measure: Overhead) -> Graph:

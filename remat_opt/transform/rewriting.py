@@ -349,10 +349,13 @@ def _runner(
     # Inputs that have passed a barrier already, with those of an earlier product.
     ahead: dict[int, list[Any]] = {}
 
+    def read(index: int, environment: Mapping[int, Any]) -> list[Any]:
+        atoms = step.read_by(program, index)
+        return [environment[atom] if isinstance(atom, int) else atom.value for atom in atoms]
+
     def run_equation(index: int, environment: dict[int, Any]) -> None:
         equation = program.equations[index]
-        atoms = step.read_by(program, index)
-        inputs = [environment[atom] if isinstance(atom, int) else atom.value for atom in atoms]
+        inputs = read(index, environment)
         if index in ahead:
             inputs = ahead.pop(index)
         elif index in before:
@@ -392,9 +395,7 @@ def _runner(
     def pass_together(indices: Sequence[int], environment: dict[int, Any]) -> dict[int, list[Any]]:
         """Passes the inputs of products through one barrier; gives them for each product."""
         atoms = [(index, atom) for index in indices for atom in step.read_by(program, index)]
-        values = behind_barrier(
-            *(environment[atom] if isinstance(atom, int) else atom.value for _, atom in atoms)
-        )
+        values = behind_barrier(*(value for index in indices for value in read(index, environment)))
         passed: dict[int, list[Any]] = {index: [] for index in indices}
         for (index, atom), value in zip(atoms, values, strict=True):
             passed[index].append(value)
@@ -407,20 +408,21 @@ def _runner(
             run_equation(index, environment)
 
     def run_twice(group: Sequence[int], environment: dict[int, Any]) -> None:
-        read = inputs_of(program, group)
+        values = inputs_of(program, group)
         (result,) = program.equations[group[-1]].outputs
 
         @jax.checkpoint
         def run(*given: Any) -> Any:
-            own = dict(zip(read, given, strict=True))
+            own = dict(zip(values, given, strict=True))
             for index in group:
                 run_named(index, own)
             return own[result]
 
-        environment[result] = run(*(environment[value] for value in read))
+        environment[result] = run(*(environment[value] for value in values))
 
     def region(*given: Any) -> list[Any]:
         environment = dict(zip(step.inputs, given, strict=True))
+        ahead.clear()  # of a trace that ended with an error
         _run(rewriting, step.inside, environment, around=region_number)
         groups = {group[0]: group for group in step.twice}
         later = {index for group in step.twice for index in group[1:]}
